@@ -1,0 +1,33 @@
+# make quickstart: from nothing to a small language model, on any machine.   make help: the rest.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+export PYTHON
+
+help:
+	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
+	@echo 'make test         install, and run the whole test suite'
+	@echo 'make lint         look for mistakes in the source (ruff)'
+	@echo 'make docs         write the generated pages of docs/ again'
+	@echo 'make venv         only install, into $(VENV)'
+	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere.'
+
+quickstart: venv
+	@$(RUN) tools/quickstart.py
+
+venv:
+	@requirements/install base $(VENV)
+
+dev:
+	@requirements/install dev $(VENV)
+
+test: dev
+	$(RUN) -m pytest
+
+lint: dev
+	$(RUN) -m ruff check .
+
+docs: dev
+	$(RUN) tools/config.py docs
+
+.PHONY: help quickstart venv dev test lint docs
