@@ -1,0 +1,174 @@
+"""Every key of the schema as data: what the documentation, the messages and `explain` are made from."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from .schema import Config
+from .sections.base import Section
+
+Path = tuple[str | int, ...]
+_INDEX = re.compile("0|[1-9][0-9]*")
+ANY = "*"  # stands for a name in a mapping or an index in a list
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema.
+
+    Attributes:
+        path: its path; `ANY` stands for names and indices that the user chooses.
+        annotation: the Python type.
+        default: `PydanticUndefined` if the key is required.
+        section: whether it is a group of keys.
+        limits: bounds, such as {"gt": 0}.
+    """
+
+    path: tuple[str, ...]
+    annotation: Any
+    default: Any
+    sentence: str
+    unit: str | None
+    derived: str | None
+    limits: dict[str, Any]
+    section: bool
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def required(self) -> bool:
+        return self.default is PydanticUndefined
+
+    @property
+    def nullable(self) -> bool:
+        return type(None) in get_args(self.annotation)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def without_none(annotation: Any) -> Any:
+    """`X | None` as X."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        rest = tuple(each for each in get_args(annotation) if each is not type(None))
+        return functools.reduce(operator.or_, rest)
+    return annotation
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class that an annotation names, if it names one."""
+    bare = without_none(annotation)
+    return bare if isinstance(bare, type) and not get_args(bare) and issubclass(bare, Section) else None
+
+
+def member_of(annotation: Any) -> Any | None:
+    """The type of the members of a mapping or list annotation, if it is one."""
+    bare = without_none(annotation)
+    arguments = get_args(bare)
+    if get_origin(bare) is dict:
+        return arguments[1]
+    return arguments[0] if get_origin(bare) is list else None
+
+
+def _limits(field: FieldInfo) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for constraint in field.metadata:
+        for name in ("gt", "ge", "lt", "le", "min_length"):
+            if getattr(constraint, name, None) is not None:
+                found[name] = getattr(constraint, name)
+    return found
+
+
+def _keys(section: type[Section], above: tuple[str, ...]) -> typing.Iterator[Key]:
+    for name, field in section.model_fields.items():
+        extra = field.json_schema_extra or {}
+        path = (*above, name)
+        inner = section_of(field.annotation)
+        yield Key(
+            path=path, annotation=field.annotation, default=field.get_default(call_default_factory=True),
+            sentence=field.description or "", unit=extra.get("unit"), derived=extra.get("derived"),
+            limits=_limits(field), section=inner is not None)
+        member = field.annotation
+        while inner is None and (member := member_of(member)) is not None:
+            path, inner = (*path, ANY), section_of(member)
+        if inner is not None:
+            yield from _keys(inner, path)
+
+
+@cache
+def catalog() -> dict[tuple[str, ...], Key]:
+    """All keys by path, in the schema's order."""
+    return {key.path: key for key in _keys(Config, ())}
+
+
+def type_at(path: Path) -> Any | None:
+    """The annotation of what stands at a path (a key, or a member of a mapping or list); None if nothing can."""
+    annotation: Any = Config
+    for part in path:
+        section = section_of(annotation)
+        if section:
+            field = section.model_fields.get(str(part))
+            annotation = field.annotation if field else None
+        else:
+            annotation = member_of(annotation)
+        if annotation is None:
+            return None
+    return annotation
+
+
+def pattern_of(path: Path) -> tuple[str, ...]:
+    """The path as the catalog has it: names and indices that the user chose become `ANY`."""
+    return tuple(str(part) if section_of(type_at(path[:index])) else ANY for index, part in enumerate(path))
+
+
+def lookup(path: Path) -> Key | None:
+    """The key at a path, with user-chosen names in it; None if the schema has no such key."""
+    return catalog().get(pattern_of(path))
+
+
+def parse_path(name: str) -> Path:
+    """`data.train.0.path` as a path: parts of digits are indices."""
+    return tuple(int(part) if _INDEX.fullmatch(part) else part for part in name.split("."))
+
+
+def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
+    """A type in words: "a whole number above 0", "one of adamw, lion, sgd, muon"."""
+    bare, limits = without_none(annotation), limits or {}
+    origin, arguments = get_origin(bare), get_args(bare)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is Union:
+        return " or ".join(describe(each) for each in arguments)
+    if origin is dict:
+        return f"a mapping of names to {_plural(describe(arguments[1]))}"
+    if origin is list:
+        return f"a list of {_plural(describe(arguments[0]))}" + (", not empty" if limits.get("min_length") else "")
+    if origin is tuple:
+        return f"a list of {len(arguments)} {_plural(describe(arguments[0]))}"
+    if section_of(bare):
+        return "a mapping with the keys " + ", ".join(section_of(bare).model_fields)
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "anything"}
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
+    bounds = " and ".join(f"{words[name]} {limit}" for name, limit in limits.items() if name in words)
+    return " ".join(part for part in (names.get(bare, str(bare)), bounds) if part)
+
+
+def _plural(words: str) -> str:
+    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings"),
+                      ("a list", "lists")):
+        if words.startswith(one):
+            return many + words[len(one):]
+    return words

@@ -1,0 +1,113 @@
+"""One key in full: what it is, what it means, and where its value came from."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from .catalog import Key, Path, catalog, describe, dotted, lookup, parse_path, pattern_of
+from .derive import DERIVATIONS
+from .frozen import thaw
+from .origins import Origin, Overridden
+from .problems import ABSENT, ConfigError, Problem, shown
+from .resolve import Resolved
+from .structure import nearest_key
+from .tree import get
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A key, and its value in a run if there is one."""
+
+    name: str
+    key: Key
+    value: Any = ABSENT
+    origin: Origin | None = None
+    lost: tuple[Overridden, ...] = ()
+
+    @property
+    def type(self) -> str:
+        return describe(self.key.annotation, self.key.limits) + (" or null" if self.key.nullable else "")
+
+    @property
+    def formula(self) -> str | None:
+        """How it is derived, if it is."""
+        rule = next((each for each in DERIVATIONS if each.key == self.key.name), None)
+        return rule.formula if rule else self.key.derived
+
+    def text(self) -> str:
+        lines = [self.name if self.value is ABSENT else f"{self.name} = {shown(self.value)}"]
+        if self.origin:
+            lines.append(f"    from:    {self.origin}")
+        lines += [f"    won:     over {shown(each.lost)} ({each.lost_origin})" for each in self.lost]
+        lines += textwrap.wrap(self.key.sentence, 100, initial_indent="    meaning: ", subsequent_indent=" " * 13)
+        lines.append(f"    type:    {self.type}" + (f", in {self.key.unit}" if self.key.unit else ""))
+        if self.key.required:
+            lines.append("    default: none, it is required")
+        elif self.formula:
+            lines.append(f"    default: {self.formula}")
+        else:
+            lines.append(f"    default: {default_text(self.key)}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        known = self.value is not ABSENT
+        return {
+            "key": self.name, "value": self.value if known else None,
+            "origin": str(self.origin) if self.origin else None,
+            "source": self.origin.to_json() if self.origin else None,
+            "meaning": self.key.sentence, "type": self.type, "unit": self.key.unit,
+            "default": None if self.key.required else plain_default(self.key),
+            "required": self.key.required, "derived": self.formula,
+            "overridden": [each.to_json() for each in self.lost],
+        }
+
+
+def plain_default(key: Key) -> Any:
+    """The default as plain lists and dictionaries, without what is default inside it."""
+    if hasattr(key.default, "model_dump"):
+        return thaw(key.default.model_dump(exclude_defaults=True))
+    if isinstance(key.default, dict):
+        return {name: thaw(each.model_dump(exclude_defaults=True)) if hasattr(each, "model_dump") else each
+                for name, each in key.default.items()}
+    return thaw(key.default)
+
+
+def default_text(key: Key) -> str:
+    """The default as YAML would say it."""
+    return shown(plain_default(key))
+
+
+def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
+    """A key, or every key of a section.
+
+    Args:
+        name: dotted key; names and indices of the run's own, such as data.train.0.weight, are allowed.
+        resolved: the run; None explains the schema alone.
+
+    Raises:
+        ConfigError: the schema has no such key.
+    """
+    path = parse_path(name)
+    key = lookup(path)
+    if key is None or key.section:
+        above = pattern_of(path)
+        inner = [each for each in catalog().values() if each.path[:-1] == above and not each.section]
+        if not inner:
+            fix = nearest_key(path) if len(path) == 1 or lookup(path[:-1]) else "name a section to see its keys"
+            fix = fix or "docs/configuration.md lists all keys"
+            raise ConfigError([Problem(name, "the schema has no such key", fix)])
+        return [_entry((*path, each.path[-1]), each, resolved) for each in inner]
+    return [_entry(path, key, resolved)]
+
+
+def _entry(path: Path, key: Key, resolved: Resolved | None) -> Explanation:
+    name = dotted(path)
+    if resolved is None:
+        return Explanation(name, key)
+    value = get(thaw(resolved.config.model_dump()), path)
+    inside = [each for each in resolved.origins if each == name or each.startswith(name + ".")]
+    origin = resolved.origins[inside[0]] if inside else None
+    lost = tuple(each for each in resolved.overridden if each.key == name)
+    return Explanation(name, key, value, origin, lost)

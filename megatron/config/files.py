@@ -1,0 +1,78 @@
+"""Files and overrides as sources in the order in which they are merged: bases first, overrides last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path as File
+
+from .layers import Source
+from .problems import Problem
+from .yaml_source import read_file, read_override
+
+
+def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[Source]:
+    """All sources, in the order in which they are merged.
+
+    A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself.
+    """
+    sources: list[Source] = []
+    for file in files:
+        sources += _with_bases(os.fspath(file), ())
+    return sources + [read_override(argument) for argument in overrides]
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What a user typed as (files, overrides): `key.path=value` is an override unless there is a file of that name."""
+    overrides = [each for each in arguments if "=" in each and not os.path.isfile(each)]
+    return [each for each in arguments if each not in overrides], overrides
+
+
+def _with_bases(path: str, open_files: tuple[str, ...]) -> list[Source]:
+    source = read_file(path)
+    where = str(source.origin(("extends",)))
+    bases = source.values.pop("extends", None)
+    if bases is None:
+        return [source]
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        source.problems.append(
+            Problem(
+                "extends",
+                "extends must be a path or a list of paths",
+                "write extends: base.yml",
+                bases,
+                where,
+            )
+        )
+        return [source]
+    chain = (*open_files, os.path.realpath(path))
+    sources: list[Source] = []
+    for name in names:
+        base = os.path.join(os.path.dirname(path), name)
+        if os.path.realpath(base) in chain:
+            circle = " -> ".join([*(File(each).name for each in chain), File(base).name])
+            source.problems.append(
+                Problem(
+                    "extends",
+                    f"the files extend each other in a circle: {circle}",
+                    "remove one of the extends",
+                    name,
+                    where,
+                )
+            )
+            source.unread = True
+        elif not os.path.isfile(base):
+            source.unread = True
+            source.problems.append(
+                Problem(
+                    "extends",
+                    f"there is no file {base}",
+                    "give the path as seen from the folder of the file that says extends",
+                    name,
+                    where,
+                )
+            )
+        else:
+            sources += _with_bases(base, chain)
+    return [*sources, source]

@@ -1,0 +1,97 @@
+"""One source of values (a file, an argument, a dictionary) with the place of each, and how sources are merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .catalog import Path, dotted
+from .frozen import thaw
+from .origins import VALUES, Origin, Overridden
+from .problems import Problem
+from .tree import drop, get, leaves, put
+
+
+@dataclass
+class Source:
+    """Nested values and the origin of each key.
+
+    Attributes:
+        values: nested dictionaries, lists and scalars.
+        places: the origin of each path that has one; a path without one has its parent's.
+        fallback: the origin where there is none.
+        problems: what was wrong in reading it.
+        unread: whether it could not be read at all, so that what it says is not known.
+    """
+
+    values: dict[str, Any]
+    places: dict[Path, Origin] = field(default_factory=dict)
+    fallback: Origin = VALUES
+    problems: list[Problem] = field(default_factory=list)
+    unread: bool = False
+
+    def origin(self, path: Path) -> Origin:
+        """Where the value at `path` came from."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return self.fallback
+
+
+def merge(sources: list[Source]) -> tuple[Source, list[Overridden]]:
+    """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before.
+
+    Returns:
+        The merged source, and each value that lost to a different one.
+    """
+    result, lost = Source({}), []
+    for source in sources:
+        result.problems += source.problems
+        result.unread |= source.unread
+        for path in dict.fromkeys(_whole(path) for path, _ in leaves(source.values)):
+            if path:
+                lost += _set(result, path, source)
+    return result, lost
+
+
+def _whole(path: Path) -> Path:
+    """The path up to the first list on the way: lists are replaced whole."""
+    for length, part in enumerate(path):
+        if isinstance(part, int):
+            return path[:length]
+    return path
+
+
+def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
+    """Take one value (a scalar, a whole list, or an empty mapping) of `source` over into `result`."""
+    value, origin = get(source.values, path), source.origin(path)
+    lost = []
+    for length in range(1, len(path)):  # a scalar that stands where a mapping comes
+        old = get(result.values, path[:length], {})
+        if not isinstance(old, dict):
+            if old is not None:
+                lost.append(
+                    Overridden(dotted(path[:length]), "a mapping", origin, old, result.origin(path[:length]))
+                )
+            _forget(result, path[:length])
+            put(result.values, path[:length], {})
+    old = get(result.values, path, None)
+    if isinstance(old, dict) and value == {}:
+        return lost  # an empty section adds nothing
+    if old is not None and old != value:
+        lost.append(Overridden(dotted(path), thaw(value), origin, old, result.origin(path)))
+    _forget(result, path)
+    if value is None:
+        drop(result.values, path)
+        return lost
+    put(result.values, path, thaw(value))
+    for known, place in source.places.items():
+        if known[: len(path)] == path or path[: len(known)] == known:
+            result.places[known] = place
+    result.places[path] = origin
+    return lost
+
+
+def _forget(result: Source, path: Path) -> None:
+    for known in [each for each in result.places if each[: len(path)] == path]:
+        del result.places[known]

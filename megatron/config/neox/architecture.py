@@ -1,0 +1,276 @@
+"""GPT-NeoX's model keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .reader import Flat, Native
+
+# Key -> GPT-NeoX's default.
+KEYS: dict[str, Any] = {
+    "num_layers": None, "hidden_size": None, "num_attention_heads": None, "num_kv_heads": None,
+    "max_position_embeddings": None, "intermediate_size": None, "mlp_multiple_of": 1, "expansion_factor": None,
+    "no_weight_tying": False, "gpt_j_residual": False, "gpt_j_tied": False, "use_bias_in_attn_linear": True,
+    "use_bias_in_mlp": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "activation": "gelu",
+    "bias_gelu_fusion": False, "init_method": "normal", "output_layer_init_method": "scaled_normal",
+    "init_method_std": 0.02, "norm": "layernorm", "layernorm_epsilon": 1e-05, "rms_norm_epsilon": 1e-08,
+    "pos_emb": "learned", "rotary_pct": 1.0, "rotary_emb_base": 10000, "attention_config": None,
+    "sliding_window_width": None, "make_vocab_size_divisible_by": 128,
+}
+
+# activation -> (native activation, gated)
+ACTIVATIONS = {
+    "gelu": ("gelu", False), "relu": ("relu", False), "silu": ("silu", False), "swish": ("silu", False),
+    "geglu": ("gelu", True), "reglu": ("relu", True), "swiglu": ("silu", True), "bilinear": ("identity", True),
+}
+NO_ACTIVATION = dict.fromkeys(("softsign", "mish"), "take gelu, relu or silu") | {
+    "glu": "the sigmoid gate is not one of the gated forms here; take swiglu, geglu, reglu or bilinear"}
+
+# norm -> (native norm, key of its epsilon)
+NORMS = {
+    "layernorm": ("layernorm", "layernorm_epsilon"), "te_layernorm": ("layernorm", "layernorm_epsilon"),
+    "rmsnorm": ("rmsnorm", "rms_norm_epsilon"), "te_rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
+    "non_parametric_layernorm": ("nonparametric", "layernorm_epsilon"),
+}
+NO_NORM = {"scalenorm": "take rmsnorm, which differs by a weight per channel instead of one in all"}
+
+# pos_emb -> (position in the embedding, position in attention)
+POSITIONS = {"learned": ("learned", "none"), "rotary": ("none", "rotary"), "alibi": ("none", "alibi"),
+             "none": ("none", "none")}
+NO_POSITION = {
+    "sinusoidal": "fixed sinusoids are not available; take learned, rotary, alibi or none",
+    "rpe": "T5's relative position buckets are not available; take alibi, rotary, learned or none",
+}
+
+INITS = {name: name for name in
+         ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")}
+NO_INIT = {
+    "orthogonal": "GPT-NeoX fails with it too; take normal here, or set model.init natively",
+    "scaled_orthogonal": "GPT-NeoX fails with it too; take scaled_normal here, or set model.init natively",
+    "single_residual_scaled_normal": "not available: normal with std / sqrt(layers) is meant for Mamba's single "
+                                     "residual; take scaled_normal (std / sqrt(2 layers))",
+}
+
+SPARSE = "block-sparse attention is not available; take global attention with sliding_window_width"
+NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), SPARSE) | {
+    "gmlp": "gMLP layers are not available; take flash or global",
+    "amlp": "aMLP layers are not available; take flash or global",
+    "mamba": "not available yet: Mamba layers",
+    "rwkv": "not available yet: RWKV layers",
+}
+
+# From this many times hidden_size on, intermediate_size of a gated MLP is GPT-NeoX's width before gating.
+BEFORE_GATING = 6
+
+
+def translate(flat: Flat, native: Native) -> None:
+    """Translate the model keys."""
+    flat.require("num_layers", "the number of transformer layers")
+    flat.require("hidden_size", "the width of the residual stream")
+    flat.require("num_attention_heads", "the number of query heads")
+    if hidden := flat.count("hidden_size"):
+        native.put("model.hidden_size", hidden, "hidden_size")
+    _stack(flat, native)
+    _vocabulary(flat, native)
+    _norm(flat, native)
+    _positions(flat, native)
+    _attention(flat, native)
+    _mlp(flat, native, hidden)
+    _residual(flat, native)
+    _inits(flat, native)
+
+
+def _stack(flat: Flat, native: Native) -> None:
+    layers = flat.count("num_layers")
+    if not layers:
+        return
+    native.put("model.layers", f"(attention/mlp) x{layers}", "num_layers", "attention_config")
+    config = flat.items("attention_config")
+    if config is None:
+        return
+    kinds = expand(config, layers)
+    if kinds is None or len(kinds) != layers:
+        found = "it cannot be read" if kinds is None else f"it has {len(kinds)}"
+        flat.problem("attention_config", f"attention_config must name {layers} layers (num_layers); {found}",
+                     f'write [[["flash"], {layers}]] or [[["flash"], "all"]]')
+        return
+    for kind in sorted(set(map(str, kinds)) - {"global", "flash"}):
+        flat.problem("attention_config", "attention kinds here are global and flash, which compute the same",
+                     NO_ATTENTION.get(kind, "take flash or global"), value=kind)
+
+
+def expand(config: list, layers: int) -> list | None:
+    """GPT-NeoX's attention_config, a list of (kinds, repeats or "all") or of kinds, as one kind per layer.
+
+    Returns None for what is neither.
+    """
+    if all(isinstance(item, str) for item in config):
+        return list(config)
+    kinds: list = []
+    for item in config:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], list) and item[0]):
+            return None
+        group, repeats = item
+        if repeats == "all":
+            if layers % len(group):
+                return None
+            repeats = layers // len(group)
+        if not isinstance(repeats, int):
+            return None
+        kinds += group * repeats
+    return kinds
+
+
+def _vocabulary(flat: Flat, native: Native) -> None:
+    multiple, tensor = flat.count("make_vocab_size_divisible_by"), flat.count("model_parallel_size")
+    native.put("model.vocab_multiple", multiple * tensor, "make_vocab_size_divisible_by", "model_parallel_size")
+
+
+def _norm(flat: Flat, native: Native) -> None:
+    kind, epsilon = flat.choice("norm", NORMS, NO_NORM) or NORMS["layernorm"]
+    native.put("model.norm.type", kind, "norm")
+    native.put("model.norm.epsilon", float(flat.number(epsilon)), epsilon)
+    if kind == "layernorm":
+        native.put("model.norm.bias", True, "norm")
+    if kind == "rmsnorm" and not flat.given("rms_norm_epsilon"):
+        native.note("model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon; Llama-like models use 1.0e-05 "
+                    "or 1.0e-06")
+    native.unused("of a norm that is not used", *({"layernorm_epsilon", "rms_norm_epsilon"} - {epsilon}))
+
+
+def _positions(flat: Flat, native: Native) -> None:
+    embedding, attention = flat.choice("pos_emb", POSITIONS, NO_POSITION) or ("none", "none")
+    native.put("model.embedding.position", embedding, "pos_emb")
+    native.put("model.attention.position", attention, "pos_emb")
+    positions, length = flat.count("max_position_embeddings"), flat.count("seq_length")
+    if positions and length and positions < length:
+        flat.problem("max_position_embeddings", f"max_position_embeddings must be at least seq_length ({length})",
+                     f"set it to {length}")
+    if embedding == "learned":
+        flat.require("max_position_embeddings", "the number of learned positions")
+        native.put("model.embedding.max_positions", positions, "max_position_embeddings")
+    else:
+        native.unused("only learned positions have a table", "max_position_embeddings")
+    if attention == "rotary":
+        native.put("model.attention.rotary.fraction", float(flat.number("rotary_pct")), "rotary_pct")
+        native.put("model.attention.rotary.base", float(flat.number("rotary_emb_base")), "rotary_emb_base")
+    else:
+        native.unused("pos_emb is not rotary", "rotary_pct", "rotary_emb_base")
+
+
+def _attention(flat: Flat, native: Native) -> None:
+    if heads := flat.count("num_attention_heads"):
+        native.put("model.attention.heads", heads, "num_attention_heads")
+    if kv_heads := flat.integer("num_kv_heads"):
+        native.put("model.attention.kv_heads", kv_heads, "num_kv_heads")
+    bias = flat.boolean("use_bias_in_attn_linear")
+    native.put("model.attention.qkv_bias", bias, "use_bias_in_attn_linear")
+    native.put("model.attention.output_bias", bias, "use_bias_in_attn_linear")
+    native.put("model.attention.dropout", float(flat.number("attention_dropout")), "attention_dropout")
+    window = flat.count("sliding_window_width")
+    if window is not None:
+        native.put("model.attention.window", window + 1, "sliding_window_width")
+        native.note(f"model.attention.window: {window + 1}, because with sliding_window_width {window} GPT-NeoX lets a "
+                    f"token attend to itself and to the {window} before it")
+
+
+def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
+    activation, gated = flat.choice("activation", ACTIVATIONS, NO_ACTIVATION) or ("gelu", False)
+    llama = flat.choice("mlp_type", {"regular": False, "llama": True}) or False
+    gated = gated or llama
+    fused = flat.boolean("bias_gelu_fusion") and activation == "gelu" and not gated
+    if fused:
+        activation = "gelu_tanh"
+        native.note("model.mlp.activation: gelu_tanh, because bias_gelu_fusion computes the tanh approximation of "
+                    "gelu; published Hugging Face configurations of such models (Pythia) say gelu, the exact form")
+    else:
+        native.unused("the plain activation is computed", "bias_gelu_fusion")
+    native.put("model.mlp.activation", activation, "activation", *(["bias_gelu_fusion"] if fused else []))
+    native.put("model.mlp.gated", gated, "activation", "mlp_type")
+    bias = flat.boolean("use_bias_in_mlp") and not (llama and not flat.given("use_bias_in_mlp"))
+    native.put("model.mlp.bias", bias, "use_bias_in_mlp", "mlp_type")
+    if gated and bias and not flat.given("use_bias_in_mlp"):
+        native.note("model.mlp.bias: true, GPT-NeoX's default for gated MLPs too; Llama-like models have none "
+                    "(use_bias_in_mlp: false)")
+    if hidden:
+        width = _gated_width(flat, native, hidden, llama) if gated else _plain_width(flat, hidden)
+        native.put("model.mlp.hidden_size", width,
+                   "intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_type")
+
+
+def _stated_width(flat: Flat, hidden: int) -> int | None:
+    """intermediate_size, or expansion_factor times hidden_size; None if neither is given."""
+    size, factor = flat.count("intermediate_size"), flat.number("expansion_factor")
+    if size and factor:
+        flat.problem("expansion_factor", "GPT-NeoX takes intermediate_size or expansion_factor, not both",
+                     "remove one of them")
+    return size or (int(factor * hidden) if factor else None)
+
+
+def _up(width: int, multiple: int) -> int:
+    return multiple * -(-width // multiple)
+
+
+def _third(width: int, multiple: int) -> int:
+    """The gated width that GPT-NeoX since 2024-09 builds: half of two thirds, rounded up to the multiple."""
+    return _up(-(-int(width * 2 / 3) // 2), multiple)
+
+
+def _plain_width(flat: Flat, hidden: int) -> int:
+    return _up(_stated_width(flat, hidden) or 4 * hidden, flat.count("mlp_multiple_of"))
+
+
+def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
+    """The width of each of gate and up.
+
+    GPT-NeoX since 2024-09 takes two thirds of intermediate_size and then half of that; its older files, and people
+    who know Hugging Face's key, mean the width itself. The two lie a factor 3 apart, so the size tells them apart: no
+    model is as wide as 6 hidden_size or as narrow as 2 under the wrong reading of usual values. A note says what was
+    taken. Where nothing is stated, that release builds 4/3 hidden_size; every published model means 8/3.
+    """
+    multiple = 256 if llama and not flat.given("mlp_multiple_of") else flat.count("mlp_multiple_of")
+    stated = _stated_width(flat, hidden)
+    if stated is None:
+        width, built = _up(hidden * 8 // 3, multiple), _third(4 * hidden, multiple)
+        if not llama:
+            native.note(f"model.mlp.hidden_size: {width}, 8/3 of hidden_size; GPT-NeoX since 2024-09 halves it to "
+                        f"{built} by mistake (set model.mlp.hidden_size to say otherwise)")
+        return width
+    as_written = _up(stated, multiple)
+    built = _third(stated, multiple)
+    if llama or as_written == built:
+        return as_written
+    before_gating = stated >= BEFORE_GATING * hidden
+    width = built if before_gating else as_written
+    reading = ("GPT-NeoX's width before gating, of which it builds a third" if before_gating else
+               f"the width of gate and up each, as in Hugging Face; GPT-NeoX since 2024-09 builds {built}")
+    native.note(f"model.mlp.hidden_size: {width}: with a gated activation {stated} is read as {reading} "
+                "(set model.mlp.hidden_size to say otherwise)")
+    return width
+
+
+def _residual(flat: Flat, native: Native) -> None:
+    parallel = flat.boolean("gpt_j_residual")
+    native.put("model.residual.form", "parallel" if parallel else "sequential", "gpt_j_residual")
+    if parallel:
+        native.put("model.residual.shared_norm", flat.boolean("gpt_j_tied"), "gpt_j_tied")
+        if not flat.boolean("use_bias_in_mlp"):
+            native.note("gpt_j_residual with use_bias_in_mlp false: attention and MLP are both added to the stream; "
+                        "GPT-NeoX since 2024-09 drops the attention output here")
+    else:
+        native.unused("gpt_j_residual is off", "gpt_j_tied")
+    native.put("model.embedding.tied", not flat.boolean("no_weight_tying"), "no_weight_tying")
+    dropout = float(flat.number("hidden_dropout"))
+    native.put("model.dropout", dropout, "hidden_dropout")
+    if dropout and not flat.boolean("use_bias_in_mlp"):
+        native.note("model.dropout: applied to the MLP's output too; GPT-NeoX leaves it out where use_bias_in_mlp is "
+                    "false")
+
+
+def _inits(flat: Flat, native: Native) -> None:
+    stream = flat.choice("init_method", INITS, NO_INIT) or "normal"
+    for role in ("embedding", "hidden", "head"):
+        native.put(f"model.init.{role}", stream, "init_method")
+    native.put("model.init.output", flat.choice("output_layer_init_method", INITS, NO_INIT) or "scaled_normal",
+               "output_layer_init_method")
+    native.put("model.init.std", float(flat.number("init_method_std")), "init_method_std")

@@ -1,0 +1,103 @@
+"""GPT-NeoX's keys of data and tokenizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .reader import Flat, Native, as_number
+
+# Key -> GPT-NeoX's default.
+KEYS: dict[str, Any] = {
+    "data_path": None, "split": "969, 30, 1",
+    "train_data_paths": None, "valid_data_paths": None, "test_data_paths": None,
+    "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
+    "num_workers": 2, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": None, "merge_file": None,
+}
+
+# Share by which GPT-NeoX asks each blended source for more samples than it needs.
+BLEND_MARGIN = 1.005
+
+EOD = "<|endoftext|>"
+# tokenizer_type -> (native type, end-of-document token where GPT-NeoX fixes one)
+TOKENIZERS = {
+    "gpt2bpetokenizer": ("gpt2", EOD), "hftokenizer": ("huggingface", EOD), "hfgpt2tokenizer": ("huggingface", EOD),
+    "spmtokenizer": ("sentencepiece", None), "charleveltokenizer": ("characters", None),
+    "tiktokentokenizer": ("tiktoken", None),
+}
+
+
+def translate(flat: Flat, native: Native) -> None:
+    """Translate the data and tokenizer keys."""
+    native.put("data.order", "pythia", "data_path", "train_data_paths")
+    native.put("data.reset_attention_at_eod", False, "data_path", "train_data_paths")
+    native.put("data.workers", flat.integer("num_workers"), "num_workers")
+    separate = [name for name in ("train_data_paths", "valid_data_paths", "test_data_paths") if flat.given(name)]
+    if flat.given("data_path"):
+        if separate:
+            flat.problem("data_path", f"GPT-NeoX takes data_path or {separate[0]}, not both", "remove one of them")
+        _one_file(flat, native)
+    elif separate:
+        _separate_files(flat, native)
+    for name in ("train", "valid", "test"):
+        if flat.given(f"{name}_data_weights") and not flat.given(f"{name}_data_paths"):
+            flat.problem(f"{name}_data_weights", f"{name}_data_weights needs {name}_data_paths",
+                         "remove it or give the paths")
+    if not flat.given("data_path"):
+        native.unused("only data_path is split", "split")
+    _tokenizer(flat, native)
+
+
+def _one_file(flat: Flat, native: Native) -> None:
+    native.put("data.train", [{"path": flat.text("data_path"), "weight": 1.0}], "data_path")
+    native.put("data.margin", 1.0, "data_path")
+    text = str(flat.raw("split"))
+    parts = [as_number(part) for part in text.split("," if "," in text else "/")]
+    if None in parts or any(part < 0 for part in parts) or not sum(parts[:3]):
+        flat.problem("split", "split must be up to three shares that are not all 0", "write it as in '969, 30, 1'")
+        return
+    native.put("data.split", ([float(part) for part in parts] + [0.0, 0.0])[:3], "split")
+
+
+def _separate_files(flat: Flat, native: Native) -> None:
+    native.put("data.margin", BLEND_MARGIN, "train_data_paths")
+    for name, key in (("train", "data.train"), ("valid", "data.validation"), ("test", "data.test")):
+        paths = f"{name}_data_paths"
+        if not flat.given(paths):
+            flat.problem(paths, "train_data_paths, valid_data_paths and test_data_paths are given together",
+                         f"add {paths}")
+            continue
+        sources = _sources(flat, name)
+        value = sources if name == "train" else {"validation" if name == "valid" else name: sources}
+        native.put(key, value, paths, f"{name}_data_weights")
+
+
+def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
+    paths = flat.items(f"{name}_data_paths") or []
+    weights = flat.items(f"{name}_data_weights")
+    if not paths or not all(isinstance(path, str) for path in paths):
+        flat.problem(f"{name}_data_paths", "it must be a list of prefixes of .bin/.idx pairs", 'write ["path/prefix"]')
+        return []
+    if weights is None:
+        weights = [1.0] * len(paths)
+    numbers = [as_number(weight) for weight in weights]
+    if len(numbers) != len(paths) or None in numbers or any(number <= 0 for number in numbers):
+        flat.problem(f"{name}_data_weights", f"it must have one number above 0 for each of the {len(paths)} paths",
+                     "write as many weights as paths; leave out sources without weight")
+        return []
+    return [{"path": path, "weight": float(weight)} for path, weight in zip(paths, numbers)]
+
+
+def _tokenizer(flat: Flat, native: Native) -> None:
+    named = str(flat.raw("tokenizer_type")).lower()
+    kind, eod = flat.choice("tokenizer_type", TOKENIZERS) or TOKENIZERS["hftokenizer"]
+    native.put("tokenizer.type", kind, "tokenizer_type")
+    if eod:
+        native.put("tokenizer.eod_token", eod, "tokenizer_type")
+    if flat.given("vocab_file"):
+        native.put("tokenizer.path", flat.text("vocab_file"), "vocab_file")
+    elif named == "hfgpt2tokenizer":
+        native.put("tokenizer.path", "gpt2", "vocab_file")
+    if kind == "gpt2" and flat.given("merge_file"):
+        native.put("tokenizer.merges", flat.text("merge_file"), "merge_file")
+    else:
+        native.unused("only GPT2BPETokenizer reads it", "merge_file")

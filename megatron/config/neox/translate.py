@@ -1,0 +1,125 @@
+"""Translating flat GPT-NeoX documents: merge, classify, translate, and account for every key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from .documents import FlatDocument, FlatProblem, Translation
+from .inert import NO_EFFECT
+from .keys import NAMES, RETIRED_READ, TOPICS, TRANSLATED, kind_of, nearest, plain
+from .reader import Entry, Flat, Native
+from .refused import REFUSED, RETIRED
+
+# Native sections that no GPT-NeoX key is called like.
+SECTIONS = frozenset({"run", "model", "parallel", "zero", "schedule", "training", "data", "evaluation", "logging",
+                      "launch", "extends"})
+
+
+def is_flat(values: dict[str, Any]) -> bool:
+    """Whether a document has GPT-NeoX's flat keys rather than native sections.
+
+    Names that both have (optimizer, precision, tokenizer, checkpoint, deepspeed) are told apart by their values. A
+    document with keys of both kinds is taken for what most of its keys are.
+    """
+    flat = sum(_looks_flat(str(name), value) for name, value in values.items())
+    native = sum(str(name) in SECTIONS or "." in str(name) for name in values)
+    return flat > native
+
+
+def _looks_flat(name: str, value: Any) -> bool:
+    if name in SECTIONS or "." in name:
+        return False
+    if name == "optimizer":
+        return isinstance(value, dict) and "params" in value
+    if name == "precision":
+        return value == "bfloat16"
+    if name == "deepspeed":
+        return isinstance(value, bool)
+    if name in ("tokenizer", "checkpoint"):
+        return False
+    known = plain(name)
+    if kind_of(known) != "unknown":
+        return True
+    return not isinstance(value, dict) and bool(difflib.get_close_matches(known, NAMES, 1, 0.8))
+
+
+def translate(documents: Iterable[FlatDocument]) -> Translation:
+    """The native configuration that the documents describe together.
+
+    The same key with different values in two documents, or twice in one, is a problem whatever its spelling; GPT-NeoX
+    notices it only where the spelling is the same. Documents marked as overrides win instead.
+    """
+    result = Translation()
+    flat = Flat(_merge(documents, result.problems), TRANSLATED | RETIRED_READ, result.problems)
+    native = Native(flat, result)
+    for name, entry in flat.entries.items():
+        _classify(name, entry, native)
+    for topic in TOPICS:
+        topic.translate(flat, native)
+    _account(flat, native)
+    return result
+
+
+def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> dict[str, Entry]:
+    merged: dict[str, Entry] = {}
+    for document in documents:
+        for spelling, value in document.values.items():
+            spelling = str(spelling)
+            name = plain(spelling)
+            entry = Entry(value, document.path, document.lines.get(spelling), spelling)
+            earlier = merged.get(name)
+            if earlier is not None and not document.override and not _same(earlier.value, value):
+                problems.append(FlatProblem(
+                    document.path, entry.line, spelling, value,
+                    f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}; GPT-NeoX files must not "
+                    "contradict each other",
+                    "remove one of the two"))
+            elif earlier is None or document.override:
+                merged[name] = entry
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _place(entry: Entry) -> str:
+    return entry.path if entry.line is None else f"{entry.path}:{entry.line}"
+
+
+def _classify(name: str, entry: Entry, native: Native) -> None:
+    """Deal with the keys that no topic reads."""
+    kind = kind_of(name)
+    if kind == "no effect":
+        native.idle[name] = NO_EFFECT[name]
+    elif kind == "refused":
+        refusal = REFUSED[name]
+        if refusal.accepts(entry.value):
+            native.idle[name] = "at a value that changes nothing"
+        else:
+            native.flat.problem(name, refusal.rule, refusal.fix)
+    elif kind == "retired":
+        native.flat.problem(name, "GPT-NeoX has no such key", RETIRED[name])
+    elif kind == "unknown":
+        rule, fix = "neither GPT-NeoX nor this framework has such a key", nearest(name)
+        if entry.spelling in SECTIONS:
+            rule, fix = "a native section among flat GPT-NeoX keys", "move it to a file of its own, after this one"
+        native.flat.problem(name, rule, fix)
+
+
+def _account(flat: Flat, native: Native) -> None:
+    """One line for all keys without effect, so that none is dropped in silence."""
+    troubled = {plain(problem.key) for problem in native.result.problems}
+    for name in flat.entries:
+        if name not in native.used | troubled:
+            reason = "not needed beside the other keys" if flat.given(name) else "null says nothing"
+            native.idle.setdefault(name, reason)
+    by_reason: dict[str, list[str]] = {}
+    for name in flat.entries:
+        if name in native.idle and name not in native.used:
+            by_reason.setdefault(native.idle[name], []).append(name)
+    if by_reason:
+        parts = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+        native.note(f"GPT-NeoX keys without effect here: {parts}")

@@ -1,0 +1,225 @@
+"""The layer pattern: `model.layers` as a list of blocks.
+
+    stack  := item+
+    item   := (block | '(' stack ')') ['x' count]
+    block  := term ['/' term]              mixer/ffn, or a bare mixer, or a bare ffn
+    term   := kind ['@' variant] ('+' kind ['@' variant])*
+
+`(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`. White space separates blocks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+MAX_BLOCKS = 100_000
+
+
+@dataclass(frozen=True)
+class KindInfo:
+    """What the pattern needs to know of a kind.
+
+    Attributes:
+        role: "mixer" (before the slash), "ffn" (after it) or "beside" (only after a '+').
+        section: the section of `model` that holds its options, such as "attention".
+    """
+
+    role: str
+    section: str
+
+
+# Every kind of layer that a pattern can name. A new kind is one line here, an options section and a model file.
+KINDS: dict[str, KindInfo] = {
+    "attention": KindInfo("mixer", "attention"),
+    "mamba": KindInfo("mixer", "mamba"),
+    "mamba2": KindInfo("mixer", "mamba2"),
+    "mlp": KindInfo("ffn", "mlp"),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A named kind with its variant, and the kinds that run beside it (`mamba2+shared_attention`)."""
+
+    name: str
+    variant: str | None = None
+    beside: tuple[Kind, ...] = ()
+
+    def __str__(self) -> str:
+        own = f"{self.name}@{self.variant}" if self.variant else self.name
+        return "+".join((own, *map(str, self.beside)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of the stack: a mixer, a feed-forward, or both."""
+
+    mixer: Kind | None = None
+    ffn: Kind | None = None
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Its kinds in order, those beside them included."""
+        both = [kind for kind in (self.mixer, self.ffn) if kind]
+        return tuple(each for kind in both for each in (kind, *kind.beside))
+
+    def __str__(self) -> str:
+        return "/".join(str(kind) for kind in (self.mixer, self.ffn) if kind)
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be read.
+
+    Attributes:
+        column: where, counted from 1.
+        rule: what is wrong.
+        fix: what to do.
+    """
+
+    def __init__(self, text: str, position: int, rule: str, fix: str):
+        self.column, self.rule, self.fix = position + 1, rule, fix
+        line = re.sub(r"\s", " ", text)
+        super().__init__(f"column {self.column}: {rule}\n    {line}\n    {' ' * position}^\n{fix}")
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str  # "name", "count", "end", or the character itself
+    text: str
+    position: int
+
+
+_TOKEN = re.compile(r"(?P<space>\s+)|(?P<count>x\s*\d+(?![\w]))|(?P<name>[A-Za-z_]\w*)|(?P<mark>[()/@+])")
+
+
+def _tokens(text: str) -> list[_Token]:
+    tokens, position = [], 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if not match:
+            raise PatternError(text, position, f"{text[position]!r} is no part of a layer pattern",
+                               "use kinds, '/', '@variant', '+', parentheses and 'x N', as in '(attention/mlp) x12'")
+        if match.lastgroup != "space":
+            kind = match.group() if match.lastgroup == "mark" else match.lastgroup
+            tokens.append(_Token(kind, match.group(), position))
+        position = match.end()
+    return [*tokens, _Token("end", "", len(text))]
+
+
+class _Reader:
+    """A recursive descent over the tokens; one method per line of the grammar."""
+
+    def __init__(self, text: str, kinds: dict[str, KindInfo]):
+        self.text, self.kinds = text, kinds
+        self.tokens, self.at = _tokens(text), 0
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.at]
+
+    def take(self, kind: str) -> _Token | None:
+        if self.token.kind != kind:
+            return None
+        self.at += 1
+        return self.tokens[self.at - 1]
+
+    def fail(self, token: _Token, rule: str, fix: str) -> NoReturn:
+        raise PatternError(self.text, token.position, rule, fix)
+
+    def stack(self, opened: _Token | None) -> list[Block]:
+        blocks: list[Block] = []
+        while self.token.kind in ("name", "("):
+            item = self.item()
+            if len(blocks) + len(item) > MAX_BLOCKS:
+                self.fail(self.token, f"the pattern has more than {MAX_BLOCKS} blocks", "repeat fewer times")
+            blocks += item
+        if not blocks:
+            self.fail(self.token, "a block is expected here", f"name a kind: {', '.join(sorted(self.kinds))}")
+        if opened and not self.take(")"):
+            self.fail(opened, "this parenthesis is never closed", "close it with ')'")
+        return blocks
+
+    def item(self) -> list[Block]:
+        opened = self.take("(")
+        blocks = self.stack(opened) if opened else [self.block()]
+        repeat = self.take("count")
+        if repeat is None:
+            return blocks
+        count = int(repeat.text[1:])
+        if count < 1:
+            self.fail(repeat, "a group is repeated at least once", "write x1 or more, or leave the group out")
+        if count * len(blocks) > MAX_BLOCKS:
+            self.fail(repeat, f"the pattern has more than {MAX_BLOCKS} blocks", "repeat fewer times")
+        return blocks * count
+
+    def block(self) -> Block:
+        first_token = self.token
+        first = self.term()
+        if not self.take("/"):
+            return Block(mixer=first) if self.role(first) == "mixer" else Block(ffn=first)
+        if self.role(first) != "mixer":
+            self.fail(first_token, f"{first.name} is a feed-forward and cannot stand before '/'",
+                      f"write mixer/ffn, or {first} alone")
+        second_token = self.token
+        second = self.term()
+        if self.role(second) != "ffn":
+            self.fail(second_token, f"{second.name} is a mixer and cannot stand after '/'",
+                      f"write '{first} {second}' for two blocks")
+        if self.token.kind == "/":
+            self.fail(self.token, "a block is one mixer and one feed-forward", "put a space between blocks")
+        return Block(mixer=first, ffn=second)
+
+    def term(self) -> Kind:
+        token = self.token
+        kind = self.kind()
+        if self.kinds[kind.name].role == "beside":
+            fix = f"write it beside a mixer, as in mamba2+{kind.name}"
+            self.fail(token, f"{kind.name} only stands after a '+'", fix)
+        beside = []
+        while self.take("+"):
+            token = self.token
+            other = self.kind()
+            if self.kinds[other.name].role != "beside":
+                fix = "put a space between blocks, or '/' before an ffn"
+                self.fail(token, f"{other.name} cannot stand after a '+'", fix)
+            beside.append(other)
+        return Kind(kind.name, kind.variant, tuple(beside))
+
+    def kind(self) -> Kind:
+        token = self.take("name")
+        if token is None:
+            self.fail(self.token, "a kind of layer is expected here", f"name one of: {', '.join(sorted(self.kinds))}")
+        if token.text not in self.kinds:
+            near = difflib.get_close_matches(token.text, self.kinds, n=1)
+            self.fail(token, f"unknown kind of layer {token.text!r}",
+                      (f"did you mean {near[0]}? " if near else "") + f"the kinds are: {', '.join(sorted(self.kinds))}")
+        if not self.take("@"):
+            return Kind(token.text)
+        variant = self.take("name")
+        if variant is None:
+            self.fail(self.token, "a variant's name is expected after '@'", "name a key of model.variants")
+        return Kind(token.text, variant.text)
+
+    def role(self, kind: Kind) -> str:
+        return self.kinds[kind.name].role
+
+
+def parse(text: str, kinds: dict[str, KindInfo] | None = None) -> list[Block]:
+    """The blocks of a layer pattern, in order.
+
+    Args:
+        text: such as "(attention/mlp) x12".
+        kinds: the known kinds; `KINDS` if not given.
+
+    Raises:
+        PatternError: with the column, the rule and the fix.
+    """
+    reader = _Reader(text, KINDS if kinds is None else kinds)
+    blocks = reader.stack(None)
+    if reader.token.kind != "end":
+        reader.fail(reader.token, f"{reader.token.text!r} does not belong here",
+                    "check the parentheses, and that 'x N' follows a block or a group")
+    return blocks

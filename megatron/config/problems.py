@@ -1,0 +1,92 @@
+"""What is wrong with a configuration, said so that the user can mend it: place, key, value, rule, fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT = object()  # the value of a key that is not there
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it in YAML, cut to one line."""
+    if value is ABSENT:
+        return "(missing)"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        text = repr(value)
+    elif isinstance(value, dict):
+        text = "{" + ", ".join(f"{name}: {shown(item)}" for name, item in value.items()) + "}"
+    elif isinstance(value, (list, tuple)):
+        text = "[" + ", ".join(map(shown, value)) + "]"
+    else:
+        text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake.
+
+    Attributes:
+        key: dotted key ("" for a file as a whole).
+        rule: what must hold.
+        fix: what to do.
+        value: what the key is now; ABSENT where there is none.
+        where: where the value came from: "a.yml:12", "argument", "default", ...
+        others: other keys that the rule looked at, as (key, value, where).
+        fatal: False for a warning.
+    """
+
+    key: str
+    rule: str
+    fix: str
+    value: Any = ABSENT
+    where: str = ""
+    others: tuple[tuple[str, Any, str], ...] = ()
+    fatal: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.key, *(key for key, _, _ in self.others))
+
+    def __str__(self) -> str:
+        subject = "" if not self.key else self.key if self.value is ABSENT else f"{self.key} = {shown(self.value)}"
+        lines = [": ".join(part for part in (self.where, subject) if part)]
+        lines += [f"    with: {key} = {shown(value)} ({where})" for key, value, where in self.others]
+        lines.append(f"    rule: {self.rule}")
+        lines.append(f"    fix:  {self.fix}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The problem as a JSON object."""
+        value = None if self.value is ABSENT else self.value
+        return {"key": self.key, "value": value, "where": self.where, "rule": self.rule, "fix": self.fix,
+                "with": {key: other for key, other, _ in self.others}, "fatal": self.fatal}
+
+
+class ConfigError(ValueError):
+    """A configuration that no run can start from. `problems` has every mistake; str() lists them for the user."""
+
+    def __init__(self, problems: Iterable[Problem]):
+        self.problems = tuple(problems)
+        super().__init__(listing(self.problems))
+
+    def __reduce__(self):
+        return ConfigError, (self.problems,)
+
+
+def listing(problems: Iterable[Problem]) -> str:
+    """All problems, fatal ones first, with a line that counts them."""
+    errors = [each for each in problems if each.fatal]
+    warnings = [each for each in problems if not each.fatal]
+    parts = []
+    for name, group in (("problem", errors), ("warning", warnings)):
+        if group:
+            parts.append(f"{len(group)} {name}{'s' if len(group) > 1 else ''} in the configuration:")
+            parts += map(str, group)
+    return "\n\n".join(parts)

@@ -1,0 +1,185 @@
+"""From sources of values to one frozen configuration with the origin of each key, or all of its problems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from . import rules
+from .catalog import Path, dotted, lookup, parse_path, pattern_of
+from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
+from .facts import Facts
+from .files import gather
+from .flat import translate_flat
+from .frozen import thaw
+from .layers import Source, merge
+from .origins import DEFAULT, Origin, Overridden
+from .problems import ABSENT, ConfigError, Problem, listing
+from .schema import Config
+from .sections.layout import LaunchSection
+from .sections.recipe import OptimizerSection
+from .shorthand import normalise
+from .structure import check
+from .tree import get, leaves, put
+from .variants import check_variants, complete_variants
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run's configuration and its history.
+
+    Attributes:
+        config: frozen, every derivable key filled in.
+        origins: where each value came from, by dotted key.
+        overridden: values that lost to later ones.
+        warnings: what is allowed but probably not meant.
+        notes: what the translation of a GPT-NeoX file has to say.
+        ranks: the number of ranks it was resolved for; None if unknown.
+    """
+
+    config: Config
+    origins: dict[str, Origin]
+    overridden: tuple[Overridden, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    ranks: int | None = None
+
+    def summary(self) -> str:
+        """What is worth saying at the start: which value won over which, notes of a translation, and warnings."""
+        parts = [f"note: {note}" for note in self.notes]
+        parts += [f"override: {each}" for each in self.overridden]
+        return "\n".join(parts + ([listing(self.warnings)] if self.warnings else []))
+
+    def text(self) -> str:
+        """The configuration as YAML, each value with its origin as a comment."""
+        from .resolved_file import to_yaml
+
+        return to_yaml(self)
+
+
+def resolve(values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool = False) -> Config:
+    """The configuration that a plain nested dictionary describes (shorthands allowed).
+
+    Args:
+        values: nested dictionaries of keys.
+        ranks: processes of the whole run; None if unknown.
+        check_inputs: also check what only a start needs: that there are data, and that files exist.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    return combine([Source(thaw(values))], ranks=ranks, check_inputs=check_inputs).config
+
+
+def load(
+    files: Sequence[str | os.PathLike],
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    check_inputs: bool = True,
+) -> Resolved:
+    """The configuration of a run from its files and overrides.
+
+    Args:
+        files: YAML files, merged left to right; native ones, or GPT-NeoX's flat ones.
+        overrides: `key.path=value`, merged last.
+        ranks: processes of the whole run. None takes `launch.ranks`; if that is not set either, the number is not
+            known, and what depends on the data parallel size is neither derived nor checked.
+        check_inputs: also check what a start needs: data, tokenizer and checkpoint files.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    sources, notes = translate_flat(gather(files, overrides))
+    name = File(files[0]).stem if files else "run"
+    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes)
+
+
+def combine(
+    sources: list[Source],
+    *,
+    ranks: int | None,
+    check_inputs: bool = True,
+    name: str = "run",
+    notes: tuple[str, ...] = (),
+) -> Resolved:
+    """Merge sources left to right, fill in defaults and derived keys, and check everything.
+
+    Raises:
+        ConfigError: with all problems of all sources.
+    """
+    merged, overridden = merge([normalise(source) for source in sources])
+    _add_default_members(merged)
+    config, found, unknown = check(merged.values, merged.origin)
+    if merged.unread:  # what is missing may stand there: only what is wrong by itself is said
+        raise ConfigError([*merged.problems, *(each for each in found if each.value is not ABSENT)])
+    ranks = _ranks_here(config.launch) if ranks is None else ranks
+
+    given = thaw(config.model_dump())
+    problems = [*merged.problems, *found, *check_variants(given, merged.origin)]
+    unknown = unknown_after(unknown, lambda key: get(merged.values, parse_path(key), None) is not None)
+    view = View(thaw(given), name, ranks)
+    derived = derive(view)
+    derived.update(complete_variants(view, given))
+    config = Config.model_validate(view.values)
+    origin = _origins(merged, derived, view.values)
+
+    ruled = rules.broken(Facts(config, ranks, origin), inputs=check_inputs)
+    problems += [each for each in ruled if not _touches(each, unknown)]
+    if any(each.fatal for each in problems):
+        raise ConfigError(problems)
+    return Resolved(
+        config,
+        {dotted(path): origin(path) for path, _ in leaves(view.values)},
+        tuple(overridden),
+        tuple(problems),
+        notes,
+        ranks,
+    )
+
+
+def _ranks_here(launch: LaunchSection) -> int | None:
+    """The number of ranks, where `launch.ranks` (of each host) says it: on one machine."""
+    return launch.ranks if launch.hostfile is None and launch.runner in ("auto", "local") else None
+
+
+def _origins(merged: Source, derived: dict[Path, Origin], values: dict[str, Any]) -> Callable[[Path], Origin]:
+    """Where the resolved value at a path came from."""
+
+    def origin(path: Path) -> Origin:
+        if path in derived:
+            return derived[path]
+        key = lookup(path)
+        if (
+            key
+            and key.derived
+            and get(values, path, None) is None
+            and key.name in (*AT_START, *NEED_RANKS, *NEED_TOKENIZER)
+        ):
+            return Origin("start", text=key.derived)
+        return merged.origin(path) if get(merged.values, path) is not ABSENT else DEFAULT
+
+    return origin
+
+
+def _touches(problem: Problem, unknown: frozenset[str]) -> bool:
+    """Whether a rule looked at a key whose real value is not known: its finding would mislead."""
+    return any(".".join(pattern_of(parse_path(key))) in unknown for key in problem.keys)
+
+
+def _add_default_members(merged: Source) -> None:
+    """Defaults of `optimizer.groups`: the user's own groups join them, key by key."""
+    groups = OptimizerSection.model_fields["groups"].get_default(call_default_factory=True)
+    given = get(merged.values, ("optimizer", "groups"), {})
+    if not isinstance(given, dict) or not isinstance(merged.values.get("optimizer", {}), dict):
+        return  # of the wrong type, which is reported elsewhere
+    for name, group in groups.items():
+        for option, value in group.model_dump(exclude_defaults=True).items():
+            path = ("optimizer", "groups", name, option)
+            beside = given.get(name, {})
+            if isinstance(beside, dict) and option not in beside:
+                put(merged.values, path, value)
+                merged.places[path] = DEFAULT

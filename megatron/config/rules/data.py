@@ -1,0 +1,281 @@
+"""What the run reads: that there is data, that its files exist, that evaluation has something to judge by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from ..catalog import Path
+from ..facts import Facts
+from ..problems import Problem
+from ..sections.data import Source
+
+
+def sources(facts: Facts) -> Iterator[tuple[Path, Source]]:
+    """Every source that the configuration names, with its path."""
+    data = facts.config.data
+    for index, source in enumerate(data.train):
+        yield ("data", "train", index), source
+    for kind in ("validation", "test"):
+        for name, members in getattr(data, kind).items():
+            for index, source in enumerate(members):
+                yield ("data", kind, name, index), source
+    for number, phase in enumerate(data.phases):
+        for index, source in enumerate(phase.sources):
+            yield ("data", "phases", number, "sources", index), source
+
+
+def data_is_read_or_made(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    if data.synthetic != "none" and (data.train or data.phases):
+        yield facts.problem(
+            "data.synthetic",
+            "data.train" if data.train else "data.phases",
+            rule="data are either read or made, not both",
+            fix="remove data.train, or use data.synthetic=none",
+        )
+
+
+def there_is_data(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    if data.synthetic == "none" and not data.train and not data.phases:
+        yield facts.problem(
+            "data.train",
+            rule="a run needs something to read",
+            fix="give data.train the prefix of a .bin/.idx pair (tools/data/tokenize.py makes one), "
+            "or data.synthetic=copy for a test",
+        )
+
+
+def files_exist(facts: Facts) -> Iterator[Problem]:
+    for path, source in sources(facts):
+        for name in ("path", "labels"):
+            prefix = getattr(source, name)
+            if prefix is None:
+                continue
+            prefix = prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+            missing = [prefix + ending for ending in (".bin", ".idx") if not File(prefix + ending).is_file()]
+            if missing:
+                fix = f"check the path (it is seen from {File.cwd()}), or make the files with tools/data/tokenize.py"
+                rule = f"there is no file {' and no file '.join(missing)}"
+                yield facts.problem_at((*path, name), rule=rule, fix=fix)
+
+
+def pythia_seed_fits(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    if data.order == "pythia" and data.synthetic == "none" and data.seed >= 2**32:
+        yield facts.problem(
+            "data.seed",
+            "data.order",
+            rule="GPT-NeoX's shuffle takes seeds below 2**32",
+            fix="use a smaller seed, or data.order=stream",
+        )
+
+
+def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
+    if facts.config.data.weighting == "given" and facts.config.data.alpha != 1.0:
+        yield facts.warning(
+            "data.alpha",
+            "data.weighting",
+            rule="the exponent is of data.weighting: documents or tokens",
+            fix="give data.weighting, or remove it",
+        )
+
+
+def infilling_has_its_tokens(facts: Facts) -> Iterator[Problem]:
+    if facts.config.data.fim.rate > 0 and no_tokenizer(facts):
+        yield facts.problem(
+            "data.fim.rate",
+            "tokenizer.type",
+            "tokenizer.path",
+            rule="fill-in-the-middle marks documents with tokens that a tokenizer must have",
+            fix="give tokenizer.path, or data.fim.rate=0",
+        )
+
+
+def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    if data.split is None:
+        return
+    if not 1 <= len(data.split) <= 3 or min(data.split) < 0 or data.split[0] <= 0:
+        yield facts.problem(
+            "data.split",
+            rule="split has the shares of training, validation and test: one to three numbers of at least 0, "
+            "the first above 0",
+            fix="for example [969, 30, 1]",
+        )
+    if len(data.train) > 1:
+        yield facts.problem(
+            "data.split",
+            "data.train",
+            rule="split cuts the documents of one training source",
+            fix="give data.validation its own files, or keep one source",
+        )
+    if data.phases:
+        yield facts.problem(
+            "data.split",
+            "data.phases",
+            rule="split cuts one training source, and phases replace it",
+            fix="give data.validation its own files",
+        )
+    for name, share in (("validation", 1), ("test", 2)):
+        if getattr(data, name) and len(data.split) > share and data.split[share] > 0:
+            yield facts.problem(
+                "data.split",
+                f"data.{name}",
+                rule=f"{name} data are either cut off by split or given, not both",
+                fix=f"use 0 as the share of {name}, or remove data.{name}",
+            )
+
+
+def phases_follow_each_other(facts: Facts) -> Iterator[Problem]:
+    phases, steps = facts.config.data.phases, facts.config.training.steps
+    for index, (before, after) in enumerate(zip(phases, phases[1:]), 1):
+        if after.start <= before.start:
+            yield facts.problem_at(
+                ("data", "phases", index, "start"),
+                rule=f"phases start one after the other; the one before starts at {before.start}",
+                fix=f"use more than {before.start}",
+            )
+    for index, phase in enumerate(phases):
+        if phase.start >= steps > 0:
+            yield facts.problem_at(
+                ("data", "phases", index, "start"),
+                "training.steps",
+                fatal=False,
+                rule="the run ends before this phase",
+                fix=f"use a start below {steps}, or remove the phase",
+            )
+    if phases and phases[0].start > 0 and not facts.config.data.train:
+        yield facts.problem_at(
+            ("data", "phases", 0, "start"),
+            "data.train",
+            rule="something is read from step 0 on",
+            fix="let the first phase start at 0, or give data.train",
+        )
+
+
+def evaluation_has_data(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    split = config.data.split
+    has_split = split is not None and len(split) > 1 and split[1] > 0
+    if (
+        config.evaluation.every is not None
+        and not config.data.validation
+        and not has_split
+        and config.data.synthetic == "none"
+    ):
+        yield facts.problem(
+            "evaluation.every",
+            "data.validation",
+            rule="an evaluation needs validation data",
+            fix="give data.validation, or a share of validation in data.split, or remove evaluation.every",
+        )
+
+
+def named_sets_have_sources(facts: Facts) -> Iterator[Problem]:
+    for kind in ("validation", "test"):
+        for name, members in getattr(facts.config.data, kind).items():
+            if not members:
+                yield facts.problem_at(
+                    ("data", kind, name),
+                    rule="a named set has at least one source",
+                    fix="give it a path, or remove it",
+                )
+
+
+def no_tokenizer(facts: Facts) -> bool:
+    """Whether there is nothing that could turn text into tokens."""
+    tokenizer = facts.config.tokenizer
+    return tokenizer.type == "none" or (
+        tokenizer.path is None and tokenizer.type not in ("bytes", "characters")
+    )
+
+
+def end_of_document_is_known(facts: Facts) -> Iterator[Problem]:
+    data, tokenizer = facts.config.data, facts.config.tokenizer
+    unknown = tokenizer.eod_id is None and no_tokenizer(facts)
+    for name in ("reset_attention_at_eod", "mask_loss_at_eod"):
+        if getattr(data, name) and unknown:
+            yield facts.problem(
+                f"data.{name}",
+                "tokenizer.path",
+                "tokenizer.eod_id",
+                rule="the end-of-document token must be known",
+                fix="give tokenizer.eod_id, or tokenizer.path",
+            )
+            return
+
+
+def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
+    tokenizer = facts.config.tokenizer
+    local = tokenizer.path is not None and (
+        tokenizer.path.startswith(("/", "./", "../", "~"))
+        or tokenizer.path.count("/") > 1
+        or tokenizer.path.endswith((".json", ".model", ".tiktoken"))
+    )
+    needs_file = tokenizer.type in ("sentencepiece", "gpt2") and tokenizer.path is not None
+    if (local or needs_file) and not File(tokenizer.path).exists():
+        yield facts.problem(
+            "tokenizer.path",
+            rule=f"there is no file {tokenizer.path}",
+            fix=f"check the path (it is seen from {File.cwd()}), or make one with tools/data/train_tokenizer.py",
+        )
+    if tokenizer.merges is not None and not File(tokenizer.merges).is_file():
+        yield facts.problem(
+            "tokenizer.merges",
+            rule=f"there is no file {tokenizer.merges}",
+            fix=f"check the path; it is seen from {File.cwd()}",
+        )
+
+
+def samples_can_be_written(facts: Facts) -> Iterator[Problem]:
+    samples = facts.config.evaluation.samples
+    if samples.every is None:
+        return
+    if not samples.prompts:
+        yield facts.problem(
+            "evaluation.samples.prompts",
+            "evaluation.samples.every",
+            rule="samples continue a prompt",
+            fix="give evaluation.samples.prompts, or remove evaluation.samples.every",
+        )
+    if no_tokenizer(facts):
+        yield facts.problem(
+            "evaluation.samples.every",
+            "tokenizer.type",
+            "tokenizer.path",
+            rule="samples are text, which needs a tokenizer",
+            fix="give tokenizer.path, or remove evaluation.samples.every",
+        )
+
+
+def packing_has_its_order(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    if data.packing == "best_fit" and data.order == "pythia" and data.synthetic == "none":
+        yield facts.problem(
+            "data.packing",
+            "data.order",
+            rule="best_fit packs whole documents, and the pythia order cuts them",
+            fix="use data.order: stream (shuffled) or sequential",
+        )
+
+
+RULES = (
+    data_is_read_or_made,
+    split_cuts_one_source,
+    phases_follow_each_other,
+    named_sets_have_sources,
+    pythia_seed_fits,
+    alpha_needs_a_weighting,
+    packing_has_its_order,
+)
+INPUT_RULES = (
+    there_is_data,
+    files_exist,
+    infilling_has_its_tokens,
+    evaluation_has_data,
+    end_of_document_is_known,
+    tokenizer_exists,
+    samples_can_be_written,
+)

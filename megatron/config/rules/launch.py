@@ -1,0 +1,50 @@
+"""Where the run starts: hosts and runners that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from ..facts import Facts
+from ..problems import Problem
+
+
+def hosts_are_chosen_one_way(facts: Facts) -> Iterator[Problem]:
+    launch = facts.config.launch
+    if launch.include is not None and launch.exclude is not None:
+        yield facts.problem(
+            "launch.exclude",
+            "launch.include",
+            rule="hosts are either taken in or left out",
+            fix="keep one of them: it says it all",
+        )
+
+
+def runner_has_its_hosts(facts: Facts) -> Iterator[Problem]:
+    launch = facts.config.launch
+    if launch.runner == "local" and launch.hostfile is not None:
+        yield facts.problem(
+            "launch.hostfile",
+            "launch.runner",
+            rule="the local runner starts ranks on this machine alone",
+            fix="remove the hostfile, or use runner: auto",
+        )
+    if launch.runner in ("ssh", "pdsh") and launch.hostfile is None:
+        yield facts.problem(
+            "launch.runner",
+            "launch.hostfile",
+            rule=f"{launch.runner} needs to know the hosts",
+            fix="give launch.hostfile, a file with one `name slots=N` per line",
+        )
+
+
+def launch_files_exist(facts: Facts) -> Iterator[Problem]:
+    for name in ("hostfile", "environment_file"):
+        path = getattr(facts.config.launch, name)
+        if path is not None and not File(path).is_file():
+            fix = f"check the path; it is seen from {File.cwd()}"
+            yield facts.problem(f"launch.{name}", rule=f"there is no file {path}", fix=fix)
+
+
+RULES = (hosts_are_chosen_one_way, runner_has_its_hosts)
+INPUT_RULES = (launch_files_exist,)

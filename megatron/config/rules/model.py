@@ -1,0 +1,285 @@
+"""What a model needs to be one: a readable pattern, heads that divide, variants that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..facts import Facts
+from ..pattern import KINDS, PatternError, parse
+from ..problems import Problem
+from ..structure import nearest
+from ..tokenizer_size import SizeUnknown, tokenizer_size
+from ..variants import options
+
+
+def pattern_is_readable(facts: Facts) -> Iterator[Problem]:
+    try:
+        parse(facts.config.model.layers)
+    except PatternError as error:
+        rule = f"{error.rule} (column {error.column}: {facts.config.model.layers[error.column - 1 :][:24]!r})"
+        yield facts.problem("model.layers", rule=rule, fix=error.fix)
+
+
+def attention_has_heads(facts: Facts) -> Iterator[Problem]:
+    if facts.uses("attention") and facts.config.model.attention.heads is None:
+        yield facts.problem(
+            "model.attention.heads",
+            "model.layers",
+            rule="a pattern with attention layers needs the number of heads",
+            fix="give model.attention.heads, for example model.hidden_size / 64",
+        )
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def near(number: int, choices: list[int]) -> str:
+    """The choices just below and above `number`, in words."""
+    sides = [
+        max((each for each in choices if each < number), default=None),
+        min((each for each in choices if each > number), default=None),
+    ]
+    return " or ".join(str(each) for each in sides if each is not None)
+
+
+def kind_options(facts: Facts, section: str) -> Iterator[tuple[str, object]]:
+    """The options of each kind of the pattern that has them in this section of `model`, with the prefix of their
+    keys."""
+    kinds = {
+        (each.name, each.variant): each
+        for block in facts.blocks
+        for each in block.kinds
+        if KINDS[each.name].section == section
+    }
+    for (_, variant), kind in kinds.items():
+        if variant is None:
+            yield f"model.{section}", options(facts.config, kind)
+        elif variant in facts.config.model.variants:
+            yield f"model.variants.{variant}", options(facts.config, kind)
+
+
+def attention_options(facts: Facts) -> Iterator[tuple[str, object]]:
+    """The same for attention; those without heads are left out."""
+    return ((prefix, found) for prefix, found in kind_options(facts, "attention") if found.heads is not None)
+
+
+def section_key(facts: Facts, prefix: str, name: str, section: str) -> str:
+    """The key to complain about: the variant's own option, or the base's where the variant does not say."""
+    if prefix == f"model.{section}" or name in facts.config.model.variants[prefix.rsplit(".", 1)[1]]:
+        return f"{prefix}.{name}"
+    return f"model.{section}.{name}"
+
+
+def key_of(facts: Facts, prefix: str, name: str) -> str:
+    """`section_key` of an option of attention."""
+    return section_key(facts, prefix, name, "attention")
+
+
+def heads_fill_hidden_size(facts: Facts) -> Iterator[Problem]:
+    width = facts.config.model.hidden_size
+    for prefix, attention in attention_options(facts):
+        if width % attention.heads and not facts.given(key_of(facts, prefix, "head_dim")):
+            yield facts.problem(
+                key_of(facts, prefix, "heads"),
+                "model.hidden_size",
+                rule="the heads share model.hidden_size evenly, unless head_dim is given",
+                fix=f"use {near(attention.heads, divisors(width))} heads, or give head_dim",
+            )
+
+
+def kv_heads_divide_heads(facts: Facts) -> Iterator[Problem]:
+    for prefix, attention in attention_options(facts):
+        if attention.kv_heads and attention.heads % attention.kv_heads:
+            yield facts.problem(
+                key_of(facts, prefix, "kv_heads"),
+                key_of(facts, prefix, "heads"),
+                rule="each key/value head serves the same number of query heads, so heads % kv_heads must be 0",
+                fix=f"use {near(attention.kv_heads, divisors(attention.heads))} kv_heads",
+            )
+
+
+def state_space_heads_are_whole(facts: Facts) -> Iterator[Problem]:
+    for prefix, mamba2 in kind_options(facts, "mamba2"):
+        inner = mamba2.expand * facts.config.model.hidden_size
+        if inner % mamba2.head_dim:
+            yield facts.problem(
+                section_key(facts, prefix, "head_dim", "mamba2"), "model.hidden_size",
+                rule=f"the {inner} inner channels (expand * hidden_size) are whole heads",
+                fix=f"use head_dim = {near(mamba2.head_dim, divisors(inner))}",
+            )
+        elif inner // mamba2.head_dim % mamba2.groups:
+            heads = inner // mamba2.head_dim
+            yield facts.problem(
+                section_key(facts, prefix, "groups", "mamba2"), "model.hidden_size",
+                rule=f"each group has the same number of the {heads} heads (expand * hidden_size / head_dim)",
+                fix=f"use groups = {near(mamba2.groups, divisors(heads))}",
+            )
+        if mamba2.most_step is not None and mamba2.most_step <= mamba2.least_step:
+            yield facts.problem(
+                section_key(facts, prefix, "most_step", "mamba2"), "model.mamba2.least_step",
+                rule="the largest time step is above the smallest", fix="leave most_step out, or make it larger",
+            )
+
+
+def rotated_channels_are_pairs(facts: Facts) -> Iterator[Problem]:
+    for prefix, attention in attention_options(facts):
+        if attention.position != "rotary" or not attention.head_dim or attention.rotary.fraction == 0:
+            continue
+        rotated = int(attention.head_dim * attention.rotary.fraction)
+        if rotated % 2 or not rotated:
+            even = [
+                pairs / attention.head_dim
+                for pairs in (rotated // 2 * 2, rotated // 2 * 2 + 2)
+                if 0 < pairs <= attention.head_dim
+            ]
+            fix = (
+                f"use rotary.fraction = {' or '.join(f'{each:.6g}' for each in even)}, or another head_dim"
+                if even
+                else "use a head_dim of at least 2"
+            )
+            yield facts.problem(
+                key_of(facts, prefix, "head_dim"),
+                "model.attention.rotary.fraction",
+                rule="rotary positions turn pairs of channels, "
+                f"and head_dim * fraction = {rotated} is no positive even number",
+                fix=fix,
+            )
+
+
+def rotary_scaling_is_complete(facts: Facts) -> Iterator[Problem]:
+    key = "model.attention.rotary.scaling"
+    scaling = facts.config.model.attention.rotary.scaling
+    if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
+        yield facts.problem(
+            f"{key}.original_length",
+            f"{key}.type",
+            rule=f"{scaling.type} scaling needs the original context length",
+            fix="give the sequence length that the frequencies were trained with",
+        )
+    if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield facts.problem(
+            f"{key}.high_frequency_factor",
+            f"{key}.low_frequency_factor",
+            rule="high_frequency_factor is above low_frequency_factor",
+            fix="Llama 3 uses 4 and 1",
+        )
+    if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+        yield facts.problem(
+            f"{key}.beta_fast",
+            f"{key}.beta_slow",
+            rule="beta_fast is above beta_slow",
+            fix="YaRN uses 32 and 1",
+        )
+    if scaling.type == "none" and scaling.factor != 1.0:
+        yield facts.problem(
+            f"{key}.factor",
+            f"{key}.type",
+            rule="a factor has no effect without a type",
+            fix="give rotary.scaling.type: linear, llama3 or yarn",
+        )
+
+
+def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
+    residual = facts.config.model.residual
+    if residual.shared_norm and residual.form != "parallel":
+        yield facts.problem(
+            "model.residual.shared_norm",
+            "model.residual.form",
+            rule="one norm can only feed both branches in the parallel form",
+            fix="use form: parallel, or shared_norm: false",
+        )
+    elif residual.shared_norm and residual.norm == "post":
+        yield facts.problem(
+            "model.residual.shared_norm",
+            "model.residual.norm",
+            rule="post norms stand on each branch's output and cannot be shared",
+            fix="use norm: pre, or shared_norm: false",
+        )
+
+
+def learned_positions_cover_the_sequence(facts: Facts) -> Iterator[Problem]:
+    embedding, length = facts.config.model.embedding, facts.config.training.sequence_length
+    if (
+        embedding.position == "learned"
+        and embedding.max_positions is not None
+        and embedding.max_positions < length
+    ):
+        yield facts.problem(
+            "model.embedding.max_positions",
+            "training.sequence_length",
+            rule="there is a learned position for each token of a sequence",
+            fix=f"use at least {length}, or leave max_positions out",
+        )
+
+
+def variants_exist(facts: Facts) -> Iterator[Problem]:
+    known = facts.config.model.variants
+    named = dict.fromkeys(each.variant for block in facts.blocks for each in block.kinds if each.variant)
+    for name in named:
+        if name not in known:
+            fix = nearest(name, known) or f"add model.variants.{name} with the options that differ"
+            yield facts.problem(
+                "model.layers",
+                rule=f"the pattern names the variant {name!r}, which model.variants does not have",
+                fix=fix,
+            )
+    for name in known:
+        if facts.blocks and name not in named:
+            yield facts.problem_at(
+                ("model", "variants", name),
+                "model.layers",
+                fatal=False,
+                rule="the pattern never uses this variant",
+                fix=f"write kind@{name} in model.layers, or remove the variant",
+            )
+
+
+def tokenizer_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
+    size = facts.config.model.vocab_size
+    try:
+        ids = tokenizer_size(facts.config.tokenizer.model_dump())
+    except SizeUnknown:
+        return
+    if size is not None and ids > size:
+        multiple = facts.config.model.vocab_multiple
+        yield facts.problem(
+            "model.vocab_size",
+            "tokenizer.path",
+            rule=f"the tokenizer has {ids} ids, more than the embedding has rows",
+            fix=f"use at least {ids} ({-(-ids // multiple) * multiple} is a multiple of {multiple}), "
+            "or leave vocab_size out",
+        )
+
+
+RULES = (
+    pattern_is_readable,
+    attention_has_heads,
+    heads_fill_hidden_size,
+    kv_heads_divide_heads,
+    state_space_heads_are_whole,
+    rotated_channels_are_pairs,
+    rotary_scaling_is_complete,
+    shared_norm_has_two_branches,
+    learned_positions_cover_the_sequence,
+    variants_exist,
+    tokenizer_fits_vocabulary,
+)
+
+
+def vocabulary_is_known(facts: Facts) -> Iterator[Problem]:
+    if facts.config.model.vocab_size is None:
+        try:
+            tokenizer_size(facts.config.tokenizer.model_dump())
+            return  # a tokenizer that is there but was not asked: its own key is wrong and already reported
+        except SizeUnknown as reason:
+            yield facts.problem(
+                "model.vocab_size",
+                "tokenizer.type",
+                "tokenizer.path",
+                rule=f"the vocabulary's size is not known: {reason}",
+                fix="give model.vocab_size, or a local tokenizer in tokenizer.path",
+            )
+
+
+INPUT_RULES = (vocabulary_is_known,)

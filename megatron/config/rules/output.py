@@ -1,0 +1,112 @@
+"""Checkpoints and logs: what to start from, what to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from ..facts import Facts
+from ..problems import Problem
+
+
+def one_way_to_start(facts: Facts) -> Iterator[Problem]:
+    checkpoint = facts.config.checkpoint
+    if checkpoint.initialize_from is not None and checkpoint.resume not in ("auto", "none"):
+        yield facts.problem(
+            "checkpoint.initialize_from",
+            "checkpoint.resume",
+            rule="a run resumes a checkpoint or takes another one's weights, not both",
+            fix="remove one of them (resume: auto goes on after an interruption, and else takes the weights)",
+        )
+
+
+def resume_exists(facts: Facts) -> Iterator[Problem]:
+    resume = facts.config.checkpoint.resume
+    if resume in ("auto", "none"):
+        return
+    if resume.lower() in ("no", "off", "false", "never", "null", "") and not File(resume or "no").exists():
+        yield facts.problem(
+            "checkpoint.resume",
+            rule="resume is auto, none, or the path of a checkpoint",
+            fix="write none to start anew",
+        )
+    elif not File(resume).exists():
+        yield facts.problem(
+            "checkpoint.resume",
+            rule=f"there is no checkpoint {resume}",
+            fix=f"check the path (it is seen from {File.cwd()}), or use auto or none",
+        )
+
+
+def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
+    path = facts.config.checkpoint.initialize_from
+    if path is not None and not File(path).exists():
+        yield facts.problem(
+            "checkpoint.initialize_from",
+            rule=f"there is no checkpoint or folder {path}",
+            fix=f"check the path; it is seen from {File.cwd()}",
+        )
+
+
+def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
+    checkpoint, steps = facts.config.checkpoint, facts.config.training.steps
+    saves = checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced
+    for name in ("keep_last", "keep_every"):
+        if getattr(checkpoint, name) is not None and not saves:
+            yield facts.warning(
+                f"checkpoint.{name}",
+                "checkpoint.every",
+                rule="nothing is saved before the end",
+                fix="give checkpoint.every",
+            )
+    if checkpoint.keep_every and checkpoint.every and checkpoint.keep_every % checkpoint.every:
+        yield facts.warning(
+            "checkpoint.keep_every",
+            "checkpoint.every",
+            rule="only saved steps can be kept: keep_every is a multiple of every",
+            fix=f"use {-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}",
+        )
+    wrong = [step for step in checkpoint.steps if step < 0]
+    if wrong:
+        yield facts.problem(
+            "checkpoint.steps", rule=f"steps are of at least 0, and {wrong[0]} is not", fix="remove it"
+        )
+    late = [step for step in checkpoint.steps if step > steps]
+    if late:
+        yield facts.warning(
+            "checkpoint.steps", "training.steps", rule=f"the run ends before step {late[0]}", fix="remove it"
+        )
+
+
+def resuming_needs_optimizer_state(facts: Facts) -> Iterator[Problem]:
+    checkpoint = facts.config.checkpoint
+    if not checkpoint.optimizer_state and facts.given("checkpoint.resume") and checkpoint.resume == "auto":
+        yield facts.warning(
+            "checkpoint.optimizer_state",
+            "checkpoint.resume",
+            rule="checkpoints without optimizer state cannot be resumed",
+            fix="use optimizer_state: true, or resume: none",
+        )
+
+
+def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
+    profile, training = facts.config.logging.profile, facts.config.training
+    if profile.start is not None and profile.start > training.steps:
+        yield facts.warning(
+            "logging.profile.start",
+            "training.steps",
+            rule="the run ends before the profile starts",
+            fix=f"use at most {training.steps}",
+        )
+    if profile.start is not None and facts.ranks is not None:
+        wrong = [rank for rank in profile.ranks if not 0 <= rank < facts.ranks]
+        if wrong:
+            yield facts.problem(
+                "logging.profile.ranks",
+                rule=f"the run has ranks 0 to {facts.ranks - 1}, and not {wrong[0]}",
+                fix="name ranks of the run",
+            )
+
+
+RULES = (one_way_to_start, kept_checkpoints_are_saved, resuming_needs_optimizer_state, profiled_steps_are_run)
+INPUT_RULES = (resume_exists, initial_weights_exist)

@@ -1,0 +1,221 @@
+"""Batches, precision, optimizer, schedule and evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from ..facts import Facts
+from ..problems import Problem
+
+
+def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
+    """global_batch_size = micro_batch_size * accumulation * data parallel size."""
+    training, ranks = facts.config.training, facts.data_ranks
+    total, micro, count = training.global_batch_size, training.micro_batch_size, training.accumulation
+    if ranks is None or total is None:
+        return
+    unit, fixed = micro * ranks, facts.given("training.accumulation") and count is not None
+    keys = ["training.micro_batch_size"] + (["training.accumulation"] if fixed else [])
+    if fixed and total != unit * count:
+        fix = f"use global_batch_size = {unit * count}"
+        fix += (
+            f", or leave accumulation out (it would be {total // unit})"
+            if total % unit == 0
+            else ", or leave global_batch_size out"
+        )
+    elif total % unit:
+        sizes = [each for each in (total // unit * unit, (total // unit + 1) * unit) if each]
+        micros = (
+            [each for each in range(1, total + 1) if total % (each * ranks) == 0]
+            if total % ranks == 0
+            else []
+        )
+        fix = f"use global_batch_size = {' or '.join(map(str, sizes))}"
+        fix += f", or micro_batch_size = {min(micros, key=lambda each: abs(each - micro))}" if micros else ""
+    else:
+        return
+    product = (
+        f"{micro} * {count} * {ranks} = {unit * count}"
+        if fixed
+        else f"a multiple of {micro} * {ranks} = {unit}"
+    )
+    yield facts.problem(
+        "training.global_batch_size",
+        *keys,
+        fix=fix,
+        rule=f"global_batch_size is micro_batch_size * accumulation * data parallel size, here {product}",
+    )
+
+
+def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
+    if facts.config.precision.compute == "fp16" and facts.config.launch.device == "cpu":
+        yield facts.problem(
+            "precision.compute",
+            "launch.device",
+            rule="DeepSpeed has no fp16 training on CPU",
+            fix="use precision=bf16 or fp32",
+        )
+
+
+def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    here = (
+        config.launch.device == "auto"
+        and config.launch.hostfile is None
+        and config.launch.runner in ("auto", "local")
+    )
+    if (
+        config.precision.compute == "fp16"
+        and here
+        and "SLURM_JOB_ID" not in os.environ
+        and not machine_has_gpu()
+    ):
+        yield facts.problem(
+            "precision.compute",
+            "launch.device",
+            rule="this machine has no GPU, and DeepSpeed has no fp16 training on CPU",
+            fix="use precision=bf16 or fp32",
+        )
+
+
+def machine_has_gpu() -> bool:
+    """Whether this machine has the device files of an NVIDIA or AMD GPU. Importing torch to ask would take seconds."""
+    return any(File("/dev").glob("nvidia[0-9]*")) or File("/dev/kfd").exists() or File("/dev/dxg").exists()
+
+
+def accumulation_is_no_narrower_mix(facts: Facts) -> Iterator[Problem]:
+    compute = facts.config.precision.compute
+    for name in ("accumulate", "reduce"):
+        kind = getattr(facts.config.precision, name)
+        if kind not in ("fp32", compute):
+            yield facts.problem(
+                f"precision.{name}",
+                "precision.compute",
+                rule=f"gradients of {compute} weights are summed in {compute} or fp32",
+                fix="use fp32",
+            )
+
+
+def loss_scale_needs_fp16(facts: Facts) -> Iterator[Problem]:
+    if facts.config.precision.compute == "fp16":
+        return
+    for name in type(facts.config.precision.loss_scale).model_fields:
+        if facts.given(f"precision.loss_scale.{name}"):
+            yield facts.warning(
+                f"precision.loss_scale.{name}",
+                "precision.compute",
+                rule="losses are scaled in fp16 only",
+                fix="remove it, or use precision=fp16",
+            )
+            return
+
+
+def betas_are_shares(facts: Facts) -> Iterator[Problem]:
+    if not all(0 <= beta < 1 for beta in facts.config.optimizer.betas):
+        yield facts.problem(
+            "optimizer.betas",
+            rule="both betas are of at least 0 and below 1",
+            fix="AdamW for language models uses [0.9, 0.95]",
+        )
+
+
+def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
+    users = {
+        "betas": ("adamw", "lion", "muon"),
+        "epsilon": ("adamw", "muon"),
+        "momentum": ("sgd",),
+        "nesterov": ("sgd",),
+        "muon_lr": ("muon",),
+        "muon_momentum": ("muon",),
+    }
+    kind = facts.config.optimizer.type
+    for name, kinds in users.items():
+        if kind not in kinds and facts.given(f"optimizer.{name}"):
+            yield facts.warning(
+                f"optimizer.{name}",
+                "optimizer.type",
+                rule=f"{name} is an option of {', '.join(kinds)} and has no effect here",
+                fix="remove it, or change optimizer.type",
+            )
+
+
+def nesterov_has_momentum(facts: Facts) -> Iterator[Problem]:
+    optimizer = facts.config.optimizer
+    if optimizer.type == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+        yield facts.problem(
+            "optimizer.nesterov",
+            "optimizer.momentum",
+            rule="Nesterov momentum needs a momentum",
+            fix="use optimizer.momentum=0.9, or nesterov: false",
+        )
+
+
+def muon_is_exact(facts: Facts) -> Iterator[Problem]:
+    """Muon orthogonalises whole matrices: no rank may hold only a part of one."""
+    config = facts.config
+    if config.optimizer.type == "muon" and config.parallel.tensor > 1:
+        yield facts.problem(
+            "optimizer.type",
+            "parallel.tensor",
+            rule="Muon orthogonalises whole matrices, which tensor parallel ranks share",
+            fix="use parallel.tensor=1, or optimizer.type=adamw",
+        )
+    if config.optimizer.type == "muon" and config.zero.stage == 3:
+        yield facts.problem(
+            "optimizer.type",
+            "zero.stage",
+            rule="Muon orthogonalises whole matrices, which ZeRO 3 partitions",
+            fix="use zero.stage=1, or optimizer.type=adamw",
+        )
+
+
+def muon_has_a_rate(facts: Facts) -> Iterator[Problem]:
+    optimizer = facts.config.optimizer
+    if optimizer.type == "muon" and optimizer.lr == 0:
+        yield facts.problem(
+            "optimizer.lr",
+            "optimizer.type",
+            rule="Muon's matrices follow the schedule of optimizer.lr, which must be above 0",
+            fix="give the rate of the AdamW part, such as 3e-4",
+        )
+
+
+def recomputation_is_on(facts: Facts) -> Iterator[Problem]:
+    if facts.config.training.activation_checkpointing.mode != "full" and facts.given(
+        "training.activation_checkpointing.every"
+    ):
+        yield facts.warning(
+            "training.activation_checkpointing.every",
+            "training.activation_checkpointing.mode",
+            rule="`every` counts blocks of mode: full",
+            fix="use mode: full, or remove it",
+        )
+
+
+def stop_comes_before_the_end(facts: Facts) -> Iterator[Problem]:
+    training = facts.config.training
+    if training.stop_at_step is not None and training.stop_at_step > training.steps:
+        yield facts.warning(
+            "training.stop_at_step",
+            "training.steps",
+            rule="the run ends before this step",
+            fix=f"use at most {training.steps}, or remove it",
+        )
+
+
+RULES = (
+    batch_sizes_multiply_out,
+    fp16_needs_a_gpu,
+    accumulation_is_no_narrower_mix,
+    loss_scale_needs_fp16,
+    betas_are_shares,
+    options_suit_the_optimizer,
+    nesterov_has_momentum,
+    muon_is_exact,
+    muon_has_a_rate,
+    recomputation_is_on,
+    stop_comes_before_the_end,
+)
+INPUT_RULES = (fp16_finds_a_gpu,)

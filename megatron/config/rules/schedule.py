@@ -1,0 +1,189 @@
+"""The learning rate schedule: its parts fit into its steps, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..facts import Facts
+from ..problems import Problem
+
+WARMUPS = ("warmup_steps", "warmup_tokens", "warmup_fraction")
+
+
+def warmup_is_given_once(facts: Facts) -> Iterator[Problem]:
+    given = [f"schedule.{name}" for name in WARMUPS if getattr(facts.config.schedule, name) is not None]
+    if len(given) > 1:
+        yield facts.problem(
+            given[1],
+            given[0],
+            *given[2:],
+            rule="the warmup is given in one way: steps, tokens or a fraction",
+            fix="keep one of them",
+        )
+
+
+def warmup(facts: Facts) -> tuple[str, float]:
+    """The warmup's key and its length in steps."""
+    schedule, training = facts.config.schedule, facts.config.training
+    if schedule.warmup_tokens is not None:
+        per_step = (training.global_batch_size or 0) * training.sequence_length
+        return "schedule.warmup_tokens", schedule.warmup_tokens / per_step if per_step else 0.0
+    if schedule.warmup_fraction is not None:
+        return "schedule.warmup_fraction", schedule.warmup_fraction * (schedule.steps - schedule.start)
+    return "schedule.warmup_steps", schedule.warmup_steps or 0
+
+
+def schedule_starts_before_its_end(facts: Facts) -> Iterator[Problem]:
+    schedule = facts.config.schedule
+    if schedule.start >= schedule.steps:
+        yield facts.problem(
+            "schedule.start",
+            "schedule.steps",
+            rule="the schedule starts before its last step",
+            fix=f"use a start below {schedule.steps}",
+        )
+
+
+def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
+    """Warmup, cooldown and decay together are no longer than the schedule."""
+    schedule = facts.config.schedule
+    length = schedule.steps - schedule.start
+    key, steps = warmup(facts)
+    parts = {key: steps}
+    if schedule.type in ("wsd", "infinite"):
+        parts["schedule.decay_steps"] = schedule.decay_steps or 0
+    if schedule.type == "infinite":
+        parts["schedule.cooldown_steps"] = schedule.cooldown_steps or 0
+    if length > 0 and sum(parts.values()) > length:
+        listed = " + ".join(f"{name.split('.')[1]} {value:g}" for name, value in parts.items() if value)
+        first, *others = sorted(
+            (name for name, value in parts.items() if value), key=lambda name: -parts[name]
+        )
+        keys = ["training.global_batch_size"] if first == "schedule.warmup_tokens" else []
+        yield facts.problem(
+            first,
+            *others,
+            "schedule.steps",
+            *keys,
+            rule=f"{listed} steps do not fit into the {length} steps of the schedule",
+            fix=f"shorten them to {length} steps together, or raise schedule.steps",
+        )
+
+
+def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
+    users = {
+        "decay_steps": ("wsd", "infinite"),
+        "decay_shape": ("wsd",),
+        "cooldown_steps": ("infinite",),
+        "cooldown_shape": ("infinite",),
+        "constant_lr_ratio": ("infinite",),
+    }
+    for name, kinds in users.items():
+        if facts.config.schedule.type not in kinds and facts.given(f"schedule.{name}"):
+            yield facts.warning(
+                f"schedule.{name}",
+                "schedule.type",
+                rule=f"{name} is an option of {' and '.join(kinds)} and has no effect here",
+                fix="remove it, or change schedule.type",
+            )
+
+
+def inverse_sqrt_has_a_warmup(facts: Facts) -> Iterator[Problem]:
+    key, steps = warmup(facts)
+    if (
+        facts.config.schedule.type == "inverse_sqrt"
+        and not steps
+        and not (key == "schedule.warmup_tokens" and facts.config.training.global_batch_size is None)
+    ):
+        yield facts.problem(
+            key,
+            "schedule.type",
+            rule="inverse_sqrt needs a warmup: its length is the time scale of the decay",
+            fix="give schedule.warmup_steps, for example 1 % of the steps",
+        )
+
+
+def infinite_is_complete(facts: Facts) -> Iterator[Problem]:
+    schedule = facts.config.schedule
+    if schedule.type != "infinite":
+        return
+    if schedule.cooldown_steps is None:
+        yield facts.problem(
+            "schedule.cooldown_steps",
+            "schedule.type",
+            rule="infinite needs the steps of its cooldown",
+            fix="give schedule.cooldown_steps (0 goes to the constant rate at once)",
+        )
+    if schedule.min_lr_ratio == 0:
+        yield facts.problem(
+            "schedule.min_lr_ratio",
+            "schedule.type",
+            rule="infinite anneals exponentially and cannot reach 0",
+            fix="use a value above 0, such as 0.01",
+        )
+    if schedule.constant_lr_ratio < schedule.min_lr_ratio:
+        yield facts.problem(
+            "schedule.constant_lr_ratio",
+            "schedule.min_lr_ratio",
+            rule="the constant rate is not below the lowest one",
+            fix=f"use at least {schedule.min_lr_ratio:g}",
+        )
+
+
+def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
+    schedule = facts.config.schedule
+    if schedule.compat != "neox-v1":
+        return
+    if schedule.type not in ("constant", "linear", "cosine"):
+        yield facts.problem(
+            "schedule.compat",
+            "schedule.type",
+            rule=f"GPT-NeoX 1.0 had no {schedule.type} schedule",
+            fix="use constant, linear or cosine, or compat: none",
+        )
+    for name in ("start", "initial_lr_ratio"):
+        if getattr(schedule, name):
+            yield facts.problem(
+                f"schedule.{name}",
+                "schedule.compat",
+                rule="neox-v1 starts at step 0 from a rate of 0",
+                fix="remove it, or use compat: none",
+            )
+
+
+def compat_stays_below_the_peak(facts: Facts) -> Iterator[Problem]:
+    """GPT-NeoX 1.0 stops counting steps one warmup before the end: a longer warmup than the rest counts back."""
+    schedule = facts.config.schedule
+    key, steps = warmup(facts)
+    if schedule.compat == "neox-v1" and schedule.type != "constant" and 2 * steps > schedule.steps:
+        yield facts.warning(
+            key,
+            "schedule.compat",
+            "schedule.steps",
+            rule="with a warmup of more than half the schedule, GPT-NeoX 1.0 can go above the peak learning rate",
+            fix="shorten the warmup, or use compat: none",
+        )
+
+
+def schedule_covers_the_run(facts: Facts) -> Iterator[Problem]:
+    schedule, steps = facts.config.schedule, facts.config.training.steps
+    if facts.given("schedule.steps") and schedule.steps < steps:
+        yield facts.warning(
+            "schedule.steps",
+            "training.steps",
+            rule=f"the last {steps - schedule.steps} steps keep the schedule's last learning rate",
+            fix=f"use schedule.steps={steps} if that is not meant",
+        )
+
+
+RULES = (
+    warmup_is_given_once,
+    schedule_starts_before_its_end,
+    parts_fit_into_the_schedule,
+    decay_suits_the_schedule,
+    inverse_sqrt_has_a_warmup,
+    infinite_is_complete,
+    compat_has_its_own_schedules,
+    compat_stays_below_the_peak,
+    schedule_covers_the_run,
+)

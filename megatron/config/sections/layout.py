@@ -1,0 +1,122 @@
+"""How the run is cut over ranks, in which precision, and with which DeepSpeed stage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .base import Section, key
+
+
+class ParallelSection(Section):
+    tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
+    pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
+    context: int = key(1, "Context parallel size: ranks that share each sequence.", unit="ranks", gt=0)
+    expert: int = key(1, "Expert parallel size: ranks that share the experts of a layer.", unit="ranks", gt=0)
+    sequence: bool = key(
+        False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism).")
+    pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
+        "parameters",
+        "How layers are shared by the stages: equal counts, equal parameters, or a list of the number of "
+        "blocks per stage.")
+
+
+class OffloadOptions(Section):
+    device: Literal["none", "cpu", "nvme"] = key("none", "Where the tensors live.")
+    path: str | None = key(None, "Folder on the NVMe drive.")
+    pin_memory: bool = key(False, "Use page-locked host memory.")
+
+
+class ZeroSection(Section):
+    stage: Literal[0, 1, 2, 3] = key(
+        1,
+        "ZeRO stage: what data parallel ranks share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also "
+        "parameters.")
+    offload_optimizer: OffloadOptions = key(OffloadOptions, "Keep optimizer state off the accelerator.")
+    offload_parameters: OffloadOptions = key(OffloadOptions, "Keep parameters off the accelerator (stage 3).")
+    bucket_size: int = key(500_000_000, "Elements reduced or gathered in one collective.", unit="elements", gt=0)
+    overlap: bool = key(False, "Overlap gradient reduction with the backward pass (stages 1-3 without pipeline).")
+    prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
+    persistent_size: int = key(
+        100_000, "Stage 3: parameters smaller than this are never partitioned away.", unit="elements", ge=0)
+
+
+class LossScaleOptions(Section):
+    initial_power: int = key(16, "The dynamic loss scale starts at 2 to this power.", ge=0)
+    window: int = key(1000, "Steps without overflow after which the scale doubles.", unit="steps", gt=0)
+    hysteresis: int = key(2, "Overflows tolerated before the scale is halved.", gt=0)
+    minimum: float = key(1.0, "The scale never goes below this.", gt=0)
+    static: float = key(0.0, "A fixed loss scale; 0 means dynamic.", ge=0)
+
+
+class PrecisionSection(Section):
+    compute: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "Type of weights and activations; masters are fp32 always. `precision: bf16` is short for this.")
+    accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
+    reduce: Literal["fp32", "bf16", "fp16"] = key(
+        "fp32", "Type in which gradients are summed over data parallel ranks.")
+    loss_scale: LossScaleOptions = key(LossScaleOptions, "Loss scaling, used with fp16.")
+
+
+class ActivationCheckpointing(Section):
+    mode: Literal["none", "selective", "full"] = key(
+        "none",
+        "What is recomputed in the backward pass: nothing, all but matrix products and attention, or whole blocks.")
+    every: int = key(1, "full: checkpoint every n-th block.", unit="blocks", gt=0)
+
+
+class BatchOptions(Section):
+    """What a job script asks the scheduler for (`deepy.py --sbatch`, `--print pbs|k8s`)."""
+
+    nodes: int = key(1, "Hosts.", unit="hosts", gt=0)
+    time: str | None = key(None, "Time limit, in the scheduler's form (`12:00:00`).")
+    account: str | None = key(None, "Account that pays.")
+    partition: str | None = key(None, "Partition or queue.")
+    qos: str | None = key(None, "Quality of service.")
+    cores: int | None = key(
+        None, "Cores per host; none leaves it to the partition (exclusive hosts).", unit="cores", gt=0)
+    requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
+    warning: int = key(
+        300, "USR1 comes this long before the time limit, so that the run saves and ends.", unit="seconds", ge=0)
+    setup: list[str] = key(list, "Shell lines before the start (`module load ...`).")
+    options: list[str] = key(list, "Further lines for the scheduler, as it reads them (`--constraint=h100`).")
+    image: str = key("megatron:latest", "Container image (Kubernetes).")
+
+
+class LaunchSection(Section):
+    ranks: int | None = key(None, "Processes on each host.", derived="the number of GPUs, or 1 on CPU", gt=0)
+    runner: Literal["auto", "local", "ssh", "pdsh", "openmpi", "mpich", "slurm", "torchrun"] = key(
+        "auto", "What starts the ranks.")
+    hostfile: str | None = key(None, "File of hosts, one `name slots=N` per line.")
+    include: str | None = key(None, "Hosts and slots to use, in DeepSpeed's syntax.")
+    exclude: str | None = key(None, "Hosts and slots to leave out, in DeepSpeed's syntax.")
+    master_address: str | None = key(None, "Address of rank 0 that all hosts reach.", derived="chosen by the runner")
+    master_port: int | None = key(None, "Port of the rendezvous.", derived="a free port", gt=0, le=65535)
+    interface: str | None = key(None, "Network interface for collectives.")
+    environment: dict[str, str] = key(dict, "Environment variables set for every rank.")
+    environment_file: str | None = key(
+        None, "File of `NAME=value` lines, set for every rank; values are taken as they stand.")
+    forward: list[str] = key(
+        list, "Names (or patterns such as NCCL_*) of environment variables passed on to every rank.")
+    grace: float = key(60.0, "Time given to ranks between a stop signal and the kill.", unit="seconds", gt=0)
+    heartbeat: float = key(
+        60.0, "A host or a launcher that is silent this long is taken for lost.", unit="seconds", ge=15)
+    start_timeout: float = key(120.0, "Every host must have answered the launcher by then.", unit="seconds", gt=0)
+    timeout: float = key(1800.0, "A collective that takes longer fails the run.", unit="seconds", gt=0)
+    restarts: int = key(
+        0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0)
+    restart_delay: float = key(
+        10.0, "Pause before the first restart; it doubles with each failure in a row, up to 600.", unit="seconds", ge=0)
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")
+    bind: Literal["none", "numa", "cores"] = key(
+        "numa", "Cores of a rank: all, those next to its GPU, or an equal share.")
+    console: Literal["first", "all"] = key(
+        "first", "Whose output is shown: rank 0's, or everybody's. Each rank has a log file.")
+    check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
+    python: str | None = key(None, "Python interpreter on the hosts; none is the path of the launcher's own.")
+    ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)
+    ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
+    working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")
+    batch: BatchOptions = key(BatchOptions, "What a job script asks the scheduler for.")
+
+
+DeepSpeedOverrides = dict[str, Any]

@@ -1,0 +1,169 @@
+"""What the model computes: the layer pattern, the options of each layer kind, initialisation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .base import Section, key
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
+Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
+
+
+class NormOptions(Section):
+    type: Norm = key("layernorm", "Which normalisation: LayerNorm, RMSNorm, or LayerNorm without parameters.")
+    epsilon: float = key(1e-5, "Added to the variance (or mean square) before the root.", gt=0)
+    bias: bool = key(True, "Whether LayerNorm has a bias (RMSNorm never has one).")
+
+
+class RotaryScaling(Section):
+    type: Literal["none", "linear", "llama3", "yarn"] = key(
+        "none", "How rotary frequencies are stretched for longer contexts.")
+    factor: float = key(1.0, "Ratio of the new context length to the original one.", gt=0)
+    original_length: int | None = key(
+        None, "Context length the frequencies were made for; llama3 and yarn need it.", unit="tokens", gt=0)
+    low_frequency_factor: float = key(
+        1.0, "llama3: wavelengths longer than original_length over this are fully stretched.", gt=0)
+    high_frequency_factor: float = key(
+        4.0, "llama3: wavelengths shorter than original_length over this are left alone.", gt=0)
+    beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is left alone.", gt=0)
+    beta_slow: float = key(1.0, "yarn: number of rotations below which a frequency is fully stretched.", gt=0)
+    attention_factor: float | None = key(None, "yarn: multiplier of cos and sin.", derived="0.1 * ln(factor) + 1", gt=0)
+
+
+class RotaryOptions(Section):
+    base: float = key(10000.0, "Base of the rotary frequencies (rope theta).", gt=0)
+    fraction: float = key(1.0, "Share of each head's channels that are rotated (rotary_pct).", ge=0, le=1)
+    scaling: RotaryScaling = key(RotaryScaling, "Frequency scaling for contexts longer than the original.")
+
+
+class AttentionOptions(Section):
+    heads: int | None = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
+    kv_heads: int | None = key(
+        None, "Number of key/value heads (GQA; 1 is MQA).", derived="model.attention.heads", gt=0)
+    head_dim: int | None = key(
+        None, "Channels per head.", unit="channels", derived="model.hidden_size / model.attention.heads", gt=0)
+    position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
+    rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
+    window: int | None = key(
+        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0)
+    qk_norm: Literal["none", "head", "full"] = key(
+        "none",
+        "Normalise queries and keys: per head with one shared weight (Qwen3), or over the whole projected "
+        "width (OLMo-2).")
+    softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
+    scale: float | None = key(
+        None, "Multiplier of query-key products.", derived="model.attention.head_dim ** -0.5", gt=0)
+    qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
+    output_bias: bool = key(False, "Whether the output projection has a bias.")
+    dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
+
+
+class MLPOptions(Section):
+    hidden_size: int | None = key(
+        None,
+        "Width of the MLP, with Hugging Face's meaning of intermediate_size (each of gate and up has this width).",
+        unit="channels", derived="4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", gt=0)
+    activation: Activation = key(
+        "gelu", "Activation; gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared.")
+    gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")
+    bias: bool = key(False, "Whether the projections have biases.")
+
+
+class StateSpaceOptions(Section):
+    """What the mixers of the Mamba family share."""
+
+    expand: int = key(2, "Inner channels of the mixer over model.hidden_size.", gt=0)
+    convolution: int = key(4, "Taps of the causal convolution along the sequence.", unit="tokens", gt=0)
+    convolution_bias: bool = key(True, "Whether the convolution has a bias.")
+    bias: bool = key(False, "Whether the projections into and out of the mixer have biases.")
+    time_step_low: float = key(0.001, "Initial time steps are log-uniform from here ...", gt=0)
+    time_step_high: float = key(0.1, "... to here.", gt=0)
+    time_step_floor: float = key(1e-4, "No initial time step is smaller.", gt=0)
+
+
+class MambaOptions(StateSpaceOptions):
+    state_size: int = key(16, "State elements per channel.", gt=0)
+    rank: int | None = key(
+        None, "Rank of the projection that gives the time steps.", derived="model.hidden_size / 16, rounded up", gt=0)
+    chunk: int = key(
+        256, "Tokens that are scanned at a time; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+class Mamba2Options(StateSpaceOptions):
+    head_dim: int = key(64, "Inner channels per head, which share one decay.", unit="channels", gt=0)
+    state_size: int = key(128, "State elements per channel.", gt=0)
+    groups: int = key(1, "Groups of heads; the heads of a group share what they write (B) and read (C).", gt=0)
+    least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
+    most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
+    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+class ResidualOptions(Section):
+    form: Literal["sequential", "parallel"] = key(
+        "sequential",
+        "sequential: x += mixer(n1 x); x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).")
+    norm: Literal["pre", "post"] = key(
+        "pre", "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input.")
+    shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
+    multiplier: float = key(
+        1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling).")
+
+
+class EmbeddingOptions(Section):
+    tied: bool = key(False, "Use the token embedding as the head's weight.")
+    position: Literal["none", "learned"] = key(
+        "none", "Learned absolute positions, training.sequence_length of them (or max_positions).")
+    max_positions: int | None = key(
+        None, "Rows of the learned position table.", unit="tokens", derived="training.sequence_length", gt=0)
+    multiplier: float = key(1.0, "Embeddings are multiplied by this (Gemma: sqrt(hidden_size)).", gt=0)
+    norm: bool = key(False, "Normalise the embedding (BLOOM).")
+
+
+class HeadOptions(Section):
+    multiplier: float = key(1.0, "Logits are multiplied by this (logit scale).", gt=0)
+    softcap: float | None = key(None, "Cap logits l as softcap * tanh(l / softcap).", gt=0)
+    bias: bool = key(False, "Whether the head has a bias.")
+
+
+InitScheme = Literal[
+    "normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal", "fan_in_uniform",
+    "scaled_fan_in_uniform", "orthogonal", "zeros"]
+
+
+class InitOptions(Section):
+    std: float = key(0.02, "Standard deviation of normal; scaled_normal divides it by sqrt(2 * layers).", gt=0)
+    embedding: InitScheme = key("normal", "Scheme of the token and position embeddings.")
+    hidden: InitScheme = key(
+        "normal", "Scheme of matrices that read the residual stream (query, key, value, gate, up).")
+    output: InitScheme = key(
+        "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down).")
+    head: InitScheme | None = key(None, "Scheme of the head.", derived="model.init.embedding")
+    layers: int | None = key(
+        None, "Layer count in the depth-dependent schemes.", derived="the number of blocks in model.layers", gt=0)
+
+
+class ModelSection(Section):
+    layers: str = key(
+        ...,
+        "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', as in "
+        "'(attention/mlp) x12'.")
+    hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0)
+    vocab_size: int | None = key(
+        None, "Rows of the embedding and of the head; never depends on the layout.", unit="tokens",
+        derived="the tokenizer's size rounded up to a multiple of model.vocab_multiple", gt=0)
+    vocab_multiple: int = key(128, "The derived vocab_size is a multiple of this.", unit="tokens", gt=0)
+    norm: NormOptions = key(NormOptions, "The norm used everywhere in the stack.")
+    residual: ResidualOptions = key(ResidualOptions, "How branches are added to the residual stream.")
+    embedding: EmbeddingOptions = key(EmbeddingOptions, "Token and position embeddings.")
+    head: HeadOptions = key(HeadOptions, "The output head.")
+    attention: AttentionOptions = key(AttentionOptions, "Options of the attention mixer.")
+    mamba: MambaOptions = key(MambaOptions, "Options of the mamba mixer (Gu and Dao 2023).")
+    mamba2: Mamba2Options = key(Mamba2Options, "Options of the mamba2 mixer (Dao and Gu 2024).")
+    mlp: MLPOptions = key(MLPOptions, "Options of the mlp feed-forward.")
+    variants: dict[str, dict[str, Any]] = key(
+        dict,
+        "Named variants: options that override a kind's own where the pattern says kind@name, as in 'local: "
+        "{window: 512}'.")
+    dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
+    init: InitOptions = key(InitOptions, "How parameters start.")

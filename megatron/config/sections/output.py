@@ -1,0 +1,77 @@
+"""What the run keeps and tells: checkpoints, evaluation, logs, profiles."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import Section, key
+
+
+class RunSection(Section):
+    name: str | None = key(None, "Name of the run.", derived="the first configuration file's name")
+    dir: str | None = key(None, "The run's directory.", derived="runs/<run.name>")
+    notes: str = key("", "Free text kept with the run.")
+
+
+class CheckpointSection(Section):
+    dir: str | None = key(None, "Folder of checkpoints.", derived="<run.dir>/checkpoints")
+    every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)
+    minutes: float | None = key(
+        None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0)
+    steps: list[int] = key(list, "Save at these steps too.", unit="steps")
+    log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
+    at_end: bool = key(True, "Save after the last step.")
+    keep_last: int | None = key(None, "Keep only the newest k checkpoints (and those of keep_every).", gt=0)
+    keep_every: int | None = key(
+        None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0)
+    resume: str = key(
+        "auto",
+        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path of one.")
+    initialize_from: str | None = key(None, "Take only the weights from this checkpoint or Hugging Face folder.")
+    optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
+    asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
+    upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
+
+
+class SampleOptions(Section):
+    every: int | None = key(None, "Generate samples every n steps.", unit="steps", gt=0)
+    prompts: list[str] = key(list, "Texts to continue.")
+    tokens: int = key(64, "Length of a sample.", unit="tokens", gt=0)
+    temperature: float = key(0.8, "Sampling temperature; 0 is greedy.", ge=0)
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 is all.", ge=0)
+    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1)
+
+
+class EvaluationSection(Section):
+    every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
+    batches: int = key(10, "Global batches per validation set; 0 reads each set once.", unit="batches", ge=0)
+    at_start: bool = key(False, "Evaluate before the first step.")
+    at_end: bool = key(True, "Evaluate after the last step.")
+    samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
+
+
+class WandbOptions(Section):
+    mode: Literal["online", "offline", "disabled"] = key("disabled", "Whether to log to Weights & Biases.")
+    project: str | None = key(None, "Project.")
+    entity: str | None = key(None, "User or team.")
+    group: str | None = key(None, "Group of runs.")
+    tags: list[str] = key(list, "Tags.")
+
+
+class ProfileOptions(Section):
+    start: int | None = key(None, "First profiled step; none profiles nothing.", unit="steps", gt=0)
+    steps: int = key(3, "Number of profiled steps.", unit="steps", gt=0)
+    ranks: list[int] = key(lambda: [0], "Ranks that profile.")
+    memory: bool = key(False, "Also write a memory snapshot (GPU).")
+
+
+class LoggingSection(Section):
+    every: int = key(1, "Log a training line every n steps.", unit="steps", gt=0)
+    console: Literal["auto", "live", "plain", "quiet"] = key(
+        "auto", "Console style: a live line on a terminal, plain lines elsewhere.")
+    tensorboard: bool = key(False, "Write TensorBoard events.")
+    wandb: WandbOptions = key(WandbOptions, "Weights & Biases.")
+    peak_tflops: float | None = key(
+        None, "Peak of one device that MFU is a share of.", unit="TFLOP/s", derived="from the device's name", gt=0)
+    profile: ProfileOptions = key(ProfileOptions, "torch profiler window.")
+    curve: bool = key(True, "Draw loss.png at the end.")

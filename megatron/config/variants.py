@@ -1,0 +1,104 @@
+"""Named variants of a kind's options: `attention@local` with `model.variants.local: {window: 512}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from .catalog import Path, dotted, parse_path
+from .derive import DERIVATIONS, View
+from .frozen import thaw
+from .origins import Origin
+from .pattern import KINDS, Kind
+from .problems import Problem
+from .schema import Config
+from .sections.base import Section
+from .structure import check
+from .tree import drop, get, leaves, put
+
+
+def overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, mapping by mapping; neither is changed."""
+    merged = thaw(base)
+    for path, value in leaves(over):
+        if path:
+            put(merged, path, thaw(value))
+    return merged
+
+
+def users(view: View, variant: str) -> list[str]:
+    """The kinds that the layer pattern uses with this variant, in order of first use."""
+    named = (each.name for block in view.blocks for each in block.kinds if each.variant == variant)
+    return list(dict.fromkeys(named))
+
+
+def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> list[Problem]:
+    """Unknown and wrong options of variants. What is wrong is taken out of `values`, so that the rest can be checked.
+
+    Args:
+        values: the values before derivation, all defaults present.
+        origin: where the value at a path came from.
+    """
+    problems: list[Problem] = []
+    for name, own in values["model"]["variants"].items():
+        for kind in users(View(values), name):
+            section, prefix = KINDS[kind].section, ("model", "variants", name)
+            trial = {**values, "model": {**values["model"], section: overlay(values["model"][section], own)}}
+            _, found, _ = check(trial, lambda path, prefix=prefix: origin((*prefix, *path[2:])))
+            for each in found:
+                path = (*prefix, *parse_path(each.key)[2:])
+                problems.append(replace(each, key=dotted(path), rule=f"{each.rule} (an option of {kind})"))
+                drop(values, path)
+    return problems
+
+
+def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
+    """Add to each variant the derived options that its own values change, in place.
+
+    A variant with fewer heads has fewer key/value heads too, unless the base or the variant says otherwise.
+
+    Args:
+        view: the resolved values.
+        given: the values before derivation, all defaults present.
+
+    Returns:
+        The origins of the options that were added.
+    """
+    origins: dict[Path, Origin] = {}
+    for name, own in view["model.variants"].items():
+        for kind in users(view, name):
+            section = KINDS[kind].section
+            values = {
+                **view.values,
+                "model": {**view.values["model"], section: overlay(given["model"][section], own)},
+            }
+            trial = View(values, view.name, view.ranks)
+            for rule in DERIVATIONS:
+                path = tuple(rule.key.split("."))
+                if path[:2] != ("model", section) or get(values, path, None) is not None:
+                    continue
+                value = rule.function(trial)
+                put(values, path, value)
+                if value != get(view.values, path):
+                    put(own, path[2:], value)
+                    origins[("model", "variants", name, *path[2:])] = Origin(
+                        "derived", text=rule.formula, keys=rule.keys
+                    )
+    return origins
+
+
+def options(config: Config, kind: Kind) -> Section:
+    """The options of a layer: those of its kind, with its variant's on top.
+
+    Args:
+        config: a resolved configuration.
+        kind: a mixer or ffn of a block of `pattern.parse(config.model.layers)`.
+
+    Returns:
+        The section object (`AttentionOptions`, `MLPOptions`, ...), every derived option filled in.
+    """
+    base: Section = getattr(config.model, KINDS[kind.name].section)
+    if kind.variant is None:
+        return base
+    return type(base).model_validate(overlay(base.model_dump(), config.model.variants[kind.variant]))

@@ -1,0 +1,290 @@
+"""Models, layouts and DeepSpeed options that cannot be."""
+
+from tests.config.broken.case import case
+
+MODEL = [
+    case(
+        "kind unknown",
+        "model: {layers: (atention/mlp) x4}",
+        "a.yml:2: model.layers",
+        "unknown kind of layer 'atention' (column 2",
+        "did you mean attention?",
+    ),
+    case("parenthesis open", "model: {layers: (attention/mlp x4}", "a.yml:2: model.layers", "never closed (column 1"),
+    case("ffn first", "model: {layers: mlp/attention}", "mlp is a feed-forward and cannot stand before '/'"),
+    case("repeated no times", "model: {layers: (attention/mlp) x0}", "repeated at least once (column 17"),
+    case(
+        "heads not given", "model: {attention: {heads: null}}", "needs the number of heads", "a pattern with attention"
+    ),
+    case(
+        "heads do not divide the width",
+        "model: {attention: {heads: 5}}",
+        "a.yml:2: model.attention.heads = 5",
+        "model.hidden_size = 64 (base.yml:3)",
+        "use 4 or 8 heads, or give head_dim",
+    ),
+    case(
+        "key/value heads do not divide heads",
+        "model: {attention: {kv_heads: 3}}",
+        "a.yml:2: model.attention.kv_heads = 3",
+        "model.attention.heads = 4 (base.yml:5)",
+        "use 2 or 4 kv_heads",
+    ),
+    case(
+        "mamba2 heads are not whole",
+        "model: {layers: mamba2 x4, mamba2: {head_dim: 48}}",
+        "a.yml:2: model.mamba2.head_dim = 48",
+        "the 128 inner channels (expand * hidden_size) are whole heads",
+        "use head_dim = 32 or 64",
+    ),
+    case(
+        "mamba2 groups do not divide the heads",
+        "model: {layers: mamba2@wide x4, mamba2: {head_dim: 16}, variants: {wide: {groups: 3}}}",
+        "a.yml:2: model.variants.wide.groups = 3",
+        "each group has the same number of the 8 heads",
+        "use groups = 2 or 4",
+    ),
+    case(
+        "mamba2 heads do not divide over ranks",
+        "model: {layers: mamba2 x4}\nparallel: {tensor: 4}",
+        "parallel.tensor = 4",
+        "each tensor parallel rank has the same number of the 2 inner heads",
+        ranks=4,
+    ),
+    case(
+        "offloaded parameters beside mamba",
+        "model: {layers: mamba x4}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
+        "zero.offload_parameters.device = 'cpu'",
+        "mamba has parameters that stay in fp32",
+    ),
+    case(
+        "odd rotary channels",
+        "model: {attention: {head_dim: 7}}",
+        "a.yml:2: model.attention.head_dim = 7",
+        "pairs of channels",
+    ),
+    case(
+        "odd rotary fraction",
+        "model: {attention: {rotary: {fraction: 0.2}}}",
+        "head_dim * fraction = 3",
+        "model.attention.rotary.fraction = 0.2 (a.yml:2)",
+        "rotary.fraction = 0.125 or 0.25",
+    ),
+    case(
+        "yarn without its length",
+        "model: {attention: {rotary: {scaling: {type: yarn, factor: 4}}}}",
+        "original_length",
+        "yarn scaling needs the original context length",
+    ),
+    case(
+        "factor without a type",
+        "model: {attention: {rotary: {scaling: {factor: 4.0}}}}",
+        "a.yml:2: model.attention.rotary.scaling.factor = 4.0",
+        "no effect without a type",
+    ),
+    case(
+        "shared norm, sequential",
+        "model: {residual: {shared_norm: true}}",
+        "a.yml:2: model.residual.shared_norm = true",
+        "use form: parallel",
+    ),
+    case(
+        "too few learned positions",
+        "model: {embedding: {position: learned, max_positions: 8}}",
+        "a.yml:2: model.embedding.max_positions = 8",
+        "training.sequence_length = 32 (base.yml:8)",
+        "at least 32",
+    ),
+    case(
+        "variant not there",
+        "model: {layers: (attention@locl/mlp) x4, variants: {local: {window: 8}}}",
+        "a.yml:2: model.layers",
+        "names the variant 'locl'",
+        "did you mean local?",
+        "1 warning",
+    ),
+    case(
+        "variant with an unknown option",
+        "model:\n  layers: (attention@local/mlp) x4\n  variants:\n    local: {windw: 8}",
+        "a.yml:5: model.variants.local.windw = 8",
+        "did you mean model.attention.window?",
+        "an option of attention",
+    ),
+    case(
+        "variant with a wrong type",
+        "model:\n  layers: (attention@local/mlp) x4\n  variants:\n    local: {window: big}",
+        "a.yml:5: model.variants.local.window = 'big'",
+        "must be a whole number above 0",
+    ),
+    case(
+        "variant whose heads do not divide",
+        "model:\n  layers: (attention@few/mlp) x4\n  variants:\n    few: {heads: 6}",
+        "a.yml:5: model.variants.few.heads = 6",
+        "model.hidden_size = 64",
+    ),
+    case(
+        "tokenizer larger than the vocabulary",
+        "tokenizer: {path: tokenizer.json}",
+        "base.yml:4: model.vocab_size = 128",
+        "the tokenizer has 200 ids",
+        "tokenizer.path = 'tokenizer.json' (a.yml:2)",
+        "use at least 200 (256",
+    ),
+    case(
+        "vocabulary unknown",
+        "model: {vocab_size: null}",
+        "model.vocab_size",
+        "size is not known: there is no tokenizer",
+    ),
+]
+
+LAYOUT = [
+    case(
+        "ranks do not fill the layout",
+        "parallel: {tensor: 4}",
+        "a.yml:2: parallel.tensor = 4",
+        "the run has 6 ranks, which is no multiple",
+        "start 4 or 8 ranks",
+        ranks=6,
+    ),
+    case(
+        "heads over tensor ranks",
+        "parallel: {tensor: 8}",
+        "base.yml:5: model.attention.heads = 4",
+        "parallel.tensor = 8 (a.yml:2)",
+        "whole heads",
+        "use 8 heads, or parallel.tensor = 4",
+        ranks=8,
+    ),
+    case(
+        "mlp over tensor ranks",
+        "model: {mlp: {hidden_size: 99}}\nparallel: {tensor: 2}",
+        "a.yml:2: model.mlp.hidden_size = 99",
+        "parallel.tensor = 2 (a.yml:3)",
+        "use 98 or 100 channels",
+    ),
+    case(
+        "derived mlp over tensor ranks",
+        "model: {hidden_size: 63, attention: {heads: 8, head_dim: 16}}\nparallel: {tensor: 8}",
+        "a.yml:2: model.mlp.hidden_size = 252",
+        "model.hidden_size = 63 (a.yml:2)",
+        "use 248 or 256 channels",
+        ranks=8,
+    ),
+    case(
+        "sequence over tensor ranks",
+        "parallel: {tensor: 2, sequence: true}\ntraining: {sequence_length: 33}",
+        "a.yml:3: training.sequence_length = 33",
+        "same number of tokens",
+        "use 32 or 34 tokens",
+    ),
+    case("context parallel", "parallel: {context: 2}", "a.yml:2: parallel.context = 2", "not available yet"),
+    case("expert parallel", "parallel: {expert: 2}", "a.yml:2: parallel.expert = 2", "not available yet"),
+    case(
+        "more stages than layers",
+        "parallel: {pipeline: 8}\ntraining: {micro_batch_size: 1}",
+        "a.yml:2: parallel.pipeline = 8",
+        "the model has 4",
+        "at most 4",
+        ranks=8,
+    ),
+    case(
+        "split of another length",
+        "parallel: {pipeline: 2, pipeline_split: [1, 1, 2]}",
+        "a.yml:2: parallel.pipeline_split = [1, 1, 2]",
+        "one number per stage: 2, not 3",
+        "add up to 4",
+    ),
+    case(
+        "split of another sum",
+        "parallel: {pipeline: 2, pipeline_split: [1, 2]}",
+        "add up to the model's 4 blocks, not 3",
+        "for example [2, 2]",
+    ),
+    case(
+        "stage without blocks", "parallel: {pipeline: 2, pipeline_split: [4, 0]}", "each stage has at least one block"
+    ),
+    case(
+        "ZeRO 2 with a pipeline",
+        "parallel: {pipeline: 2}\nzero: {stage: 2}",
+        "a.yml:3: zero.stage = 2",
+        "parallel.pipeline = 2 (a.yml:2)",
+        "DeepSpeed refuses both",
+        "use zero.stage=1",
+    ),
+    case(
+        "ZeRO 0 in bf16",
+        "precision: bf16\nzero: {stage: 0}",
+        "a.yml:3: zero.stage = 0",
+        "precision.compute = 'bf16' (a.yml:2)",
+        "use zero.stage=1",
+    ),
+    case(
+        "parameters offloaded at stage 1",
+        "zero: {offload_parameters: {device: cpu}}",
+        "a.yml:2: zero.offload_parameters.device = 'cpu'",
+        "use zero.stage=3",
+    ),
+    case(
+        "optimizer offloaded at stage 0",
+        "zero: {stage: 0, offload_optimizer: {device: cpu}}",
+        "offloaded by ZeRO 1, 2 and 3",
+    ),
+    case(
+        "NVMe without a folder",
+        "zero: {stage: 3, offload_optimizer: {device: nvme}}",
+        "needs a folder",
+        "give zero.offload_optimizer.path",
+    ),
+    case("NVMe at stage 1", "zero: {offload_optimizer: {device: nvme, path: /x}}", "NVMe needs ZeRO 3"),
+    case(
+        "offloading with a pipeline",
+        "parallel: {pipeline: 2}\nzero: {offload_optimizer: {device: cpu}}",
+        "a.yml:3",
+        "engine without a pipeline",
+    ),
+    case(
+        "SGD offloaded", "zero: {offload_optimizer: {device: cpu}}\noptimizer: {type: sgd}", "only AdamW", "(a.yml:3)"
+    ),
+]
+
+DEEPSPEED = [
+    case(
+        "removed block",
+        "deepspeed: {elasticity: {enabled: true}}",
+        "a.yml:2: deepspeed.elasticity",
+        "DeepSpeed 0.19.8 no longer has this",
+    ),
+    case(
+        "partitioned pipeline messages",
+        "deepspeed: {pipeline: {pipe_partitioned: true}}",
+        "a.yml:2: deepspeed.pipeline.pipe_partitioned = true",
+        "stages exchange",
+    ),
+    case(
+        "removed ZeRO option",
+        "deepspeed:\n  zero_optimization:\n    mics_shard_size: 4",
+        "a.yml:4: deepspeed.zero_optimization.mics_shard_size = 4",
+        "use zero_hpz_partition_size",
+    ),
+    case(
+        "contradicts the batch size",
+        "deepspeed: {train_batch_size: 32}",
+        "a.yml:2: deepspeed.train_batch_size = 32",
+        "training.global_batch_size = 16 (base.yml:10)",
+        "they differ",
+    ),
+    case(
+        "contradicts the stage",
+        "deepspeed: {zero_optimization: {stage: 2}}",
+        "deepspeed.zero_optimization.stage = 2",
+        "zero.stage = 1 (default)",
+    ),
+    case(
+        "optimizer of its own",
+        "deepspeed: {optimizer: {type: Adam}}",
+        "a.yml:2: deepspeed.optimizer",
+        "use optimizer.type and its keys",
+    ),
+    case("sequence parallel by the raw route", "deepspeed: {sequence_parallel_size: 2}", "does not reduce gradients"),
+]

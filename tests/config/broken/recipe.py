@@ -1,0 +1,263 @@
+"""Recipes, schedules, data and checkpoints that cannot be."""
+
+from tests.config.broken.case import case
+
+RECIPE = [
+    case(
+        "batch is no multiple",
+        "training: {global_batch_size: 15}",
+        "a.yml:2: training.global_batch_size = 15",
+        "training.micro_batch_size = 2 (base.yml:9)",
+        "a multiple of 2 * 2 = 4",
+        "use global_batch_size = 12 or 16",
+    ),
+    case(
+        "batch is no multiple, other micro-batches are",
+        "training: {micro_batch_size: 3}",
+        "use global_batch_size = 12 or 18, or micro_batch_size = 2",
+    ),
+    case(
+        "batch contradicts accumulation",
+        "training: {accumulation: 3}",
+        "base.yml:10: training.global_batch_size = 16",
+        "training.accumulation = 3 (a.yml:2)",
+        "2 * 3 * 2 = 12",
+        "use global_batch_size = 12, or leave accumulation out (it would be 4)",
+    ),
+    case(
+        "fp16 on CPU",
+        "precision: fp16\nlaunch: {device: cpu}",
+        "a.yml:2: precision.compute = 'fp16'",
+        "(a.yml:3)",
+        "no fp16 training on CPU",
+    ),
+    case(
+        "fp16 without a GPU",
+        "precision: fp16",
+        "a.yml:2: precision.compute = 'fp16'",
+        "this machine has no GPU",
+        "use precision=bf16",
+    ),
+    case("bf16 sums of fp32 gradients", "precision: {accumulate: bf16}", "precision.accumulate = 'bf16'", "use fp32"),
+    case("beta of one", "optimizer: {betas: [0.9, 1.0]}", "optimizer.betas = [0.9, 1.0]", "below 1"),
+    case("Nesterov without momentum", "optimizer: {type: sgd, nesterov: true, momentum: 0.0}", "needs a momentum"),
+    case(
+        "Muon over tensor ranks",
+        "optimizer: {type: muon}\nparallel: {tensor: 2}",
+        "a.yml:2: optimizer.type = 'muon'",
+        "parallel.tensor = 2 (a.yml:3)",
+        "whole matrices",
+    ),
+    case(
+        "Muon without a rate", "optimizer: {type: muon, lr: 0}", "a.yml:2: optimizer.lr = 0.0", "which must be above 0"
+    ),
+    case(
+        "selective recomputation at ZeRO 3",
+        "zero: {stage: 3}\ntraining: {activation_checkpointing: {mode: selective}}",
+        "a.yml:3: training.activation_checkpointing.mode = 'selective'",
+        "zero.stage = 3 (a.yml:2)",
+        "use mode: full",
+        "1 warning",
+    ),
+    case(
+        "Muon at ZeRO 3",
+        "optimizer: {type: muon}\nzero: {stage: 3}",
+        "whole matrices, which ZeRO 3 partitions",
+        "1 warning",
+    ),
+]
+
+SCHEDULE = [
+    case(
+        "warmup twice",
+        "schedule: {warmup_steps: 5, warmup_fraction: 0.1}",
+        "a.yml:2: schedule.warmup_fraction = 0.1",
+        "schedule.warmup_steps = 5 (a.yml:2)",
+        "given in one way",
+    ),
+    case(
+        "warmup longer than the run",
+        "schedule: {warmup_steps: 101}",
+        "a.yml:2: schedule.warmup_steps = 101",
+        "do not fit into the 100 steps",
+        "schedule.steps = 100",
+    ),
+    case(
+        "warmup in tokens longer than the run",
+        "schedule: {warmup_tokens: 1000000}",
+        "schedule.warmup_tokens = 1000000",
+        "warmup_tokens 1953.12 steps do not fit",
+    ),
+    case(
+        "warmup and decay longer than the run",
+        "schedule: {type: wsd, warmup_steps: 60, decay_steps: 50}",
+        "a.yml:2: schedule.warmup_steps = 60",
+        "warmup_steps 60 + decay_steps 50 steps do not fit into the 100 steps",
+    ),
+    case("start after the end", "schedule: {start: 100}", "schedule.start = 100", "starts before its last step"),
+    case(
+        "inverse square root without a warmup",
+        "schedule: {type: inverse_sqrt}",
+        "inverse_sqrt needs a warmup",
+        "give schedule.warmup_steps",
+    ),
+    case(
+        "infinite without its cooldown",
+        "schedule: {type: infinite, min_lr_ratio: 0.0}",
+        "needs the steps of its cooldown",
+        "cannot reach 0",
+        problems=2,
+    ),
+    case("compat of another schedule", "schedule: {type: wsd, compat: neox-v1}", "GPT-NeoX 1.0 had no wsd schedule"),
+]
+
+DATA = [
+    case(
+        "nothing to read",
+        "data: {synthetic: none}",
+        "data.train",
+        "a run needs something to read",
+        "data.synthetic=copy",
+    ),
+    case(
+        "read and made",
+        "data: {train: tokens}",
+        "base.yml:11: data.synthetic = 'copy'",
+        "data.train = [",
+        "not both",
+        "no file tokens.bin",
+        problems=2,
+    ),
+    case(
+        "files missing",
+        "data:\n  synthetic: none\n  train:\n    - {path: some/where, weight: 1.0}",
+        "a.yml:5: data.train.0.path = 'some/where'",
+        "there is no file some/where.bin and no file some/where.idx",
+        "tools/data/tokenize.py",
+    ),
+    case(
+        "index missing",
+        "data: {synthetic: none, train: half}",
+        "a.yml:2: data.train.0.path = 'half'",
+        "there is no file half.idx",
+    ),
+    case(
+        "evaluation without data",
+        "data: {synthetic: none, train: tokens}\nevaluation: {every: 10}",
+        "a.yml:3: evaluation.every = 10",
+        "needs validation data",
+        "no file tokens.bin",
+        problems=2,
+    ),
+    case(
+        "named set without a source",
+        "data: {validation: {web: []}}",
+        "a.yml:2: data.validation.web = []",
+        "at least one source",
+    ),
+    case(
+        "split of two sources",
+        "data: {synthetic: none, train: [half, half], split: [9, 1]}",
+        "a.yml:2: data.split = [9.0, 1.0]",
+        "one training source",
+        problems=3,
+    ),
+    case(
+        "split with a negative share", "data: {split: [-1, 1]}", "data.split", "shares of training, validation and test"
+    ),
+    case(
+        "phases out of order",
+        "data: {synthetic: none, phases: [{start: 0, sources: [half]}, {start: 0, sources: [half]}]}",
+        "a.yml:2: data.phases.1.start = 0",
+        "use more than 0",
+        problems=3,
+    ),
+    case(
+        "documents end unknown",
+        "data: {reset_attention_at_eod: true}",
+        "a.yml:2: data.reset_attention_at_eod = true",
+        "end-of-document token must be known",
+        "give tokenizer.eod_id",
+    ),
+    case(
+        "label file missing",
+        "data:\n  synthetic: none\n  train:\n    - {path: whole, labels: gone}",
+        "a.yml:5: data.train.0.labels = 'gone'",
+        "no file gone.bin and no file gone.idx",
+    ),
+    case(
+        "labels of documents in pieces",
+        "data: {synthetic: none, train: whole, fim: {rate: 0.5}}",
+        "a.yml:2: data.fim.rate = 0.5",
+        "tokens that a tokenizer must have",
+    ),
+    case(
+        "seed of the pythia order",
+        "training: {seed: 4294967296}\ndata: {synthetic: none, train: whole}",
+        "a.yml:2: data.seed = 4294967296",
+        "training.seed = 4294967296 (a.yml:2)",
+        "below 2**32",
+    ),
+    case(
+        "tokenizer missing",
+        "tokenizer: {path: ./missing.json}",
+        "a.yml:2: tokenizer.path = './missing.json'",
+        "there is no file",
+    ),
+    case(
+        "samples without a prompt",
+        "evaluation: {samples: {every: 5}}",
+        "samples continue a prompt",
+        "needs a tokenizer",
+        problems=2,
+    ),
+]
+
+LAUNCH = [
+    case(
+        "hosts in and out",
+        "launch: {include: a, exclude: b}",
+        "a.yml:2: launch.exclude = 'b'",
+        "launch.include = 'a' (a.yml:2)",
+        "keep one of them",
+    ),
+    case("ssh without hosts", "launch: {runner: ssh}", "a.yml:2: launch.runner = 'ssh'", "give launch.hostfile"),
+    case(
+        "hosts of the local runner",
+        "launch:\n  runner: local\n  hostfile: half.bin",
+        "a.yml:4: launch.hostfile = 'half.bin'",
+        "this machine alone",
+    ),
+    case(
+        "hostfile missing",
+        "launch: {hostfile: hosts}",
+        "a.yml:2: launch.hostfile = 'hosts'",
+        "there is no file hosts",
+    ),
+]
+
+OUTPUT = [
+    case(
+        "resume missing",
+        "checkpoint: {resume: runs/old}",
+        "a.yml:2: checkpoint.resume = 'runs/old'",
+        "there is no checkpoint runs/old",
+    ),
+    case("resume: no", "checkpoint: {resume: no}", "a.yml:2: checkpoint.resume = 'no'", "write none to start anew"),
+    case(
+        "weights missing",
+        "checkpoint: {initialize_from: hf/model}",
+        "checkpoint.initialize_from = 'hf/model'",
+        "there is no checkpoint or folder",
+    ),
+    case(
+        "resumed and initialised",
+        "checkpoint: {initialize_from: ., resume: ./}",
+        "a.yml:2: checkpoint.initialize_from = '.'",
+        "not both",
+    ),
+    case("negative step", "checkpoint: {steps: [-1]}", "steps are of at least 0"),
+    case(
+        "profile of a rank that is not there", "logging: {profile: {start: 2, ranks: [2]}}", "ranks 0 to 1, and not 2"
+    ),
+]

@@ -1,0 +1,55 @@
+"""What is allowed, but probably not meant."""
+
+from tests.config.broken.case import case
+
+WARNED = [
+    case(
+        "sequence parallel alone",
+        "parallel: {sequence: true}",
+        "a.yml:2: parallel.sequence = true",
+        "no effect without tensor",
+    ),
+    case("traffic of ZeRO 2", "zero: {stage: 2}", "a.yml:2: zero.stage = 2", "4 times the traffic of ZeRO 1"),
+    case(
+        "pipeline not filled",
+        "parallel: {pipeline: 2}\ntraining: {micro_batch_size: 16}",
+        "training.accumulation = 1",
+        "idle 50 % of the time",
+        "at least 8 micro-batches",
+    ),
+    case(
+        "overlap in a pipeline",
+        "parallel: {pipeline: 2}\nzero: {overlap: true}",
+        "a.yml:3: zero.overlap = true",
+        "nothing overlaps",
+    ),
+    case("offload options of nothing", "zero: {offload_optimizer: {pin_memory: true}}", "nothing is offloaded"),
+    case(
+        "loss scale without fp16",
+        "precision: {loss_scale: {window: 500}}",
+        "precision.loss_scale.window = 500",
+        "in fp16 only",
+    ),
+    case("momentum of AdamW", "optimizer: {momentum: 0.8}", "optimizer.momentum = 0.8", "an option of sgd"),
+    case("every n-th block of none", "training: {activation_checkpointing: {every: 2}}", "counts blocks of mode: full"),
+    case("stop after the end", "training: {stop_at_step: 101}", "the run ends before this step"),
+    case("decay of a cosine", "schedule: {decay_steps: 5}", "an option of wsd and infinite"),
+    case(
+        "warmup of more than half in compat",
+        "schedule: {warmup_steps: 60, compat: neox-v1}",
+        "a.yml:2: schedule.warmup_steps = 60",
+        "above the peak learning rate",
+    ),
+    case("schedule shorter than the run", "schedule: {steps: 50}", "the last 50 steps keep"),
+    case("exponent of given weights", "data: {alpha: 0.5}", "data.alpha = 0.5", "weighting: documents or tokens"),
+    case(
+        "variant never used",
+        "model: {variants: {local: {window: 8}}}",
+        "a.yml:2: model.variants.local",
+        "never uses this variant",
+    ),
+    case("kept but not saved", "checkpoint: {keep_last: 2}", "nothing is saved before the end"),
+    case("steps after the end", "checkpoint: {steps: [101]}", "the run ends before step 101"),
+    case("resume without optimizer state", "checkpoint: {optimizer_state: false, resume: auto}", "cannot be resumed"),
+    case("profile after the end", "logging: {profile: {start: 101}}", "ends before the profile starts"),
+]

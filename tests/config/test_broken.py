@@ -1,0 +1,151 @@
+"""Every broken configuration is refused by the real command, with all that the user needs to mend it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config import rules
+from tests.config.broken import BASE, BROKEN, WARNED, Case
+from tests.paths import ROOT
+from tools.config import main
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with base.yml and the files that the cases name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron.config.rules.recipe.machine_has_gpu", lambda: False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "base.yml").write_text(BASE)
+    (tmp_path / "other.yml").write_text("extends: nothing.yml\n")
+    (tmp_path / "circle.yml").write_text("extends: circle.yml\n")
+    for name in ("half.bin", "whole.bin", "whole.idx"):
+        (tmp_path / name).write_bytes(b"")
+    vocabulary = {f"t{index}": index for index in range(190)}
+    added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))
+    return tmp_path
+
+
+def command(folder, case: Case) -> list[str]:
+    (folder / "a.yml").write_text(f"extends: base.yml\n{case.text}\n")
+    return ["check", "--ranks", str(case.ranks), "a.yml", *case.arguments]
+
+
+def test_the_base_is_sound(folder, capsys):
+    assert main(["check", "--ranks", "2", "base.yml"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_refused(case, folder, capsys):
+    assert main(command(folder, case)) == 2
+    message = capsys.readouterr()
+    assert message.out == ""
+    for fragment in case.says:
+        assert fragment in message.err, message.err
+    assert message.err.count("    rule: ") - message.err.count("warning in") == case.problems, message.err
+    assert message.err.count("    fix:  ") == message.err.count("    rule: ")
+
+
+@pytest.mark.parametrize("case", WARNED, ids=lambda case: case.name)
+def test_warned(case, folder, capsys):
+    assert main(command(folder, case)) == 0
+    message = capsys.readouterr()
+    for fragment in case.says:
+        assert fragment in message.err, message.err
+    assert message.err.count("    rule: ") == 1 and "1 warning in the configuration" in message.err
+
+
+def test_names_are_unique_and_many():
+    names = [case.name for case in BROKEN + WARNED]
+    assert len(set(names)) == len(names)
+    assert len(BROKEN) >= 45
+
+
+def rule_functions() -> dict[str, object]:
+    """Every rule that is written, found by its signature."""
+    return {
+        f"{module.__name__}.{name}": function
+        for module in rules.MODULES
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+        and inspect.signature(function).return_annotation == "Iterator[Problem]"
+    }
+
+
+def test_every_rule_is_registered():
+    registered = [rule for module in rules.MODULES for rule in (*module.RULES, *getattr(module, "INPUT_RULES", ()))]
+    assert sorted(rule.__name__ for rule in registered) == sorted(rule.__name__ for rule in rule_functions().values())
+
+
+def test_every_rule_has_a_case(folder, monkeypatch):
+    """Some case of the tables breaks each rule."""
+    fired = set()
+
+    def watched(rule):
+        def run(facts):
+            for problem in rule(facts):
+                fired.add(rule.__name__)
+                yield problem
+
+        return run
+
+    for module in rules.MODULES:
+        for name in ("RULES", "INPUT_RULES"):
+            monkeypatch.setattr(module, name, tuple(map(watched, getattr(module, name, ()))), raising=False)
+    for case in BROKEN + WARNED:
+        main(command(folder, case))
+    assert fired == {function.__name__ for function in rule_functions().values()}
+
+
+def test_all_mistakes_at_once(folder, capsys):
+    """A syntax mistake of one file, keys, types and rules of others are listed together."""
+    (folder / "c.yml").write_text("zero:\n  stage: 2\n  stage: 1\n")
+    case = Case("", "model: {atention: {heads: 4}}\ntraining: {steps: many}\nparallel: {pipeline: 2, tensor: 3}", ())
+    assert main([*command(folder, case), "c.yml", "optimizer.lr=fast"]) == 2
+    message = capsys.readouterr().err
+    for fragment in (
+        "c.yml:3: zero.stage",
+        "a.yml:2: model.atention",
+        "a.yml:3: training.steps = 'many'",
+        "argument optimizer.lr=fast",
+        "parallel.tensor = 3 (a.yml:4)",
+        "c.yml:2: zero.stage = 2",
+    ):
+        assert fragment in message, message
+
+
+@pytest.mark.parametrize(
+    "case", [BROKEN[0], next(case for case in BROKEN if case.name == "tab")], ids=lambda case: case.name
+)
+def test_in_its_own_process(case, folder):
+    """The real command: status 2, the message on standard error, and torch is never imported."""
+    script = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(ROOT / "tools" / "config.py"), *command(folder, case)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert all(fragment in done.stderr for fragment in case.says)
+
+
+def test_json_is_one_document(folder, capsys):
+    case = Case("", "zero: {stage: 7}\nparallel: {tensor: 8}", ())
+    assert main([*command(folder, case), "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    assert [each["key"] for each in found["problems"]] == ["zero.stage", "parallel.tensor", "model.attention.heads"]
+    assert found["problems"][0]["value"] == 7 and found["problems"][0]["where"] == "a.yml:2"

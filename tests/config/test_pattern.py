@@ -1,0 +1,101 @@
+"""The layer pattern against its expansion written out, and its messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.pattern import Block, Kind, KindInfo, PatternError, parse
+
+KINDS = {
+    "attention": KindInfo("mixer", "attention"),
+    "mamba": KindInfo("mixer", "mamba"),
+    "rwkv7": KindInfo("mixer", "rwkv7"),
+    "mlp": KindInfo("ffn", "mlp"),
+    "moe": KindInfo("ffn", "moe"),
+    "shared_attention": KindInfo("beside", "attention"),
+}
+
+
+def expanded(text: str) -> list[str]:
+    return [str(block) for block in parse(text, KINDS)]
+
+
+@pytest.mark.parametrize(
+    "text, blocks",
+    [
+        ("attention/mlp", ["attention/mlp"]),
+        ("(attention/mlp) x3", ["attention/mlp"] * 3),
+        ("(attention/mlp)x3", ["attention/mlp"] * 3),
+        ("attention/mlp x 2", ["attention/mlp"] * 2),
+        ("(mamba moe) x2", ["mamba", "moe", "mamba", "moe"]),
+        ("(mamba x2 mamba+shared_attention) x2", ["mamba", "mamba", "mamba+shared_attention"] * 2),
+        ("(rwkv7/mlp x3 attention@local/moe) x2", [*["rwkv7/mlp"] * 3, "attention@local/moe"] * 2),
+        ("((attention/mlp) x2 mlp) x2 mamba", ["attention/mlp", "attention/mlp", "mlp"] * 2 + ["mamba"]),
+        ("attention@a/mlp@b", ["attention@a/mlp@b"]),
+        ("  attention/mlp\n  mamba ", ["attention/mlp", "mamba"]),
+    ],
+)
+def test_expansion(text, blocks):
+    assert expanded(text) == blocks
+
+
+def test_roles():
+    first, second, third = parse("attention@local/mlp mlp mamba+shared_attention@wide", KINDS)
+    assert first == Block(Kind("attention", "local"), Kind("mlp"))
+    assert second == Block(None, Kind("mlp"))
+    assert third == Block(Kind("mamba", None, (Kind("shared_attention", "wide"),)), None)
+    assert [str(kind) for kind in third.kinds] == ["mamba+shared_attention@wide", "shared_attention@wide"]
+
+
+@pytest.mark.parametrize(
+    "text, column, says",
+    [
+        ("", 1, "a block is expected"),
+        ("()", 2, "a block is expected"),
+        ("(attention/mlp", 1, "never closed"),
+        ("attention/mlp)", 14, "does not belong here"),
+        ("attention//mlp", 11, "a kind of layer is expected"),
+        ("atention/mlp", 1, "did you mean attention?"),
+        ("attention/mpl", 11, "did you mean mlp?"),
+        ("mlp/attention", 1, "cannot stand before '/'"),
+        ("attention/mamba", 11, "write 'attention mamba' for two blocks"),
+        ("attention/mlp/moe", 14, "put a space between blocks"),
+        ("(attention) x0", 13, "at least once"),
+        ("attention x", 11, "unknown kind"),
+        ("attention*2", 10, "'*' is no part"),
+        ("attention@/mlp", 11, "variant's name"),
+        ("shared_attention", 1, "only stands after a '+'"),
+        ("mamba+mlp", 7, "cannot stand after a '+'"),
+        ("x3 attention", 1, "a block is expected"),
+        ("attention x2 x3", 14, "does not belong here"),
+        ("(attention x50000) x50000", 20, "more than 100000 blocks"),
+        ("attention x2000000000000", 11, "more than"),
+    ],
+)
+def test_messages(text, column, says):
+    with pytest.raises(PatternError) as error:
+        parse(text, KINDS)
+    assert error.value.column == column
+    assert says in str(error.value)
+
+
+trees = st.recursive(
+    st.sampled_from(["attention/mlp", "mamba", "moe", "attention@a/moe@b", "mamba+shared_attention"]),
+    lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=3), st.integers(1, 3)),
+    max_leaves=6,
+)
+
+
+def written(tree) -> str:
+    return tree if isinstance(tree, str) else f"({' '.join(map(written, tree[0]))}) x{tree[1]}"
+
+
+def flat(tree) -> list[str]:
+    return [tree] if isinstance(tree, str) else [block for each in tree[0] for block in flat(each)] * tree[1]
+
+
+@given(trees)
+def test_any_nesting_expands_as_it_reads(tree):
+    assert expanded(written(tree)) == flat(tree)
