@@ -1,0 +1,120 @@
+"""Collectives that autograd can see. Each is the identity where its axis has one rank.
+
+A *tensor region* is the part of a layer in which each tensor parallel rank holds a slice of the channels.
+Outside of it the residual stream is either whole on every rank, or, with sequence parallelism, cut along
+the sequence. `enter` and `leave` are the two doors; their backward passes are each other's forward passes
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+
+Shapes: B batch, S sequence, H hidden; t the tensor parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Axis, Mesh
+
+
+def all_reduce(x: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or `op`) over the axis, not seen by autograd; writes into `x` where it can."""
+    if axis.size == 1:
+        return x
+    x = x.contiguous()
+    dist.all_reduce(x, op=op, group=axis.group)
+    return x
+
+
+def _gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
+    """[B, S/t, H] to [B, S, H]."""
+    x_sBH = x_BsH.transpose(0, 1).contiguous()
+    out_SBH = x_sBH.new_empty((x_sBH.shape[0] * axis.size, *x_sBH.shape[1:]))
+    dist.all_gather_into_tensor(out_SBH, x_sBH, group=axis.group)
+    return out_SBH.transpose(0, 1).contiguous()
+
+
+def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis) -> Tensor:
+    """[B, S, H] partial sums to this rank's [B, S/t, H] of the sum."""
+    x_SBH = x_BSH.transpose(0, 1).contiguous()
+    out_sBH = x_SBH.new_empty((x_SBH.shape[0] // axis.size, *x_SBH.shape[1:]))
+    dist.reduce_scatter_tensor(out_sBH, x_SBH, group=axis.group)
+    return out_sBH.transpose(0, 1).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad.clone(), ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return all_reduce(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _ReduceBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return all_reduce(x.clone(), axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad.clone(), ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return _gather_sequence(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _scatter_sum_sequence(grad, ctx.axis), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return _scatter_sum_sequence(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_sequence(grad, ctx.axis), None
+
+
+def enter(x: Tensor, mesh: Mesh) -> Tensor:
+    """Into the tensor region: every rank gets the whole [B, S, H]; the gradients of the ranks are summed."""
+    if mesh.tensor.size == 1:
+        return x
+    return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor)
+
+
+def leave(x: Tensor, mesh: Mesh) -> Tensor:
+    """Out of the tensor region: the ranks' partial [B, S, H] are summed (and cut along the sequence)."""
+    if mesh.tensor.size == 1:
+        return x
+    return (_ScatterSum if mesh.layout.sequence else _Reduce).apply(x, mesh.tensor)
+
+
+def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
+    """A replicated parameter of which each rank sees only part of the uses: its gradient is summed over the axis."""
+    return parameter if axis.size == 1 else _Copy.apply(parameter, axis)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the axis of a value that every rank then uses: the gradient is summed too."""
+    return x if axis.size == 1 else _ReduceBoth.apply(x, axis)

@@ -1,0 +1,88 @@
+"""Sharded matrices: linear layers cut by output or by input channels, and the token embedding."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .collectives import leave, sum_gradient
+from .initial import ZEROS, Init
+from .parameters import ParameterFactory
+from .shard import Role, Shard
+
+
+class ColumnLinear(nn.Module):
+    """[..., inputs] to this rank's slice of [..., outputs]; lives inside a tensor region.
+
+    Args:
+        parts: sizes of the fused matrices along the outputs; each is cut separately.
+        unit: cuts fall on multiples of this many outputs (head_dim).
+        shard: False keeps the whole matrix on every rank; then each rank may use only part of the result, and
+            the gradient is summed over the ranks (key/value heads fewer than ranks).
+    """
+
+    def __init__(self, make: ParameterFactory, inputs: int, parts: tuple[int, ...], *, init: Init, role: Role = Role.HIDDEN,
+                 bias: bool = False, unit: int = 1, shard: bool = True):
+        super().__init__()
+        self.axis = make.mesh.tensor
+        self.shard = shard
+        cut = Shard(0, parts, unit) if shard else None
+        outputs = sum(parts)
+        self.weight = make.parameter("weight", (outputs, inputs), role=role, init=init, shard=cut, matrices=parts)
+        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shard:
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
+        return F.linear(x, sum_gradient(self.weight, self.axis), bias)
+
+
+class RowLinear(nn.Module):
+    """This rank's slice of [..., inputs] to the whole [..., outputs]; closes a tensor region.
+
+    The bias is added once, after the sum over ranks.
+    """
+
+    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT,
+                 bias: bool = False, unit: int = 1):
+        super().__init__()
+        self.mesh = make.mesh
+        self.weight = make.parameter(
+            "weight", (outputs, inputs), role=role, init=init, shard=Shard(1, None, unit), matrices=(outputs,))
+        self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh.tensor.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = leave(F.linear(x, self.weight), self.mesh)
+        if self.bias is None:
+            return y
+        # With sequence parallelism each rank adds the bias to its part of the sequence only.
+        return y + (sum_gradient(self.bias, self.mesh.tensor) if self.mesh.layout.sequence else self.bias)
+
+
+class VocabEmbedding(nn.Module):
+    """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]); the rows of the table are cut over the ranks."""
+
+    def __init__(self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init):
+        super().__init__()
+        self.mesh = make.mesh
+        self.weight = make.parameter("weight", (vocab, hidden), role=Role.EMBEDDING, init=init, shard=Shard(0))
+        (self.span,) = Shard(0).spans(vocab, self.mesh.tensor.rank, self.mesh.tensor.size)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        if self.mesh.tensor.size == 1:
+            return F.embedding(tokens_BS, self.weight)
+        local_BS = tokens_BS - self.span.start
+        foreign_BS = (local_BS < 0) | (local_BS >= self.span.length)
+        x_BSH = F.embedding(local_BS.masked_fill(foreign_BS, 0), self.weight)
+        return leave(x_BSH.masked_fill(foreign_BS.unsqueeze(-1), 0), self.mesh)
+
+
+def sequence_slice(x: Tensor, mesh, dim: int = 1) -> Tensor:
+    """This rank's part of a whole tensor along the sequence, where the residual stream is cut; no gradient flows."""
+    if not mesh.layout.sequence:
+        return x
+    length = x.shape[dim] // mesh.tensor.size
+    return x.narrow(dim, mesh.tensor.rank * length, length)

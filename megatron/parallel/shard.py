@@ -1,0 +1,99 @@
+"""Logical tensors and how a layout cuts them.
+
+A *logical tensor* has a name, a shape and a role that no layout changes. A `Shard` says along which dimension
+the tensor parallel ranks cut it, and into which parts the dimension falls first: the rows of a fused
+`gate_up` matrix are two parts (gate, up), and each rank owns a slice of each. Everything that must know where
+an element lives (initialisation, checkpoints, export) reads it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Role(str, Enum):
+    """What a parameter is for; optimizer groups and initialisation schemes go by it."""
+
+    EMBEDDING = "embedding"
+    POSITION = "position"
+    HEAD = "head"
+    NORM = "norm"
+    BIAS = "bias"
+    HIDDEN = "hidden"  # reads the residual stream: query, key, value, gate, up
+    OUTPUT = "output"  # writes to the residual stream: attention output, down
+    ROUTER = "router"
+    STATE = "state"  # decays, time steps and other parameters of state-space mixers
+    CONVOLUTION = "convolution"  # taps of short convolutions along the sequence
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of indices of a logical dimension, and where it starts in the local one."""
+
+    start: int
+    length: int
+    local: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut dimension `dim` over the tensor parallel ranks, each of its `parts` separately.
+
+    Attributes:
+        dim: the logical dimension that is cut.
+        parts: sizes of the concatenated parts of that dimension; None is one part, the whole.
+        unit: cuts fall on multiples of this (head_dim, so that heads stay whole). A part of u units gives
+            rank r the units [r*u//n, (r+1)*u//n): sizes may differ by one unit, so a vocabulary needs no padding.
+    """
+
+    dim: int
+    parts: tuple[int, ...] | None = None
+    unit: int = 1
+
+    def spans(self, size: int, rank: int, ranks: int) -> list[Span]:
+        """The runs of the logical dimension (of length `size`) that `rank` of `ranks` owns, in local order."""
+        spans, begin, local = [], 0, 0
+        for part in self.parts or (size,):
+            units = part // self.unit
+            first, last = rank * units // ranks * self.unit, (rank + 1) * units // ranks * self.unit
+            spans.append(Span(begin + first, last - first, local))
+            begin, local = begin + part, local + last - first
+        return spans
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A parameter as everybody outside this rank sees it. Kept on each local parameter as `.logical`.
+
+    Attributes:
+        name: global name, such as `layers.7.attention.query.weight`; independent of any layout.
+        shape: logical shape.
+        role: what it is for.
+        shard: how tensor parallel ranks cut it; None means that each holds it whole.
+        keep_fp32: it stays in fp32 in every precision.
+        matrices: sizes, along dim 0, of the separate matrices fused in it (Muon treats each alone).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    shard: Shard | None = None
+    keep_fp32: bool = False
+    matrices: tuple[int, ...] | None = None
+
+    def spans(self, rank: int, ranks: int) -> list[list[Span]]:
+        """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns."""
+        return [
+            self.shard.spans(size, rank, ranks)
+            if self.shard is not None and self.shard.dim == dim
+            else [Span(0, size, 0)]
+            for dim, size in enumerate(self.shape)
+        ]
+
+    def local_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
+        return tuple(sum(span.length for span in spans) for spans in self.spans(rank, ranks))
