@@ -1,0 +1,113 @@
+"""One layer of the stack: a mixer, a feed-forward network, or both, added to the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.config.pattern import Block as BlockPattern
+from megatron.config.pattern import Kind
+from megatron.config.sections.model import ModelSection
+from megatron.parallel.parameters import ParameterFactory
+
+from .counts import Counts
+from .dropout import Dropout
+from .ffn import FFNS
+from .initialisation import Initialisation
+from .mixers import MIXERS
+from .norm import Norm, norm_activations, norm_parameters
+from .options import options_of
+from .stream import Stream
+
+
+@dataclass
+class BlockState:
+    """Decoding state of one block: whatever its mixer and ffn keep between tokens."""
+
+    mixer: Any = None
+    ffn: Any = None
+
+
+class Block(nn.Module):
+    """Stream to stream. See `ResidualOptions` for the forms.
+
+    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>}`.
+    """
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation):
+        super().__init__()
+        self.residual, self.pattern = model.residual, pattern
+        partial = make.mesh.layout.sequence
+        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = None
+        if pattern.mixer:
+            self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
+            self.mixer = _layer(MIXERS, make, model, pattern.mixer, init)
+        if pattern.ffn:
+            if not (self.shares_norm(model, pattern)):
+                self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
+            self.ffn = _layer(FFNS, make, model, pattern.ffn, init)
+        self.mixer_dropout = Dropout(make, model, "mixer")
+        self.ffn_dropout = Dropout(make, model, "ffn")
+
+    @staticmethod
+    def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
+        residual = model.residual
+        return residual.form == "parallel" and residual.shared_norm and pattern.mixer is not None and pattern.ffn is not None
+
+    def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
+        x, state = stream.hidden, state or BlockState()
+        if self.residual.form == "parallel" and self.mixer is not None and self.ffn is not None:
+            shared = self.mixer_norm(x) if self.ffn_norm is None else None
+            return stream.with_hidden(x + self._mix(x, stream, state, shared) + self._feed(x, stream, state, shared))
+        if self.mixer is not None:
+            x = x + self._mix(x, stream, state)
+        if self.ffn is not None:
+            x = x + self._feed(x, stream, state)
+        return stream.with_hidden(x)
+
+    def new_state(self) -> BlockState:
+        """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
+        return BlockState(*(layer.new_state() if hasattr(layer, "new_state") else None for layer in (self.mixer, self.ffn)))
+
+    def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> Tensor:
+        """The mixer's branch; `normed` is its input where both branches share a norm."""
+        if self.residual.norm == "post":
+            y = self.mixer_norm(self.mixer(x, stream, state.mixer))
+        else:
+            y = self.mixer(self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
+        return self._scaled(self.mixer_dropout(y, stream))
+
+    def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> Tensor:
+        """The ffn's branch, likewise."""
+        if self.residual.norm == "post":
+            y = self.ffn_norm(self.ffn(x, stream, state.ffn))
+        else:
+            y = self.ffn(self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
+        return self._scaled(self.ffn_dropout(y, stream))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual.multiplier == 1.0 else y * self.residual.multiplier
+
+
+def _layer(kinds: dict, make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
+    return kinds[kind.name](make.scope(kind.name), model, options_of(model, kind), init)
+
+
+def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int) -> Counts:
+    """Costs of one block, its norms included."""
+    H, total, norms = model.hidden_size, Counts(), 0
+    for kinds, kind in ((MIXERS, pattern.mixer), (FFNS, pattern.ffn)):
+        if kind is not None:
+            total += kinds[kind.name].counts(model, options_of(model, kind), sequence_length)
+            total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
+            total += Counts(activations=H if model.dropout > 0.0 else 0)
+            norms += 1
+    if Block.shares_norm(model, pattern):
+        norms = 1
+        total += Counts(activations=-H)  # both layers read the same
+    total += Counts(norms * norm_parameters(model.norm, H), activations=norms * norm_activations(model.norm, H))
+    if model.residual.form == "parallel" and norms == 2:
+        total += Counts(activations=-H)  # both norms (post norm: both layers) read the same
+    return total

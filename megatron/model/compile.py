@@ -1,0 +1,70 @@
+"""torch.compile of single blocks: which runs use it, and why.
+
+A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
+because what surrounds them (embedding, fused loss) has nothing to fuse.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config import Config
+from megatron.config.pattern import Block as BlockPattern
+from megatron.config.pattern import parse
+
+
+def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
+    """Whether the blocks of a run are compiled, and the reason."""
+    wanted, kind = config.training.compile, torch.device(device).type
+    if wanted == "off":
+        return False, "training.compile: off"
+    if kind == "meta":
+        return False, "nothing is computed on the meta device"
+    if config.parallel.tensor > 1:
+        return False, "collectives of tensor parallelism cut a block into pieces too small to gain"
+    model = config.model
+    if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
+        return False, "dropout has its own keys in each block, so each would be compiled anew"
+    if not any(_fits(block) for block in parse(model.layers)):
+        return False, "no block is made of attention and mlp"
+    if config.training.activation_checkpointing.mode == "selective":
+        return False, "selective recomputation chooses among single operations, which a compiled block no longer has"
+    if config.zero.stage == 3:
+        return False, "ZeRO 3 gathers parameters in hooks between the operations of a block"
+    if wanted == "layer":
+        return True, "training.compile: layer"
+    if kind == "cuda":
+        return True, "auto: on GPUs norms, activations, rotary and residual sums become few kernels"
+    return False, "auto: on CPU matrix products dominate, and compiling takes longer than it saves in most runs"
+
+
+def _fits(block: BlockPattern) -> bool:
+    """Blocks of attention and mlp; other layers have loops or kernels of their own."""
+    return block.mixer is not None and all(each.name in ("attention", "mlp") for each in block.kinds)
+
+
+def describe_compile(config: Config, device: torch.device | str) -> str:
+    """One line for people: the choice and its reason."""
+    chosen, reason = choose(config, device)
+    return f"torch.compile: {'blocks of attention and mlp' if chosen else 'off'} ({reason})"
+
+
+def compiled(block: nn.Module, config: Config, device: torch.device | str) -> nn.Module:
+    """Compile the block's forward pass where the run does; decoding, whose shapes change, stays as it is.
+
+    Call it before recomputation is added: a block that runs again runs its compiled form.
+    """
+    if not choose(config, device)[0] or not _fits(block.pattern):
+        return block
+    plain = block.forward
+    fast = torch.compile(plain, dynamic=False)
+
+    def forward(stream, state=None):
+        if state is not None:
+            return plain(stream, state)
+        block.mixer.prepare(stream)
+        return fast(stream)
+
+    block.forward = forward
+    return block

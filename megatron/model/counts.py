@@ -1,0 +1,31 @@
+"""What a layer costs. Every number shown to a user (parameters, FLOPs, memory) is a sum of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Costs of one layer, whole (not per rank).
+
+    Attributes:
+        parameters: trainable elements.
+        flops: floating point operations of the forward pass per token; a multiply-add is two. Matrix products
+            and attention only, over the full S x S square for causal attention (the convention of PaLM,
+            Chowdhery et al. 2022, appendix B, and of Megatron).
+        activations: elements kept for the backward pass per token, without recomputation, in units of the compute
+            type, with the fused kernels of a GPU. What a layer reads is counted by the layer itself; a tensor that is
+            kept as part of a larger one counts with all of it.
+        products: of these, results of matrix products and attention: what selective recomputation keeps.
+        state: elements of decoding state per sample at `training.sequence_length` tokens.
+    """
+
+    parameters: int = 0
+    flops: int = 0
+    activations: int = 0
+    products: int = 0
+    state: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))

@@ -1,0 +1,128 @@
+"""What a model costs, layer by layer, from the layers' own counts. Needs no model, no device and no process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.pattern import Block, parse
+
+from .block import block_counts
+from .counts import Counts
+from .ends import embedding_counts, head_counts
+from .partition import stage_of
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One layer of the list [embedding, blocks..., head].
+
+    Attributes:
+        name: prefix of its logical names.
+        kind: "embedding", "head", or the block's pattern.
+        stage: the pipeline stage that holds it.
+        counts: what it costs, whole, before recomputation.
+        kept: elements kept per token for the backward pass, with the run's activation checkpointing.
+        recomputed: FLOPs per token of the forward pass that run a second time.
+    """
+
+    name: str
+    kind: str
+    stage: int
+    counts: Counts
+    kept: int
+    recomputed: int
+
+
+def layers(config: Config) -> list[LayerCosts]:
+    """The costs of every layer.
+
+    Args:
+        config: resolved, with `model.vocab_size`.
+    """
+    model = config.model
+    blocks = parse(model.layers)
+    counts = [
+        embedding_counts(model),
+        *(block_counts(model, block, config.training.sequence_length) for block in blocks),
+        head_counts(model),
+    ]
+    names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
+    kinds = ["embedding", *map(str, blocks), "head"]
+    kept = [
+        (counts[0].activations, 0),
+        *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
+        (counts[-1].activations, 0),
+    ]
+    return [LayerCosts(*row[:4], *row[4]) for row in zip(names, kinds, stage_of(config), counts, kept)]
+
+
+def _recomputation(config: Config, index: int, block: Block, counts: Counts) -> tuple[int, int]:
+    """(elements kept per token, FLOPs per token computed again) of a block."""
+    options, width = config.training.activation_checkpointing, config.model.hidden_size
+    if options.mode == "selective":
+        return width + counts.products, 0
+    if options.mode == "full" and index % options.every == 0:
+        return width, counts.flops
+    return counts.activations, 0
+
+
+def layers_table(config: Config) -> list[dict[str, Any]]:
+    """One row per layer: name, kind, pipeline stage, parameters, FLOPs of the forward pass per token, bytes of
+    activations kept for one micro-batch (of all tensor parallel ranks together), bytes of decoding state of one sample
+    of training.sequence_length tokens."""
+    size, tokens = BYTES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
+    return [
+        {
+            "name": layer.name,
+            "kind": layer.kind,
+            "stage": layer.stage,
+            "parameters": layer.counts.parameters,
+            "flops": layer.counts.flops,
+            "activation_bytes": layer.kept * tokens * size,
+            "state_bytes": layer.counts.state * size,
+        }
+        for layer in layers(config)
+    ]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Costs of the whole model.
+
+    Attributes:
+        parameters: trainable elements.
+        embedding_parameters: of these, in the token and position embeddings and in an untied head's matrix.
+        forward_flops: per token.
+        training_flops: per token, forward and backward, the backward pass counted as twice the forward pass; without
+            recomputation. Model FLOPs utilisation is a share of this.
+        hardware_flops: the same with what is recomputed.
+    """
+
+    parameters: int
+    embedding_parameters: int
+    forward_flops: int
+    training_flops: int
+    hardware_flops: int
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        return self.parameters - self.embedding_parameters
+
+
+def totals(config: Config) -> Totals:
+    """The sums over all layers."""
+    rows, model = layers(config), config.model
+    vocabularies = 1 if model.embedding.tied else 2
+    positions = model.embedding.max_positions if model.embedding.position == "learned" else 0
+    forward = sum(row.counts.flops for row in rows)
+    return Totals(
+        parameters=sum(row.counts.parameters for row in rows),
+        embedding_parameters=(vocabularies * model.vocab_size + positions) * model.hidden_size,
+        forward_flops=forward,
+        training_flops=3 * forward,
+        hardware_flops=3 * forward + sum(row.recomputed for row in rows),
+    )

@@ -1,0 +1,27 @@
+"""Dropout of the residual stream's branches, drawn by key (see `megatron.parallel.random`)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.random import dropout, sequence_counters, site_key
+
+from .stream import Stream
+
+
+class Dropout(nn.Module):
+    """[B, s, H] to the same; each element's fate depends on (seed, site, sample, position, channel) alone."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, site: str):
+        super().__init__()
+        self.rate, self.mesh = model.dropout, make.mesh
+        self.key = site_key(make.seed, make.prefix, site)
+
+    def forward(self, x: Tensor, stream: Stream) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x
+        length, width = x.shape[1:]
+        offset = self.mesh.tensor.rank * length if self.mesh.layout.sequence else 0
+        return dropout(x, self.rate, self.key, stream.samples, sequence_counters(length, width, offset, x.device))

@@ -1,0 +1,123 @@
+"""The two ends of the stack: tokens to a stream, and a stream to a loss or to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.recipe import TrainingSection
+from megatron.parallel.collectives import all_reduce, enter, sum_gradient
+from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
+from megatron.parallel.initial import ZEROS
+from megatron.parallel.linear import VocabEmbedding, sequence_slice
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from .counts import Counts
+from .dropout import Dropout
+from .initialisation import Initialisation
+from .norm import Norm, norm_activations, norm_parameters
+from .stream import Stream
+
+
+class Positions(nn.Module):
+    """A learned table of absolute positions; a module of its own, since ZeRO 3 gathers by modules that give tensors."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
+        super().__init__()
+        self.mesh, rows = make.mesh, model.embedding.max_positions
+        self.weight = make.parameter(
+            "weight", (rows, model.hidden_size), role=Role.POSITION, init=init.embedding(rows))
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None, begin: int) -> Tensor:
+        """Rows [1 or B, s, H] of the table for this rank's positions."""
+        if positions is None:
+            positions = torch.arange(begin, begin + tokens_BS.shape[1], device=tokens_BS.device).unsqueeze(0)
+        table = sum_gradient(self.weight, self.mesh.tensor) if self.mesh.layout.sequence else self.weight
+        return nn.functional.embedding(sequence_slice(positions, self.mesh), table)
+
+
+class Embedding(nn.Module):
+    """Tokens int [B, S] to a stream."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
+        super().__init__()
+        self.mesh, self.multiplier = make.mesh, model.embedding.multiplier
+        self.tokens = VocabEmbedding(
+            make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size))
+        self.positions = self.norm = None
+        if model.embedding.position == "learned":
+            self.positions = Positions(make.scope("positions"), model, init)
+        if model.embedding.norm:
+            self.norm = Norm(make.scope("norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
+        self.dropout = Dropout(make, model, "embedding")
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
+                samples: Tensor | None = None, begin: int = 0) -> Stream:
+        """`begin` is the position of the first token where positions are not given (decoding)."""
+        x = self.tokens(tokens_BS)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
+        if self.positions is not None:
+            x = x + self.positions(tokens_BS, positions, begin)
+        if self.norm is not None:
+            x = self.norm(x)
+        stream = Stream(x, positions, documents, samples)
+        return stream.with_hidden(self.dropout(x, stream))
+
+
+class Head(nn.Module):
+    """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, training: TrainingSection, init: Initialisation,
+                 tied: nn.Parameter | None = None):
+        super().__init__()
+        self.mesh = make.mesh
+        self.options = LossOptions(model.head.multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
+        self.norm = Norm(make.scope("final_norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
+        shape = (model.vocab_size, model.hidden_size)
+        head = make.scope("head")
+        self.weight = tied if tied is not None else head.parameter(
+            "weight", shape, role=Role.HEAD, init=init.head(model.vocab_size), shard=Shard(0))
+        self.bias = None
+        if model.head.bias:
+            self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
+        (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
+
+    def forward(self, stream: Stream, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(weighted sum of token losses, each token's cross-entropy [B, S] in nats)."""
+        x_BSH = enter(self.norm(stream.hidden), self.mesh)
+        loss, ce_N = linear_cross_entropy(
+            x_BSH.flatten(0, 1), self.weight, self.bias, labels_BS.flatten(), weights_BS.flatten().float(),
+            first=self.span.start, axis=self.mesh.tensor, options=self.options)
+        return loss, ce_N.view_as(labels_BS)
+
+    def logits(self, stream: Stream) -> Tensor:
+        """fp32 logits [B, S, V] of the whole vocabulary, on every rank."""
+        x_BSH = enter(self.norm(stream.hidden), self.mesh)
+        local = logits_of(x_BSH, self.weight, self.bias, self.options)
+        if self.mesh.tensor.size == 1:
+            return local
+        whole = local.new_zeros((*local.shape[:-1], self.weight.logical.shape[0]))
+        whole[..., self.span.start : self.span.stop] = local
+        return all_reduce(whole, self.mesh.tensor)
+
+
+def embedding_counts(model: ModelSection) -> Counts:
+    H = model.hidden_size
+    rows = model.vocab_size + (model.embedding.max_positions if model.embedding.position == "learned" else 0)
+    kept = H if model.dropout > 0.0 else 0
+    if not model.embedding.norm:
+        return Counts(parameters=rows * H, activations=kept)
+    return Counts(parameters=rows * H + norm_parameters(model.norm, H), activations=kept + norm_activations(model.norm, H))
+
+
+def head_counts(model: ModelSection) -> Counts:
+    """With tied embeddings the matrix is counted at the embedding; the work is counted here.
+
+    The loss keeps the gradient of what it reads, and no logits.
+    """
+    H, matrix = model.hidden_size, model.vocab_size * model.hidden_size
+    own = (0 if model.embedding.tied else matrix) + (model.vocab_size if model.head.bias else 0)
+    return Counts(own + norm_parameters(model.norm, H), flops=2 * matrix, activations=norm_activations(model.norm, H) + H)

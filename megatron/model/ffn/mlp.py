@@ -1,0 +1,57 @@
+"""The position-wise feed-forward network, plain or gated, cut over tensor parallel ranks by its width."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import MLPOptions, ModelSection
+from megatron.parallel.collectives import enter
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+
+from ..counts import Counts
+from ..initialisation import Initialisation
+from ..stream import Stream
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+# Tensors of the MLP's width that are kept for the backward pass, plain and gated. A tensor is kept that the derivative
+# of an operation needs; gate and up are halves of one tensor, kept together if either is.
+KEPT = {"gelu": (2, 4), "gelu_tanh": (2, 4), "silu": (2, 4), "relu": (1, 4), "relu2": (2, 5), "identity": (1, 3)}
+
+
+class MLP(nn.Module):
+    """x [B, s, H] to down(activation(up x)), or down(activation(gate x) * up x), [B, s, H]."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: MLPOptions, init: Initialisation):
+        super().__init__()
+        self.mesh, self.gated = make.mesh, options.gated
+        self.activation = ACTIVATIONS[options.activation]
+        H, width = model.hidden_size, options.hidden_size
+        name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
+        self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width), bias=options.bias)
+        self.down = RowLinear(make.scope("down"), width, H, init=init.output(width, H), bias=options.bias)
+
+    def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor:
+        h = self.up(enter(x, self.mesh))
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(h))
+
+    @staticmethod
+    def counts(model: ModelSection, options: MLPOptions, sequence_length: int) -> Counts:
+        H, width = model.hidden_size, options.hidden_size
+        matrices = (3 if options.gated else 2) * H * width
+        bias = (2 if options.gated else 1) * width + H if options.bias else 0
+        return Counts(
+            parameters=matrices + bias, flops=2 * matrices, activations=KEPT[options.activation][options.gated] * width,
+            products=(2 if options.gated else 1) * width + H)

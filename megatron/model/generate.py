@@ -1,0 +1,93 @@
+"""Text from a model: sampling with a key/value cache, which gives the logits that reading everything again would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.random import site_key, uniform
+
+from .stack import Model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the k likeliest tokens; 0 is all.
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p (Holtzman et al. 2020).
+        seed: draws are a function of (seed, sequence number, position).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] after temperature, top-k and top-p, in float64."""
+    logits = logits_BV.double() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        kept = ordered.masked_fill(outside, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, index, kept)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """The next token of each sequence, int64 [B]; equal on every rank that has the same logits."""
+    if sampling.temperature == 0.0:
+        return logits_BV.argmax(-1)
+    probabilities = filtered(logits_BV, sampling)
+    sequences = torch.arange(logits_BV.shape[0], device=logits_BV.device)
+    counter = torch.tensor([position], device=logits_BV.device)
+    draw = uniform(site_key(sampling.seed, "generate"), sequences, counter).double()
+    return (probabilities.cumsum(-1) < draw).sum(-1).clamp(max=logits_BV.shape[-1] - 1)
+
+
+@torch.no_grad()
+def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *, cache: bool = True) -> Iterator[Tensor]:
+    """Continue prompts of equal length, one token [B] at a time.
+
+    Args:
+        prompt_BS: int64 [B, S], S at least 1.
+        cache: False reads the whole text again for each token; the result is the same, slower.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        state, text = model.new_state(), prompt_BS
+        logits = model.decode(prompt_BS, state, 0)[:, -1]
+        for _ in range(tokens):
+            following = choose(logits, sampling, text.shape[1])
+            yield following
+            text = torch.cat([text, following.unsqueeze(1)], dim=1)
+            if cache:
+                logits = model.decode(following.unsqueeze(1), state, text.shape[1] - 1)[:, -1]
+            else:
+                logits = model.logits(text)[:, -1]
+    finally:
+        model.train(was_training)
+
+
+def complete(model: Model, prompt: Sequence[int], tokens: int, sampling: Sampling, *, end: int | None = None,
+             device: torch.device | str = "cpu", cache: bool = True) -> Iterator[int]:
+    """The tokens that follow one prompt, until `tokens` are made or the end-of-document token comes."""
+    text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    for following in generate(model, text, tokens, sampling, cache=cache):
+        token = int(following[0])
+        if token == end:
+            return
+        yield token

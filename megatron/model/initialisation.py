@@ -1,0 +1,58 @@
+"""Initialisation schemes, per role of a matrix."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.sections.model import InitOptions
+from megatron.parallel.initial import Init
+
+
+def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int, fan_in: int, fan_out: int) -> Init:
+    """The initial distribution of a matrix [fan_out, fan_in] under a scheme.
+
+    normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). small_init: N(0, sqrt(2 / (5 h)))
+    (Nguyen and Salazar 2019). wang_init: N(0, 2 / (L sqrt(h))) (GPT-J). xavier: Glorot and Bengio 2010.
+    fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear; scaled_fan_in_uniform divides it by sqrt(L)
+    (Mamba). orthogonal: Saxe et al. 2013.
+    """
+    if scheme in ("fan_in_uniform", "scaled_fan_in_uniform"):
+        depth = layers if scheme == "scaled_fan_in_uniform" else 1
+        return Init("uniform", 1.0 / math.sqrt(fan_in * depth))
+    if scheme == "xavier_uniform":
+        return Init("uniform", math.sqrt(6.0 / (fan_in + fan_out)))
+    if scheme == "orthogonal":
+        return Init("orthogonal", 1.0)
+    if scheme == "zeros":
+        return Init("constant", 0.0)
+    std = {
+        "normal": options.std,
+        "scaled_normal": options.std / math.sqrt(2.0 * layers),
+        "small_init": math.sqrt(2.0 / (5.0 * hidden_size)),
+        "wang_init": 2.0 / (layers * math.sqrt(hidden_size)),
+        "xavier_normal": math.sqrt(2.0 / (fan_in + fan_out)),
+    }[scheme]
+    return Init("normal", std)
+
+
+class Initialisation:
+    """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one."""
+
+    def __init__(self, options: InitOptions, hidden_size: int, blocks: int):
+        self.options, self.hidden_size = options, hidden_size
+        self.layers = options.layers or blocks
+
+    def _of(self, scheme: str, fan_in: int, fan_out: int) -> Init:
+        return scheme_init(scheme, self.options, self.hidden_size, self.layers, fan_in, fan_out)
+
+    def embedding(self, rows: int) -> Init:
+        return self._of(self.options.embedding, rows, self.hidden_size)
+
+    def head(self, rows: int) -> Init:
+        return self._of(self.options.head or self.options.embedding, self.hidden_size, rows)
+
+    def hidden(self, fan_in: int, fan_out: int) -> Init:
+        return self._of(self.options.hidden, fan_in, fan_out)
+
+    def output(self, fan_in: int, fan_out: int) -> Init:
+        return self._of(self.options.output, fan_in, fan_out)

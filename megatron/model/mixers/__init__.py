@@ -1,0 +1,7 @@
+"""Layers that mix information between positions. Each kind is one file."""
+
+from .attention import Attention
+from .mamba import Mamba
+from .mamba2 import Mamba2
+
+MIXERS = {"attention": Attention, "mamba": Mamba, "mamba2": Mamba2}

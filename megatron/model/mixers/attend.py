@@ -1,0 +1,160 @@
+"""Scaled dot-product attention, and the one place that chooses how it is computed.
+
+Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.parallel.random import uniform
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Who attends to whom, beyond causality, and what happens to the logits.
+
+    Attributes:
+        window: a token sees itself and the window - 1 before it.
+        softcap: logits c become softcap * tanh(c / softcap).
+        slopes: ALiBi slope of each local query head; the logit of key k at query q gets slope * (k - q).
+        scale: multiplier of query-key products.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of Press et al. 2021: geometric for powers of two, interleaved with the next power otherwise."""
+    def powers(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (index + 1) / count) for index in range(count)]
+
+    base = 1 << int(math.log2(heads))
+    return powers(base) + powers(2 * base)[0::2][: heads - base]
+
+
+def choose(pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str) -> tuple[str, str]:
+    """The implementation ("causal", "masked", "flex" or "math") and the reason for it."""
+    if dropout > 0.0:
+        return "math", "attention dropout is drawn by key, which fused kernels cannot do"
+    windowed = pattern.window is not None and pattern.window < keys
+    plain = not (documents or windowed or pattern.slopes or pattern.softcap)
+    if plain and square:
+        return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
+    if device == "cuda" and square:
+        return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
+    if pattern.softcap:
+        return "math", "softcap needs the logits"
+    return "masked", "torch SDPA with an explicit mask"
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, documents_BS: Tensor | None = None,
+    dropout: tuple[float, int, Tensor, int] | None = None, remember=None,
+) -> Tensor:
+    """Causal attention; the last query stands at the last key.
+
+    Args:
+        q: [B, n, Q, D]; k, v: [B, m, K, D].
+        documents_BS: int [B, K]: tokens attend only within equal numbers (needs Q = K).
+        dropout: (rate, key, samples_B, first head) for dropout of probabilities; None in evaluation.
+        remember: `Stream.remember`, so that layers share masks.
+
+    Returns:
+        [B, n, Q, D].
+    """
+    remember = remember or (lambda key, make: make())
+    rate = dropout[0] if dropout else 0.0
+    kind, _ = choose(pattern, documents=documents_BS is not None, keys=k.shape[2], square=q.shape[2] == k.shape[2],
+                     dropout=rate, device=q.device.type)
+    if kind == "causal":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])
+    if kind == "flex":
+        return _flex(q, k, v, pattern, documents_BS, remember)
+    mask = remember(("mask", pattern.window, pattern.slopes, q.shape[2], k.shape[2], q.device, q.dtype),
+                    lambda: _mask(q.shape[2], k.shape[2], pattern, documents_BS, q.device, q.dtype))
+    if kind == "masked":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])
+    return _math(q, k, v, pattern, mask, dropout)
+
+
+def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device, dtype) -> Tensor:
+    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]; with ALiBi [1 or B, n, Q, K].
+
+    torch SDPA would make this of a bool mask in every layer, and keep it for each.
+    """
+    k = torch.arange(keys, device=device)
+    q = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    allowed = k <= q
+    if pattern.window is not None:
+        allowed = allowed & (q - k < pattern.window)
+    allowed = allowed[None, None]
+    if documents_BS is not None:
+        allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+    if pattern.slopes is None:
+        return torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+    slopes = torch.tensor(pattern.slopes, device=device).view(1, -1, 1, 1)
+    return (slopes * (k - q)).masked_fill(~allowed, float("-inf")).to(dtype)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropout) -> Tensor:
+    """Attention written out, with fp32 softmax."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = (q @ k.transpose(-1, -2)).float() * pattern.scale
+    if pattern.softcap:
+        logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
+    probabilities = (logits + mask.float()).softmax(-1)
+    if dropout:
+        rate, key, samples_B, first_head = dropout
+        heads, queries, keys = probabilities.shape[1:]
+        counters = torch.arange(first_head * queries * keys, (first_head + heads) * queries * keys, device=q.device)
+        keep = uniform(key, samples_B, counters.view(heads, queries, keys)) >= rate
+        probabilities = probabilities * keep / (1.0 - rate)
+    return probabilities.to(q.dtype) @ v
+
+
+@lru_cache(maxsize=1)
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
+    """The mask and score functions of FlexAttention for a pattern."""
+    slopes = None if pattern.slopes is None else torch.tensor(pattern.slopes, device=device)
+
+    def allowed(b, h, q, k):
+        ok = k <= q
+        if pattern.window is not None:
+            ok = ok & (q - k < pattern.window)
+        if documents_BS is not None:
+            ok = ok & (documents_BS[b, q] == documents_BS[b, k])
+        return ok
+
+    def score(value, b, h, q, k):
+        if pattern.softcap:
+            value = pattern.softcap * torch.tanh(value / pattern.softcap)
+        return value if slopes is None else value + slopes[h] * (k - q)
+
+    return allowed, (score if pattern.softcap or slopes is not None else None)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tensor | None, remember) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    allowed, score = flex_modifiers(pattern, documents_BS, q.device)
+    batch = None if documents_BS is None else q.shape[0]
+    blocks = remember(("flex", pattern.window, q.shape[2]), lambda: create_block_mask(
+        allowed, batch, None, q.shape[2], k.shape[2], device=q.device))
+    return _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])

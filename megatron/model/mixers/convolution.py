@@ -1,0 +1,85 @@
+"""The short causal convolution in front of a recurrence: each channel alone, over its last K tokens.
+
+Shapes: B samples, S positions, C channels, K taps (the last tap is the token itself).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import StateSpaceOptions
+from megatron.parallel.collectives import sum_gradient
+from megatron.parallel.initial import Init
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from .recomputed import recomputed
+
+
+def causal_convolution(
+    x_BSC: Tensor,
+    weight_C1K: Tensor,
+    bias_C: Tensor | None,
+    past_BKC: Tensor | None = None,
+    starts_BS: Tensor | None = None,
+) -> Tensor:
+    """silu(bias + sum over k of weight[k] * x[t - K + 1 + k]), [B, S, C].
+
+    Args:
+        past_BKC: the K - 1 tokens before; None where nothing came before.
+        starts_BS: int [B, S], index of the first token of each token's document: taps do not look before it.
+    """
+    return recomputed(_convolve, x_BSC, weight_C1K, bias_C, past_BKC, starts_BS)
+
+
+def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
+    """The last `taps` - 1 tokens of the past and x together, what a later piece of the sequence needs."""
+    return _with_past(x_BSC, past_BKC, taps)[:, x_BSC.shape[1] :]
+
+
+def _with_past(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
+    if past_BKC is None:
+        return F.pad(x_BSC, (0, 0, taps - 1, 0))
+    return torch.cat([past_BKC.to(x_BSC.dtype), x_BSC], 1)
+
+
+def _convolve(x_BSC, weight_C1K, bias_C, past_BKC, starts_BS):
+    length, taps = x_BSC.shape[1], weight_C1K.shape[-1]
+    padded = _with_past(x_BSC, past_BKC, taps)
+    if starts_BS is None:
+        y = F.conv1d(padded.transpose(1, 2), weight_C1K, bias_C, groups=weight_C1K.shape[0])
+        return F.silu(y).transpose(1, 2).contiguous()
+    places = torch.arange(length, device=x_BSC.device)
+    y = 0.0 if bias_C is None else bias_C.float()
+    for tap in range(taps):
+        seen = (places - (taps - 1 - tap) >= starts_BS).unsqueeze(-1)
+        y = y + padded[:, tap : tap + length].float() * weight_C1K[:, 0, tap].float() * seen
+    return F.silu(y).to(x_BSC.dtype)
+
+
+class Taps(nn.Module):
+    """Weights [channels, 1, K] and biases of a causal convolution of each channel alone, started as torch's Conv1d.
+
+    Args:
+        parts: numbers of channels of the fused convolutions, each of which is cut over the ranks.
+        shard: False keeps all channels on every rank, of which each uses some.
+    """
+
+    def __init__(
+        self, make: ParameterFactory, parts: tuple[int, ...], options: StateSpaceOptions, *, shard: bool = True
+    ):
+        super().__init__()
+        self.axis = None if shard else make.mesh.tensor
+        cut, init = Shard(0, parts) if shard else None, Init("uniform", options.convolution**-0.5)
+        self.weight = make.parameter(
+            "weight", (sum(parts), 1, options.convolution), role=Role.CONVOLUTION, init=init, shard=cut
+        )
+        self.bias = None
+        if options.convolution_bias:
+            self.bias = make.parameter("bias", (sum(parts),), role=Role.BIAS, init=init, shard=cut)
+
+    def taps(self) -> tuple[Tensor, Tensor | None]:
+        both = (self.weight, self.bias)
+        return both if self.axis is None else tuple(None if p is None else sum_gradient(p, self.axis) for p in both)

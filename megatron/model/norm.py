@@ -1,0 +1,75 @@
+"""Normalisation of the residual stream and of queries and keys. Statistics are fp32 whatever the stream's type."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import NormOptions
+from megatron.parallel.collectives import sum_gradient, sum_over
+from megatron.parallel.initial import ONES, ZEROS
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+
+def norm_parameters(options: NormOptions, size: int) -> int:
+    """Trainable elements of a `Norm`."""
+    return {"layernorm": 2 if options.bias else 1, "rmsnorm": 1, "nonparametric": 0}[options.type] * size
+
+
+def norm_activations(options: NormOptions, size: int) -> int:
+    """Elements that a `Norm` keeps of one vector: the vector itself, its mean (but RMSNorm's) and its scale."""
+    return size + (1 if options.type == "rmsnorm" else 2)
+
+
+class Norm(nn.Module):
+    """LayerNorm, RMSNorm, or LayerNorm without parameters, over the last dimension.
+
+    Args:
+        partial: each rank normalises only part of what the weight is used for (a slice of the sequence, some of
+            the heads), so the gradient of the replicated weight is summed over the tensor parallel ranks.
+    """
+
+    def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
+        super().__init__()
+        self.type, self.epsilon, self.size = options.type, options.epsilon, size
+        self.axis = make.mesh.tensor if partial else None
+        self.weight = self.bias = None
+        if options.type != "nonparametric":
+            self.weight = make.parameter("weight", (size,), role=Role.NORM, init=ONES)
+        if options.type == "layernorm" and options.bias:
+            self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if self.axis is not None:
+            weight = None if weight is None else sum_gradient(weight, self.axis)
+            bias = None if bias is None else sum_gradient(bias, self.axis)
+        if self.type == "rmsnorm":
+            return F.rms_norm(x, (self.size,), weight, self.epsilon)
+        return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
+
+
+class WideRMSNorm(nn.Module):
+    """RMSNorm over the width of all heads together (OLMo-2), of which each rank holds some.
+
+    Args:
+        width: channels of all heads; unit: channels per head, which are never cut.
+        sharded: False where every rank holds all heads and uses some of them.
+    """
+
+    def __init__(self, make: ParameterFactory, width: int, unit: int, epsilon: float, *, sharded: bool):
+        super().__init__()
+        self.width, self.epsilon, self.sharded, self.axis = width, epsilon, sharded, make.mesh.tensor
+        shard = Shard(0, None, unit) if sharded else None
+        self.weight = make.parameter("weight", (width,), role=Role.NORM, init=ONES, shard=shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, this rank's channels] to the same."""
+        weight = self.weight if self.sharded else sum_gradient(self.weight, self.axis)
+        if not self.sharded or self.axis.size == 1:
+            return F.rms_norm(x, (self.width,), weight, self.epsilon)
+        x32 = x.float()
+        squares = sum_over(x32.square().sum(-1, keepdim=True), self.axis)
+        return (x32 * torch.rsqrt(squares / self.width + self.epsilon)).to(x.dtype) * weight

@@ -1,0 +1,75 @@
+"""Which pipeline stage holds which layers. The list of layers is: embedding, blocks, head."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.config.pattern import parse
+
+from .block import block_counts
+from .ends import embedding_counts, head_counts
+
+
+def stage_bounds(config: Config) -> list[int]:
+    """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head].
+
+    Every stage has at least one block: the first holds the embedding too, the last the final norm and the head.
+    """
+    stages, split = config.parallel.pipeline, config.parallel.pipeline_split
+    blocks = parse(config.model.layers)
+    if split == "parameters":
+        sizes = [block_counts(config.model, block, config.training.sequence_length).parameters for block in blocks]
+        first = embedding_counts(config.model).parameters
+        last = head_counts(config.model).parameters + (first if config.model.embedding.tied else 0)
+        counts = balanced(sizes, stages, first, last)
+    elif split == "uniform":
+        counts = [len(blocks) // stages] * stages
+        # Stages in the middle have neither embedding nor head: they take what is left over first.
+        order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+        for stage in order[: len(blocks) % stages]:
+            counts[stage] += 1
+    else:
+        counts = list(split)
+    bounds = [0]
+    for stage, count in enumerate(counts):
+        bounds.append(bounds[-1] + count + (stage == 0) + (stage == stages - 1))
+    return bounds
+
+
+def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> list[int]:
+    """How many consecutive items each stage takes so that the largest stage is as small as possible.
+
+    Args:
+        sizes: of the items.
+        stages: every stage takes at least one item.
+        first, last: what the first and the last stage hold besides.
+
+    Returns:
+        The number of items of each stage.
+    """
+    prefix = [0]
+    for size in sizes:
+        prefix.append(prefix[-1] + size)
+    count = len(sizes)
+    # best[i]: (largest stage, -smallest stage) and the counts, over the ways to put the first i items into the stages so far
+    best: dict[int, tuple[tuple[int, int], list[int]]] = {
+        end: ((prefix[end] + first, -prefix[end] - first), [end]) for end in range(1, count - stages + 2)}
+    if stages == 1:
+        return [count]
+    for stage in range(1, stages):
+        extra = last if stage == stages - 1 else 0
+        following: dict[int, tuple[tuple[int, int], list[int]]] = {}
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            options = []
+            for begin, ((largest, least), counts) in best.items():
+                if begin < end:
+                    size = prefix[end] - prefix[begin] + extra
+                    options.append(((max(largest, size), max(least, -size)), [*counts, end - begin]))
+            following[end] = min(options)
+        best = following
+    return best[count][1]
+
+
+def stage_of(config: Config) -> list[int]:
+    """The stage of each layer of [embedding, blocks..., head]."""
+    bounds = stage_bounds(config)
+    return [stage for stage in range(len(bounds) - 1) for _ in range(bounds[stage], bounds[stage + 1])]

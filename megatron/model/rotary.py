@@ -1,0 +1,109 @@
+"""Rotary position embedding (Su et al. 2021), half-split convention: channel i turns with channel i + r/2."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.config.sections.model import RotaryOptions, RotaryScaling
+
+
+def frequencies(options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:
+    """Angles per position, fp32 [rotated / 2], and the multiplier of cos and sin.
+
+    linear: Chen et al. 2023. llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor.
+    """
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    inverse = 1.0 / (options.base**exponents)
+    scaling = options.scaling
+    if scaling.type == "linear":
+        return inverse / scaling.factor, 1.0
+    if scaling.type == "llama3":
+        return _llama3(inverse, scaling), 1.0
+    if scaling.type == "yarn":
+        return _yarn(inverse, options, rotated)
+    return inverse, 1.0
+
+
+def _llama3(inverse: Tensor, scaling: RotaryScaling) -> Tensor:
+    turns = scaling.original_length * inverse / (2 * math.pi)  # rotations within the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * inverse + (1.0 - kept) * inverse / scaling.factor
+
+
+def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:
+    scaling = options.scaling
+
+    def channel(rotations: float) -> float:
+        length = scaling.original_length / (rotations * 2 * math.pi)
+        return rotated * math.log(length) / (2 * math.log(options.base))
+
+    low = max(math.floor(channel(scaling.beta_fast)), 0)
+    high = min(math.ceil(channel(scaling.beta_slow)), rotated - 1)
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretched = ramp.clamp(0.0, 1.0)
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return stretched * inverse / scaling.factor + (1.0 - stretched) * inverse, factor
+
+
+@lru_cache(maxsize=32)
+def _table(options: RotaryOptions, rotated: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    inverse, factor = frequencies(options, rotated)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+
+
+def _turned(x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A new tensor; channels beyond the angles are copied."""
+    half = cos.shape[-1]
+    first, second = x_BSnD[..., :half].float(), x_BSnD[..., half : 2 * half].float()
+    parts = [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)]
+    out = torch.empty(x_BSnD.shape, dtype=x_BSnD.dtype, device=x_BSnD.device)
+    out[..., :half], out[..., half : 2 * half] = parts
+    if 2 * half < x_BSnD.shape[-1]:
+        out[..., 2 * half :] = x_BSnD[..., 2 * half :]
+    return out
+
+
+class _Turn(torch.autograd.Function):
+    """A rotation's gradient is the rotation back: autograd would add up a zero-filled copy per slice instead."""
+
+    @staticmethod
+    def forward(ctx, x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_BSnD, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad_BSnD: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _turned(grad_BSnD, cos, -sin), None, None
+
+
+class Rotary:
+    """Turns queries and keys by their positions. Holds no parameters; tables are fp32 and made once per length."""
+
+    def __init__(self, options: RotaryOptions, head_dim: int):
+        self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
+        self.rotated = int(options.fraction * head_dim) // 2 * 2
+
+    def angles(self, length: int, positions_BS: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length)."""
+        rounded = 1 << max(6, (length - 1).bit_length())
+        cos, sin = _table(self.options, self.rotated, rounded, device)
+        if positions_BS is None:
+            cos, sin = cos[:length].unsqueeze(0), sin[:length].unsqueeze(0)
+        else:
+            cos, sin = cos[positions_BS], sin[positions_BS]
+        return cos.unsqueeze(2), sin.unsqueeze(2)
+
+    def turn(self, x_BSnD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate the first `rotated` channels of each head, in fp32."""
+        if self.rotated == 0:
+            return x_BSnD
+        return _Turn.apply(x_BSnD, *angles)

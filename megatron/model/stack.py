@@ -1,0 +1,111 @@
+"""The whole model as a list of layers, and the part of it that one pipeline stage holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.config.pattern import Block as BlockPattern
+from megatron.config.pattern import parse
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import ParameterFactory
+
+from .block import Block, BlockState
+from .compile import compiled
+from .ends import Embedding, Head
+from .initialisation import Initialisation
+from .recompute import checkpointed
+from .stream import Stream, StreamForm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to build any layer of a run's model: the list is embedding, blocks, head."""
+
+    config: Config
+    mesh: Mesh
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype | None = None
+    values: bool = True
+
+    @cached_property
+    def blocks(self) -> list[BlockPattern]:
+        return parse(self.config.model.layers)
+
+    @cached_property
+    def init(self) -> Initialisation:
+        model = self.config.model
+        return Initialisation(model.init, model.hidden_size, len(self.blocks))
+
+    def factory(self, prefix: str) -> ParameterFactory:
+        dtype = self.dtype or DTYPES[self.config.precision.compute]
+        return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values)
+
+    @property
+    def form(self) -> StreamForm:
+        """The side channels that this run's streams have."""
+        model, data = self.config.model, self.config.data
+        drops = model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in v for v in model.variants.values())
+        documents = data.reset_attention_at_eod
+        return StreamForm(positions=documents, documents=documents, samples=drops)
+
+    def embedding(self) -> Embedding:
+        return Embedding(self.factory("embedding"), self.config.model, self.init)
+
+    def block(self, index: int) -> Block:
+        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init)
+        block = compiled(block, self.config, self.device)
+        return checkpointed(block, index, self.config.training.activation_checkpointing)
+
+    def head(self, tied: nn.Parameter | None = None) -> Head:
+        return Head(self.factory(""), self.config.model, self.config.training, self.init, tied)
+
+
+class Model(nn.Module):
+    """All layers on one rank (of each tensor parallel group)."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self.plan, self.form = plan, plan.form
+        self.embedding = plan.embedding()
+        self.blocks = nn.ModuleList(plan.block(index) for index in range(len(plan.blocks)))
+        tied = self.embedding.tokens.weight if plan.config.model.embedding.tied else None
+        self.head = plan.head(tied)
+
+    def stream(self, tokens_BS: Tensor, positions=None, documents=None, samples=None) -> Stream:
+        stream = self.embedding(tokens_BS, positions, documents, samples)
+        for block in self.blocks:
+            stream = block(stream)
+        return stream
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, positions=None, documents=None,
+                samples=None) -> tuple[Tensor, Tensor]:
+        """(weighted sum of token losses, each token's cross-entropy [B, S])."""
+        return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS)
+
+    def logits(self, tokens_BS: Tensor, positions=None, documents=None) -> Tensor:
+        """fp32 logits [B, S, V]."""
+        return self.head.logits(self.stream(tokens_BS, positions, documents))
+
+    def new_state(self) -> list[BlockState]:
+        """Empty decoding state, one entry per block."""
+        return [block.new_state() for block in self.blocks]
+
+    def decode(self, tokens_BS: Tensor, state: list[BlockState], begin: int) -> Tensor:
+        """Logits [B, S, V] of tokens that follow the `begin` tokens already in `state`, which grows by them."""
+        stream = self.embedding(tokens_BS, begin=begin)
+        for block, own in zip(self.blocks, state):
+            stream = block(stream, own)
+        return self.head.logits(stream)
+
+
+def build_model(config: Config, mesh: Mesh | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+                values: bool = True) -> Model:
+    """The whole model of a run, cut by the mesh's tensor axis, with its initial values (or memory only)."""
+    return Model(Plan(config, mesh or Mesh.single(), device, dtype, values))

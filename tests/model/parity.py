@@ -1,0 +1,82 @@
+"""Comparing our model with one of transformers, through the tables that export uses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import transformers
+
+from megatron.checkpoint.hf import convert
+from megatron.checkpoint.hf.config import architecture_of, dims_of, model_values
+from megatron.config import Config, resolve
+from megatron.config.pattern import parse
+from megatron.model.stack import Model, build_model
+
+
+def randomise(module: torch.nn.Module, seed: int) -> None:
+    """Every parameter, those that start at 0 or 1 included: otherwise a comparison is blind to them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            vector = parameter.dim() == 1
+            norm = vector and name.endswith("weight")
+            parameter.copy_(1.0 + 0.3 * noise if norm else (0.2 if vector else 0.15) * noise)
+
+
+def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Our parameters by logical name."""
+    return {parameter.logical.name: parameter for parameter in model.parameters()}
+
+
+def settings_of(theirs: transformers.PreTrainedConfig, **training) -> Config:
+    return resolve({"model": model_values(theirs), "training": {"steps": 1, "sequence_length": 24, **training}})
+
+
+def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[convert.Step], dict[str, torch.Tensor]]:
+    """Our model with the weights of theirs, the steps of the conversion, and the state dict that it came from."""
+    config = settings_of(theirs.config, **training)
+    model = build_model(config)
+    architecture = architecture_of(theirs.config)
+    ours = named(model)
+    steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))
+    state = theirs.state_dict()
+    with torch.no_grad():
+        for name, tensor in convert.from_hf(architecture, steps, state, state.__getitem__):
+            assert ours[name].shape == tensor.shape, name
+            ours[name].copy_(tensor)
+    return model, steps, state
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+
+
+def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    architecture = architecture_of(theirs.config)
+    return {architecture.canonical(name): p.grad for name, p in theirs.named_parameters()}
+
+
+def compare(theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24) -> None:
+    """Equal logits, loss and gradients of every parameter, after randomising every parameter."""
+    randomise(theirs, seed)
+    model, steps, _ = twin(theirs.eval())
+    generator = torch.Generator().manual_seed(seed + 1)
+    tokens = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)
+    labels = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)
+    logits = theirs(input_ids=tokens, use_cache=False).logits
+    assert relative(model.logits(tokens), logits) < bound
+
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    wanted.backward()
+    loss, _ = model(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel()))
+    loss.backward()
+    assert abs(loss - wanted) < bound * wanted
+    theirs_by_name, ours_by_name = hf_gradients(theirs), named(model)
+    compared = set()
+    for step in steps:
+        for name, gradient in step.from_hf(theirs_by_name.__getitem__):
+            assert gradient.abs().max() > 0, f"the test is blind to {name}"
+            assert relative(ours_by_name[name].grad, gradient) < bound, name
+            compared.add(name)
+    assert compared == set(ours_by_name)

@@ -1,0 +1,36 @@
+"""Recurrences token by token in float64, one sample and one head or channel at a time, written from the papers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mamba2_head(
+    x_SP: Tensor, dt_S: Tensor, A: Tensor, D: Tensor, B_SN: Tensor, C_SN: Tensor, state_PN: Tensor, starts: list[int]
+):
+    """Dao and Gu 2024, equation 1 with a scalar A: outputs [S, P] and the last state."""
+    rows = []
+    for t in range(len(dt_S)):
+        if starts[t] == t:
+            state_PN = torch.zeros_like(state_PN)
+        state_PN = torch.exp(dt_S[t] * A) * state_PN + dt_S[t] * torch.outer(x_SP[t], B_SN[t])
+        rows.append(state_PN @ C_SN[t] + D * x_SP[t])
+    return torch.stack(rows), state_PN
+
+
+def mamba_channel(
+    u_S: Tensor, dt_S: Tensor, A_N: Tensor, D: Tensor, B_SN: Tensor, C_SN: Tensor, state_N: Tensor, starts: list[int]
+):
+    """Gu and Dao 2023, equation 2a, zero-order hold for A, Euler's rule for B: outputs [S] and the last state."""
+    rows = []
+    for t in range(len(dt_S)):
+        if starts[t] == t:
+            state_N = torch.zeros_like(state_N)
+        state_N = torch.exp(dt_S[t] * A_N) * state_N + dt_S[t] * B_SN[t] * u_S[t]
+        rows.append((state_N * C_SN[t]).sum() + D * u_S[t])
+    return torch.stack(rows), state_N
+
+
+def softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x.abs())) + x.clamp_min(0)

@@ -1,0 +1,161 @@
+"""A dense transformer in float64, written from the formulas, one sample and one head at a time, with no layer of ours.
+
+It reads the same options and the same named weights. Rotary is complex multiplication, attention a loop over heads
+and queries, the loss the plain definition.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.pattern import parse
+from megatron.config.variants import options
+
+
+class Reference:
+    """The model of a config with these (float64) weights, by logical name."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor]):
+        self.config, self.model, self.weights = config, config.model, weights
+
+    def get(self, name: str) -> Tensor | None:
+        return self.weights.get(name)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = torch.einsum("si,oi->so", x, self.weights[f"{name}.weight"])
+        bias = self.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def norm(self, x: Tensor, name: str, kind: str | None = None) -> Tensor:
+        kind, epsilon = kind or self.model.norm.type, self.model.norm.epsilon
+        if kind != "rmsnorm":
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
+        weight, bias = self.get(f"{name}.weight"), self.get(f"{name}.bias")
+        x = x if weight is None else x * weight
+        return x if bias is None else x + bias
+
+    def logits(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[S] ids to [S, V]; `documents` are numbers of each token's document."""
+        places = list(range(len(tokens)))
+        if documents is not None:
+            places = [place - documents.tolist().index(documents[place]) for place in places]
+        x = self.weights["embedding.tokens.weight"][tokens] * self.model.embedding.multiplier
+        if self.model.embedding.position == "learned":
+            x = x + self.weights["embedding.positions.weight"][places]
+        if self.model.embedding.norm:
+            x = self.norm(x, "embedding.norm")
+        for number, block in enumerate(parse(self.model.layers)):
+            x = self.block(x, f"layers.{number}", block, places, documents)
+        x = self.norm(x, "final_norm")
+        head = self.get("head.weight")
+        logits = torch.einsum("sh,vh->sv", x, self.weights["embedding.tokens.weight"] if head is None else head)
+        logits = logits * self.model.head.multiplier
+        if self.model.head.bias:
+            logits = logits + self.weights["head.bias"]
+        cap = self.model.head.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def block(self, x: Tensor, name: str, block, places, documents) -> Tensor:
+        residual = self.model.residual
+
+        def branch(y: Tensor, norm: str, layer) -> Tensor:
+            y = self.norm(layer(y), norm) if residual.norm == "post" else layer(self.norm(y, norm))
+            return y * residual.multiplier
+
+        mixer = ffn = None
+        if block.mixer:
+            own = options(self.config, block.mixer)
+            mixer = lambda y: branch(  # noqa: E731
+                y, f"{name}.mixer_norm", lambda z: self.attention(z, f"{name}.attention", own, places, documents)
+            )
+        if block.ffn:
+            shared = residual.shared_norm and block.mixer
+            mlp = options(self.config, block.ffn)
+            ffn = lambda y: branch(  # noqa: E731
+                y, f"{name}.{'mixer_norm' if shared else 'ffn_norm'}", lambda z: self.mlp(z, f"{name}.mlp", mlp)
+            )
+        if mixer and ffn and residual.form == "parallel":
+            return x + mixer(x) + ffn(x)
+        for each in (mixer, ffn):
+            x = x if each is None else x + each(x)
+        return x
+
+    def mlp(self, x: Tensor, name: str, own) -> Tensor:
+        activation = {
+            "gelu": lambda z: z * 0.5 * (1 + torch.erf(z / math.sqrt(2))),
+            "gelu_tanh": lambda z: 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+            "silu": lambda z: z / (1 + torch.exp(-z)),
+            "relu": lambda z: z.clamp_min(0),
+            "relu2": lambda z: z.clamp_min(0) ** 2,
+            "identity": lambda z: z,
+        }[own.activation]
+        if not own.gated:
+            return self.linear(activation(self.linear(x, f"{name}.up")), f"{name}.down")
+        both = self.linear(x, f"{name}.gate_up")
+        return self.linear(activation(both[:, : own.hidden_size]) * both[:, own.hidden_size :], f"{name}.down")
+
+    def attention(self, x: Tensor, name: str, own, places, documents) -> Tensor:
+        D, width = own.head_dim, own.kv_heads * own.head_dim
+        q, both = self.linear(x, f"{name}.query"), self.linear(x, f"{name}.key_value")
+        k, v = both[:, :width], both[:, width:]
+        if own.qk_norm == "full":
+            q, k = self.norm(q, f"{name}.query_norm", "rmsnorm"), self.norm(k, f"{name}.key_norm", "rmsnorm")
+        heads = []
+        for head in range(own.heads):
+            of = head * own.kv_heads // own.heads
+            q_h, k_h, v_h = q[:, head * D :][:, :D], k[:, of * D :][:, :D], v[:, of * D :][:, :D]
+            if own.qk_norm == "head":
+                q_h, k_h = self.norm(q_h, f"{name}.query_norm"), self.norm(k_h, f"{name}.key_norm")
+            if own.position == "rotary":
+                q_h, k_h = (turned(each, places, own.rotary.base, int(own.rotary.fraction * D)) for each in (q_h, k_h))
+            heads.append(self.one_head(q_h, k_h, v_h, own, head, documents))
+        return self.linear(torch.cat(heads, -1), f"{name}.output")
+
+    def one_head(self, q: Tensor, k: Tensor, v: Tensor, own, head: int, documents) -> Tensor:
+        rows = []
+        for place in range(len(q)):
+            seen = [
+                key
+                for key in range(place + 1)
+                if (own.window is None or place - key < own.window)
+                and (documents is None or documents[key] == documents[place])
+            ]
+            scores = (k[seen] @ q[place]) * (own.scale if own.scale is not None else own.head_dim**-0.5)
+            if own.softcap:
+                scores = own.softcap * torch.tanh(scores / own.softcap)
+            if own.position == "alibi":
+                scores = scores - slope(head, own.heads) * (place - torch.tensor(seen, dtype=torch.float64))
+            rows.append(torch.exp(scores - scores.logsumexp(0)) @ v[seen])
+        return torch.stack(rows)
+
+
+def slope(head: int, heads: int) -> float:
+    """Press et al. 2021: for n heads, a power of two, 2^(-8/n) is both start and ratio; else those of the power of two
+    below, then every other one of twice that."""
+    if heads & (heads - 1) == 0:
+        return (2 ** (-8 / heads)) ** (head + 1)
+    below = 2 ** (heads.bit_length() - 1)
+    return slope(head, below) if head < below else slope(2 * (head - below), 2 * below)
+
+
+def turned(x: Tensor, places: list[int], base: float, width: int) -> Tensor:
+    """Channels i and i + width/2 as one complex number, times e^(i place base^(-2i/width))."""
+    half = width // 2
+    pairs = torch.complex(x[:, :half], x[:, half:width])
+    angles = torch.tensor(
+        [[place * base ** (-2 * i / width) for i in range(half)] for place in places], dtype=torch.float64
+    )
+    pairs = pairs * torch.exp(1j * angles)
+    return torch.cat([pairs.real, pairs.imag, x[:, width:]], -1)
+
+
+def loss_of(logits_BSV: Tensor, labels: Tensor, weights: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Weighted sum of -log p(label) + z (log Z)^2."""
+    log_z = logits_BSV.logsumexp(-1)
+    picked = logits_BSV.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return (weights * (log_z - picked + z_loss * log_z**2)).sum()

@@ -1,0 +1,55 @@
+"""Compiled blocks compute what plain ones do, alone and where they run again; what cannot be compiled says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.model.compile import choose, describe_compile
+from megatron.model.stack import Model, build_model
+
+V, S = 61, 24
+
+
+def settings(mode: str = "layer", recompute: str = "none", model: dict | None = None, **sections: dict):
+    return resolve({
+        "model": {"layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": V, "attention": {"heads": 2},
+                  **(model or {})},
+        "training": {"steps": 1, "sequence_length": S, "compile": mode,
+                     "activation_checkpointing": {"mode": recompute}},
+        **sections})
+
+
+def gradients(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    tokens = torch.randint(V, (2, S + 1), generator=torch.Generator().manual_seed(1))
+    loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full((2, S), 1 / (2 * S)))
+    loss.backward()
+    return loss.detach(), {p.logical.name: p.grad for p in model.parameters()}
+
+
+def test_compiled_is_plain():
+    torch._dynamo.reset()
+    loss, wanted = gradients(build_model(settings("off")))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for recompute in ("none", "full"):
+        found_loss, found = gradients(build_model(settings("layer", recompute)))
+        torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before, "nothing was compiled"
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("config, device, chosen, word", [
+    (settings("off"), "cuda", False, "off"),
+    (settings("auto"), "cpu", False, "CPU"),
+    (settings("auto"), "cuda", True, "GPU"),
+    (settings("layer"), "cpu", True, "layer"),
+    (settings("layer", "selective"), "cuda", False, "selective"),
+    (settings("auto", model={"dropout": 0.1}), "cuda", False, "dropout"),
+    (settings("auto", zero={"stage": 3}), "cuda", False, "ZeRO 3"),
+])
+def test_the_choice_and_its_reason(config, device, chosen, word):
+    assert choose(config, device)[0] is chosen
+    assert word in describe_compile(config, device)

@@ -1,0 +1,260 @@
+"""Every configuration under configs/ resolves, builds on the meta device, and has its published size."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import transformers as hf
+
+from megatron.checkpoint.hf.config import hf_config
+from megatron.config import load
+from megatron.model.describe import totals
+from megatron.model.stack import build_model
+from tests.model.parity import named
+from tests.paths import ROOT
+
+CONFIGS = ROOT / "configs"
+# Published numbers of parameters (Pythia: with the padded vocabulary of the released weights).
+PUBLISHED = {
+    "pythia/14m": 14_067_712,
+    "pythia/31m": 30_494_720,
+    "pythia/70m": 70_426_624,
+    "pythia/160m": 162_322_944,
+    "pythia/410m": 405_334_016,
+    "pythia/1b": 1_011_781_632,
+    "pythia/1.4b": 1_414_647_808,
+    "pythia/2.8b": 2_775_208_960,
+    "pythia/6.9b": 6_857_302_016,
+    "pythia/12b": 11_846_072_320,
+    "gpt_neox/20b": 20_554_567_680,
+    "llama/llama2_7b": 6_738_415_616,
+    "llama/llama2_13b": 13_015_864_320,
+    "llama/llama2_70b": 68_976_648_192,
+    "llama/llama3_8b": 8_030_261_248,
+    "llama/llama3_70b": 70_553_706_496,
+    "llama/llama3.2_1b": 1_235_814_400,
+    "llama/llama3.2_3b": 3_212_749_824,
+    "mistral/7b": 7_241_732_096,
+    "qwen3/0.6b": 596_049_920,
+    "qwen3/1.7b": 1_720_574_976,
+    "qwen3/4b": 4_022_468_096,
+    "qwen3/8b": 8_190_735_360,
+    "qwen3/14b": 14_768_307_200,
+    "qwen3/32b": 32_762_123_264,
+    "olmo2/7b": 7_298_617_344,
+    "olmo2/13b": 13_716_198_400,
+    "gpt2/small": 124_439_808,
+    "gpt2/medium": 354_823_168,
+    "gpt2/large": 774_030_080,
+    "gpt2/xl": 1_557_611_200,
+    "mamba/130m": 129_135_360, "mamba/370m": 371_516_416, "mamba/790m": 793_204_224, "mamba/1.4b": 1_372_178_432,
+    "mamba/2.8b": 2_768_345_600, "mamba2/130m": 128_989_632, "mamba2/370m": 368_346_624, "mamba2/780m": 780_161_280,
+    "mamba2/1.3b": 1_343_757_312, "mamba2/2.7b": 2_702_599_680,
+}
+NON_EMBEDDING = {  # of the Pythia paper's table
+    "pythia/70m": 18_915_328,
+    "pythia/160m": 85_056_000,
+    "pythia/410m": 302_311_424,
+    "pythia/1b": 805_736_448,
+    "pythia/1.4b": 1_208_602_624,
+    "pythia/2.8b": 2_517_652_480,
+    "pythia/6.9b": 6_444_163_072,
+    "pythia/12b": 11_327_027_200,
+}
+
+
+def neox(layers, hidden, heads, vocab):
+    return hf.GPTNeoXConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+    )
+
+
+def llama(kind, layers, hidden, heads, kv, width, vocab, tied=False, **more):
+    return kind(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        intermediate_size=width,
+        tie_word_embeddings=tied,
+        **more,
+    )
+
+
+def gpt2(layers, hidden, heads):
+    return hf.GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads)
+
+
+def mamba(layers, hidden):
+    return hf.MambaConfig(num_hidden_layers=layers, hidden_size=hidden)
+
+
+def mamba2(layers, hidden):
+    return hf.Mamba2Config(vocab_size=50288, num_hidden_layers=layers, hidden_size=hidden, num_heads=hidden // 32, n_groups=1,
+                           tie_word_embeddings=True)
+
+
+# The shapes, written down a second time for transformers.
+THEIRS = {
+    "pythia/14m": neox(6, 128, 4, 50304),
+    "pythia/31m": neox(6, 256, 8, 50304),
+    "pythia/70m": neox(6, 512, 8, 50304),
+    "pythia/160m": neox(12, 768, 12, 50304),
+    "pythia/410m": neox(24, 1024, 16, 50304),
+    "pythia/1b": neox(16, 2048, 8, 50304),
+    "pythia/1.4b": neox(24, 2048, 16, 50304),
+    "pythia/2.8b": neox(32, 2560, 32, 50304),
+    "pythia/6.9b": neox(32, 4096, 32, 50432),
+    "pythia/12b": neox(36, 5120, 40, 50688),
+    "gpt_neox/20b": neox(44, 6144, 64, 50432),
+    "llama/llama2_7b": llama(hf.LlamaConfig, 32, 4096, 32, 32, 11008, 32000),
+    "llama/llama2_13b": llama(hf.LlamaConfig, 40, 5120, 40, 40, 13824, 32000),
+    "llama/llama2_70b": llama(hf.LlamaConfig, 80, 8192, 64, 8, 28672, 32000),
+    "llama/llama3_8b": llama(hf.LlamaConfig, 32, 4096, 32, 8, 14336, 128256),
+    "llama/llama3_70b": llama(hf.LlamaConfig, 80, 8192, 64, 8, 28672, 128256),
+    "llama/llama3.2_1b": llama(hf.LlamaConfig, 16, 2048, 32, 8, 8192, 128256, True),
+    "llama/llama3.2_3b": llama(hf.LlamaConfig, 28, 3072, 24, 8, 8192, 128256, True),
+    "mistral/7b": llama(hf.MistralConfig, 32, 4096, 32, 8, 14336, 32000),
+    "qwen3/0.6b": llama(hf.Qwen3Config, 28, 1024, 16, 8, 3072, 151936, True),
+    "qwen3/1.7b": llama(hf.Qwen3Config, 28, 2048, 16, 8, 6144, 151936, True),
+    "qwen3/4b": llama(hf.Qwen3Config, 36, 2560, 32, 8, 9728, 151936, True),
+    "qwen3/8b": llama(hf.Qwen3Config, 36, 4096, 32, 8, 12288, 151936),
+    "qwen3/14b": llama(hf.Qwen3Config, 40, 5120, 40, 8, 17408, 151936),
+    "qwen3/32b": llama(hf.Qwen3Config, 64, 5120, 64, 8, 25600, 151936),
+    "olmo2/7b": llama(hf.Olmo2Config, 32, 4096, 32, 32, 11008, 100352),
+    "olmo2/13b": llama(hf.Olmo2Config, 40, 5120, 40, 40, 13824, 100352),
+    "gpt2/small": gpt2(12, 768, 12),
+    "gpt2/medium": gpt2(24, 1024, 16),
+    "gpt2/large": gpt2(36, 1280, 20),
+    "gpt2/xl": gpt2(48, 1600, 25),
+    "mamba/130m": mamba(24, 768), "mamba/370m": mamba(48, 1024), "mamba/790m": mamba(48, 1536),
+    "mamba/1.4b": mamba(48, 2048), "mamba/2.8b": mamba(64, 2560),
+    "mamba2/130m": mamba2(24, 768), "mamba2/370m": mamba2(48, 1024), "mamba2/780m": mamba2(48, 1536),
+    "mamba2/1.3b": mamba2(48, 2048), "mamba2/2.7b": mamba2(64, 2560),
+}
+
+
+def files(folder: str = "*") -> list[str]:
+    """Names of the configurations that are whole models: those that no other file extends."""
+    bases = set()
+    paths = sorted(path for path in CONFIGS.glob(f"{folder}/*.yml"))
+    for path in CONFIGS.glob("*/*.yml"):
+        for base in re.findall(r"^extends: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            bases.add((path.parent / base).resolve())
+    return [str(path.relative_to(CONFIGS).with_suffix("")) for path in paths if path.resolve() not in bases]
+
+
+TINY, LAYOUTS = files("test"), [path.stem for path in sorted((CONFIGS / "layouts").glob("*.yml"))]
+
+
+def settings(name: str, *more: str, ranks: int = 1, overrides: tuple[str, ...] = (), inputs: bool = False):
+    paths = [CONFIGS / f"{each}.yml" for each in (name, *more)]
+    return load(paths, overrides, ranks=ranks, check_inputs=inputs)
+
+
+def test_every_published_file_is_tested():
+    published = {name for name in files() if name.split("/")[0] in {each.split("/")[0] for each in PUBLISHED}}
+    assert published == set(PUBLISHED) == set(THEIRS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str):
+    """The number of the paper, of our model, of our counts, and of transformers' model; no warning of any rule."""
+    resolved = settings(name)
+    assert not resolved.warnings
+    counts = totals(resolved.config)
+    model = build_model(resolved.config, device="meta")
+    with torch.device("meta"):
+        theirs = hf.AutoModelForCausalLM.from_config(THEIRS[name])
+    assert (
+        PUBLISHED[name]
+        == counts.parameters
+        == sum(p.numel() for p in model.parameters())
+        == sum(p.numel() for p in theirs.parameters())
+    )
+    if name in NON_EMBEDDING:
+        assert counts.non_embedding_parameters == NON_EMBEDDING[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_open_in_transformers(name: str):
+    """The configuration that export would write is of the right class, with the right options and shapes."""
+    architecture, config = hf_config(settings(name).config, THEIRS[name].model_type)
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings"):
+        assert getattr(config, key) == getattr(THEIRS[name], key), key
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "use_parallel_residual",
+                "state_size", "conv_kernel", "time_step_rank", "num_heads", "n_groups", "expand"):
+        if getattr(THEIRS[name], key, None) is not None:
+            assert getattr(config, key) == getattr(THEIRS[name], key), key
+
+
+def test_pythia_recipe():
+    config = settings("pythia/70m").config
+    assert (
+        config.training.steps * config.training.global_batch_size * config.training.sequence_length == 299_892_736_000
+    )
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (1e-3, (0.9, 0.95), 0.1)
+    assert config.checkpoint.log_spaced and config.checkpoint.every == 1000
+    rates = {name.split("/")[1]: settings(name).config.optimizer.lr for name in PUBLISHED if name.startswith("pythia")}
+    assert rates == {
+        "14m": 1e-3,
+        "31m": 1e-3,
+        "70m": 1e-3,
+        "160m": 6e-4,
+        "410m": 3e-4,
+        "1b": 2.5e-4,
+        "1.4b": 2e-4,
+        "2.8b": 1.6e-4,
+        "6.9b": 1.2e-4,
+        "12b": 1.2e-4,
+    }
+    schemes = {name: settings(f"pythia/{name}").config.model.init.output for name in rates}
+    assert {name for name, scheme in schemes.items() if scheme != "wang_init"} == {"6.9b", "12b"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_only_data_are_missing(name: str):
+    """With something to read, a start on one CPU is refused for nothing."""
+    settings(
+        name,
+        "layouts/cpu",
+        overrides=("data.synthetic=copy", "tokenizer.type=none", "tokenizer.path=null"),
+        inputs=True,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str):
+    for name in ("pythia/6.9b", "llama/llama3_8b"):
+        config = settings(
+            name, f"layouts/{layout}", ranks=32, overrides=("launch.device=cuda",) if layout != "cpu" else ()
+        ).config
+        assert 32 % (config.parallel.tensor * config.parallel.pipeline) == 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_learn_in_seconds(name: str):
+    """A few thousand parameters, nothing to read; plain gradient descent on one batch brings the loss down."""
+    config = settings(name, inputs=True).config
+    model = build_model(config)
+    assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000
+    assert hf_config(config)[0].name == {"neox": "gpt_neox"}.get(name.split("tiny_")[1], name.split("tiny_")[1])
+    tokens = torch.randint(
+        config.model.vocab_size, (4, config.training.sequence_length + 1), generator=torch.Generator().manual_seed(0)
+    )
+    optimizer = torch.optim.Adam(named(model).values(), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].numel()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]

@@ -1,0 +1,104 @@
+"""The fused head and loss: the same whatever the chunk, nothing kept but gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy
+from tests.model.parity import relative
+
+N, H, V = 13, 8, 29
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((N, H), (V, H), (V,)))
+    labels = torch.randint(V, (N,), generator=generator)
+    weights = torch.rand(N, generator=generator)
+    weights[3] = 0.0
+    return *(each.requires_grad_() for each in (x, weight, bias)), labels, weights
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 12, 13, 14, 1024])
+def test_equals_cross_entropy_for_all_chunks(chunk: int):
+    x, weight, bias, labels, weights = inputs()
+    wanted_ce = F.cross_entropy(F.linear(x, weight, bias), labels, reduction="none")
+    wanted = torch.autograd.grad((wanted_ce * weights).sum(), (x, weight, bias))
+    loss, ce = linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(chunk=chunk))
+    torch.testing.assert_close(ce, wanted_ce, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, (wanted_ce * weights).sum(), rtol=1e-6, atol=0)
+    for found, expected in zip(torch.autograd.grad(3.0 * loss, (x, weight, bias)), wanted):
+        assert relative(found, 3.0 * expected) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{"multiplier": 0.3}, {"softcap": 2.0}, {"z_loss": 0.2}, {"multiplier": 1.7, "softcap": 1.5, "z_loss": 0.1}],
+)
+def test_multiplier_softcap_and_z_loss(chunk: int, options: dict):
+    x, weight, bias, labels, weights = inputs()
+    double = [each.detach().double().requires_grad_() for each in (x, weight, bias)]
+    logits = options.get("multiplier", 1.0) * double[0] @ double[1].T + double[2]
+    if "softcap" in options:
+        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+    log_z = logits.exp().sum(1).log()
+    each = log_z - logits[torch.arange(N), labels] + options.get("z_loss", 0.0) * log_z**2
+    wanted = torch.autograd.grad((each * weights).sum(), double)
+    loss, _ = linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(chunk=chunk, **options))
+    torch.testing.assert_close(loss.double(), (each * weights).sum(), rtol=1e-5, atol=0)
+    for found, expected in zip(torch.autograd.grad(loss, (x, weight, bias)), wanted):
+        assert relative(found, expected) < 1e-5
+
+
+def test_large_logits_do_not_overflow():
+    x, weight, _, labels, weights = inputs()
+    loss, _ = linear_cross_entropy(x * 1e3, weight, None, labels, weights)
+    wanted = (F.cross_entropy((x * 1e3) @ weight.T, labels, reduction="none") * weights).sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+
+
+def test_in_bf16_the_loss_is_fp32():
+    x, weight, bias, labels, weights = inputs(torch.bfloat16)
+    loss, ce = linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(chunk=4))
+    assert loss.dtype == ce.dtype == torch.float32
+    exact = F.cross_entropy(F.linear(x.double(), weight.double(), bias.double()), labels, reduction="none")
+    assert relative(ce, exact) < 1e-2
+    wanted = torch.autograd.grad((exact * weights).sum(), (x, weight, bias))
+    for found, expected in zip(torch.autograd.grad(loss, (x, weight, bias)), wanted):
+        assert found.dtype == torch.bfloat16 and relative(found.double(), expected.double()) < 2e-2
+
+
+def test_no_logits_are_kept():
+    x, weight, _, labels, weights = inputs()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        linear_cross_entropy(x, weight, None, labels, weights, options=LossOptions(chunk=4))
+    assert sorted(kept) == sorted([(N, H), (V, H)])
+
+
+def test_evaluation_computes_no_gradients():
+    x, weight, _, labels, weights = inputs()
+    with torch.no_grad():
+        loss, ce = linear_cross_entropy(x, weight, None, labels, weights)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, (ce * weights).sum())
+
+
+def test_fp16_gradients_do_not_vanish_before_the_loss_scale() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, hidden, vocab, scale = 512, 16, 300, 65536.0
+    x = torch.randn(tokens, hidden, generator=generator).half().requires_grad_()
+    weight = (0.3 * torch.randn(vocab, hidden, generator=generator)).half().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    weights = torch.rand(tokens, generator=generator) / 1e6
+    loss, _ = linear_cross_entropy(x, weight, None, labels, weights, options=LossOptions(chunk=100))
+    (loss * scale).backward()
+
+    x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    ce = torch.nn.functional.cross_entropy(x64 @ weight64.T, labels, reduction="none")
+    ((ce * weights).sum() * scale).backward()
+    for ours, exact in ((x.grad, x64.grad), (weight.grad, weight64.grad)):
+        assert float((ours.double() - exact).norm() / exact.norm()) < 3e-3  # three digits are what fp16 has

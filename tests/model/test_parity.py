@@ -1,0 +1,108 @@
+"""Logits and gradients of random tiny models equal those of transformers, in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+from tests.model.parity import compare
+
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA_LIKE = {**TINY, "num_key_value_heads": 2, "intermediate_size": 40}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+CASES = {
+    "neox parallel": hf.GPTNeoXConfig(**TINY, intermediate_size=96),
+    "neox sequential": hf.GPTNeoXConfig(**TINY, intermediate_size=48, use_parallel_residual=False),
+    "neox odd fraction, tanh": hf.GPTNeoXConfig(
+        **{**TINY, "num_attention_heads": 2},
+        intermediate_size=96,
+        rotary_pct=0.5,
+        hidden_act="gelu_new",
+        layer_norm_eps=1e-3,
+        rotary_emb_base=200,
+    ),
+    "neox without attention biases": hf.GPTNeoXConfig(**TINY, intermediate_size=96, attention_bias=False),
+    "neox tied": hf.GPTNeoXConfig(**TINY, intermediate_size=96, tie_word_embeddings=True),
+    "llama grouped": hf.LlamaConfig(**LLAMA_LIKE),
+    "llama multi-head, tied": hf.LlamaConfig(**{**LLAMA_LIKE, "num_key_value_heads": 4}, tie_word_embeddings=True),
+    "llama multi-query": hf.LlamaConfig(**{**LLAMA_LIKE, "num_key_value_heads": 1}),
+    "llama head_dim, biases": hf.LlamaConfig(**LLAMA_LIKE, head_dim=12, attention_bias=True, mlp_bias=True),
+    "llama linear": hf.LlamaConfig(
+        **LLAMA_LIKE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+    ),
+    "llama llama3": hf.LlamaConfig(**LLAMA_LIKE, rope_parameters=LLAMA3),
+    "llama yarn": hf.LlamaConfig(**LLAMA_LIKE, max_position_embeddings=64, rope_parameters=YARN),
+    "llama yarn, factor given": hf.LlamaConfig(
+        **LLAMA_LIKE,
+        max_position_embeddings=64,
+        rope_parameters={**YARN, "attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0},
+    ),
+    "mistral window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=5),
+    "mistral wide window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=64),
+    "mistral no window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=None, rms_norm_eps=1e-4),
+    "qwen3": hf.Qwen3Config(**LLAMA_LIKE, head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3 wide heads, tied": hf.Qwen3Config(**LLAMA_LIKE, head_dim=20, tie_word_embeddings=True),
+    "qwen3 biases, some windows": hf.Qwen3Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 3},
+        head_dim=8,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+    ),
+    "olmo2": hf.Olmo2Config(**LLAMA_LIKE, rms_norm_eps=1e-6, eos_token_id=1, pad_token_id=None),
+    "olmo2 multi-head, biases": hf.Olmo2Config(
+        **{**LLAMA_LIKE, "num_key_value_heads": 4},
+        attention_bias=True,
+        eos_token_id=1,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "gpt2": hf.GPT2Config(
+        vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1
+    ),
+    "gpt2 untied, relu": hf.GPT2Config(
+        vocab_size=61,
+        n_positions=40,
+        n_embd=24,
+        n_layer=3,
+        n_head=2,
+        n_inner=50,
+        activation_function="relu",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-3,
+        bos_token_id=1,
+        eos_token_id=1,
+    ),
+}
+
+STATE_SPACE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+CASES |= {
+    "mamba": hf.MambaConfig(**STATE_SPACE, state_size=8),
+    "mamba untied, biases": hf.MambaConfig(
+        **STATE_SPACE, state_size=5, use_bias=True, use_conv_bias=False, conv_kernel=3, expand=3, time_step_rank=5,
+        tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+    "mamba2 grouped": hf.Mamba2Config(**STATE_SPACE, state_size=8, n_groups=2, head_dim=8, num_heads=8, chunk_size=7),
+    "mamba2 tied, biases, limits": hf.Mamba2Config(
+        **STATE_SPACE, state_size=16, n_groups=4, head_dim=8, num_heads=12, expand=3, use_bias=True, use_conv_bias=False,
+        tie_word_embeddings=True, time_step_limit=(0.5, 0.8), layer_norm_epsilon=1e-3),
+    "mamba2 one group": hf.Mamba2Config(**STATE_SPACE, state_size=4, n_groups=1, head_dim=16, num_heads=4, conv_kernel=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers(name: str):
+    torch.manual_seed(0)
+    config = CASES[name]
+    theirs = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    compare(theirs, seed=sum(name.encode()))

@@ -1,0 +1,312 @@
+"""Mixers with a state: decoding, hand-over between pieces, documents, counts, tensor parallel ranks, initial values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config import resolve
+from megatron.model.describe import layers, layers_table, totals
+from megatron.model.stack import build_model
+from megatron.model.stream import Stream
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.model.parity import named, randomise, relative
+from tests.model.test_recomputation import Allocations
+from tests.workers import run
+
+S, V = 24, 37
+MODELS = {
+    "mamba": {"layers": "mamba x2", "mamba": {"state_size": 4, "chunk": 10}},
+    "mamba, biases": {
+        "layers": "(mamba/mlp) x2",
+        "mamba": {"bias": True, "convolution_bias": False, "convolution": 3, "rank": 5, "expand": 3},
+        "mlp": {"hidden_size": 32},
+    },
+    "mamba2": {"layers": "mamba2 x2", "mamba2": {"head_dim": 4, "state_size": 6, "groups": 2, "chunk": 8}},
+    "mamba2, one group, biases": {
+        "layers": "mamba2 x2",
+        "mamba2": {
+            "head_dim": 6,
+            "state_size": 5,
+            "bias": True,
+            "convolution_bias": False,
+            "most_step": 0.8,
+            "least_step": 0.002,
+        },
+    },
+    "mamba2, groups of two heads": {
+        "layers": "mamba2 x2",
+        "mamba2": {"head_dim": 4, "state_size": 5, "groups": 6, "chunk": 7},
+    },
+    "mixed": {
+        "layers": "mamba2 attention/mlp mamba mamba2/mlp",
+        "attention": {"heads": 4},
+        "mlp": {"hidden_size": 32},
+        "mamba2": {"head_dim": 4, "state_size": 6, "groups": 4, "chunk": 5},
+    },
+}
+
+
+def config_of(name: str, **training):
+    documents = training.pop("documents", False)
+    return resolve(
+        {
+            "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **MODELS[name]},
+            "data": {"reset_attention_at_eod": documents},
+            "training": {"steps": 1, "sequence_length": S, **training},
+        }
+    )
+
+
+def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
+    return torch.randint(V, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 1, 16], [13, 11]])
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
+    model = build_model(config_of(name)).eval()
+    randomise(model, 2)
+    tokens = tokens_of()
+    with torch.no_grad():
+        wanted, state, begin, found = model.logits(tokens), model.new_state(), 0, []
+        for piece in pieces:
+            found.append(model.decode(tokens[:, begin : begin + piece], state, begin))
+            begin += piece
+    assert relative(torch.cat(found, 1), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("cuts", [(12,), (1, 2, 17), (8, 16)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+def test_a_state_hands_over_with_its_gradients(name: str, cuts: tuple[int, ...], documents: bool):
+    """A mixer over pieces of a sequence gives the outputs and the gradients of the whole."""
+    block = build_model(config_of(name)).blocks[0]
+    randomise(block, 3)
+    x = torch.randn(2, S, 24, generator=torch.Generator().manual_seed(4))
+    numbers = torch.tensor([[0] * 5 + [1] * 7 + [2] * 12, [0] * 13 + [1] * 11]) if documents else None
+
+    def outputs(bounds) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        block.zero_grad()
+        own, state, parts = x.clone().requires_grad_(), block.mixer.new_state(), []
+        for begin, end in zip(bounds, bounds[1:]):
+            stream = Stream(own[:, begin:end], documents=None if numbers is None else numbers[:, begin:end])
+            parts.append(block.mixer(stream.hidden, stream, state))
+        y = torch.cat(parts, 1)
+        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(5))).sum().backward()
+        return y.detach(), [own.grad, *(p.grad for p in block.mixer.parameters())]
+
+    stream = Stream(x, documents=numbers)
+    whole, gradients = outputs([0, S])
+    assert relative(whole, block.mixer(x, stream).detach()) < 1e-6  # a state changes nothing
+    found, own = outputs([0, *cuts, S])
+    assert relative(found, whole) < 1e-5
+    for mine, wanted in zip(own, gradients):
+        assert relative(mine, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_do_not_see_each_other(name: str):
+    """Loss and gradients of packed documents are those of each document alone."""
+    model = build_model(config_of(name, documents=True))
+    randomise(model, 6)
+    lengths = [(5, 12, 7), (1, 2, 21)]
+    tokens, labels = tokens_of(), tokens_of(seed=7)
+    numbers = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in lengths])
+    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+
+    def gradients(loss) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in named(model).items()}
+
+    packed = model(tokens, labels, torch.ones(2, S), positions=positions, documents=numbers)[0]
+    alone = 0.0
+    for sample, row in enumerate(lengths):
+        begin = 0
+        for length in row:
+            part = slice(begin, begin + length)
+            alone = (
+                alone
+                + model(tokens[sample : sample + 1, part], labels[sample : sample + 1, part], torch.ones(1, length))[0]
+            )
+            begin += length
+    together = model(tokens, labels, torch.ones(2, S))[0]
+    assert abs(packed - alone) < 1e-5 * alone and abs(together - alone) > 1e-4 * alone
+    wanted = gradients(alone)
+    for key, gradient in gradients(packed).items():
+        assert relative(gradient, wanted[key]) < 2e-5, key
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputation_changes_no_bit(name: str, mode: str):
+    def gradients(mode: str):
+        model = build_model(config_of(name, activation_checkpointing={"mode": mode}))
+        model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))[0].backward()
+        return {key: p.grad for key, p in named(model).items()}
+
+    wanted, found = gradients("none"), gradients(mode)
+    assert all(found[key].equal(wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_flops(name: str):
+    """FLOPs are what torch counts, with chunks that divide the sequence."""
+    config = resolve(
+        {
+            **config_of(name).model_dump(exclude_unset=True, include={"training"}),
+            "model": {
+                "hidden_size": 24,
+                "vocab_size": V,
+                "norm": {"type": "rmsnorm"},
+                **MODELS[name],
+                "mamba2": {**MODELS[name].get("mamba2", {}), "chunk": 8},
+                "mamba": {**MODELS[name].get("mamba", {}), "chunk": 4},
+            },
+        }
+    )
+    model = build_model(config).eval()
+    for block, row in zip(model.blocks, layers_table(config)[1:-1]):
+        assert row["parameters"] == sum(p.numel() for p in block.parameters())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            model.logits(tokens_of())
+    assert counter.get_total_flops() == totals(config).forward_flops * 2 * S
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("mixed", "mamba, biases")])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_kept_activations(name: str, mode: str):
+    """Bytes that exist between forward and backward: what the second block adds. A mamba layer's scan also keeps one
+    fp32 state per chunk, and CPU's RMSNorm the normalised vector."""
+
+    def kept(blocks: int) -> tuple[int, int]:
+        values = {**MODELS[name], "layers": f"{MODELS[name]['layers'].split(' ')[0]} x{blocks}"}
+        kind = values["layers"].split(" ")[0]
+        values[kind] = {**values[kind], "chunk": 8}
+        config = resolve(
+            {
+                "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **values},
+                "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}},
+            }
+        )
+        model = build_model(config)
+        with Allocations(model.parameters()) as allocations:
+            loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
+        found = allocations.bytes()
+        loss.backward()
+        return found, layers(config)[1].kept
+
+    (one, row), (two, _) = kept(1), kept(2)
+    tokens = 2 * 64
+    wanted = row * tokens
+    if mode == "none":
+        wanted += 24 * tokens  # RMSNorm
+        if name.startswith("mamba2"):
+            wanted += 0
+        else:
+            wanted += 2 * 8 * 48 * 4
+    assert two - one == pytest.approx(wanted * 4, rel=0.002)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_state_does_not_grow(name: str):
+    config = config_of(name)
+    model, state = build_model(config).eval(), None
+    sizes = []
+    for length in (S, S // 2):
+        state = model.new_state()
+        with torch.no_grad():
+            model.decode(tokens_of(length=length), state, 0)
+        sizes.append(
+            [
+                0
+                if type(own.mixer).__name__ == "KeyValueCache"
+                else sum(tensor[0].numel() for tensor in vars(own.mixer).values() if tensor is not None)
+                for own in state
+            ]
+        )
+    assert sizes[0] == sizes[1]
+    for size, block, row in zip(sizes[0], model.blocks, layers(config)[1:-1]):
+        if "attention" not in str(block.pattern):
+            assert size == row.counts.state
+
+
+def step(name: str, layout: Layout, mode: str = "none"):
+    """(loss, this rank's gradients by name with their spans, logits) on this rank of the layout."""
+    mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
+    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh)
+    with torch.no_grad():
+        for key, p in named(model).items():
+            whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
+            for dim, spans in enumerate(p.logical.spans(mesh.tensor.rank, mesh.tensor.size)):
+                whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in spans], dim)
+            p.add_(0.2 * whole)
+    loss, _ = model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))
+    loss.backward()
+    with torch.no_grad():
+        logits = model.eval().logits(tokens_of())
+    return (
+        loss.item(),
+        {key: (p.grad, p.logical.spans(mesh.tensor.rank, mesh.tensor.size)) for key, p in named(model).items()},
+        logits,
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks, sequence, mode", [(2, False, "none"), (2, True, "none"), (2, True, "full"), (4, True, "selective")]
+)
+def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
+    for name in MODELS:
+        loss, wanted, logits = step(name, Layout())
+        for rank, (own, pieces, own_logits) in enumerate(
+            run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
+        ):
+            assert own == pytest.approx(loss, rel=1e-5), (name, rank)
+            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            for key, (gradient, spans) in pieces.items():
+                expected = wanted[key][0]
+                for dim, parts in enumerate(spans):
+                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
+                assert relative(gradient, expected) < 2e-5, (name, key, rank)
+
+
+def test_initial_values_are_the_published_ones():
+    config = resolve(
+        {
+            "model": {
+                "layers": "mamba mamba2",
+                "hidden_size": 256,
+                "vocab_size": V,
+                "mamba2": {"head_dim": 1, "state_size": 8},
+                "init": {"hidden": "fan_in_uniform", "output": "scaled_fan_in_uniform"},
+            },
+            "training": {"steps": 1, "sequence_length": S},
+        }
+    )
+    weights = {name: p.detach() for name, p in named(build_model(config)).items()}
+    one, two = "layers.0.mamba", "layers.1.mamba2"
+    torch.testing.assert_close(weights[f"{one}.A_log"].exp(), torch.arange(1.0, 17.0).expand(512, 16))
+    for name in (one, two):
+        steps = F.softplus(weights[f"{name}.dt_bias"])
+        assert 0.001 <= steps.min() < 0.00104 and 0.096 < steps.max() <= 0.1001
+        spread = (steps.log() - math.log(0.001)) / math.log(100)  # uniform in [0, 1]
+        assert abs(spread.mean() - 0.5) < 0.04 and abs(spread.std() - 12**-0.5) < 0.02
+        assert (weights[f"{name}.D"] == 1).all()
+        for tensor, limit in (
+            (f"{name}.zx.weight", 1 / 16),
+            (f"{name}.output.weight", 1 / 32),
+            (f"{name}.x_conv.weight", 0.5),
+            (f"{name}.x_conv.bias", 0.5),
+        ):
+            values = weights[tensor]
+            assert 0.98 * limit < values.abs().max() <= limit and abs(values.std() / limit - 3**-0.5) < 0.03, tensor
+    A = weights[f"{two}.A_log"].exp()
+    assert 1 <= A.min() < 1.2 and 15.8 < A.max() <= 16.01 and abs(A.mean() - 8.5) < 0.6
+    assert weights[f"{one}.dt.weight"].abs().max() == pytest.approx(16**-0.5, rel=0.01)

@@ -1,0 +1,109 @@
+"""The model cut over tensor parallel ranks, with and without sequence parallelism, equals the whole one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.model.stack import build_model
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.model.parity import named, relative
+from tests.workers import run
+
+S, V = 12, 37
+MODELS = {
+    "neox": {
+        "residual": {"form": "parallel"},
+        "attention": {"heads": 4, "qkv_bias": True, "output_bias": True},
+        "mlp": {"bias": True, "hidden_size": 25},
+        "head": {"bias": True},
+        "dropout": 0.2,
+    },
+    "grouped, fewer key/value heads than ranks": {
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 1, "qk_norm": "head", "qkv_bias": True},
+        "mlp": {"gated": True, "hidden_size": 30},
+        "embedding": {"tied": True},
+    },
+    "olmo2": {
+        "norm": {"type": "rmsnorm"},
+        "residual": {"norm": "post"},
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "full"},
+        "mlp": {"gated": True, "hidden_size": 30},
+    },
+    "olmo2, one key/value head": {
+        "residual": {"norm": "post"},
+        "attention": {"heads": 4, "kv_heads": 1, "qk_norm": "full"},
+    },
+    "alibi, learned, embedding norm": {
+        "attention": {"heads": 4, "position": "alibi", "dropout": 0.1},
+        "embedding": {"position": "learned", "norm": True},
+        "residual": {"form": "parallel", "shared_norm": True},
+        "head": {"softcap": 3.0},
+    },
+}
+
+
+def step(model_values: dict, layout: Layout, mode: str, move: bool = True):
+    """(loss, this rank's gradients by name, logits) of one step of the model on this rank of the layout."""
+    mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
+    config = resolve(
+        {
+            "model": {"layers": "(attention/mlp) x2", "hidden_size": 24, "vocab_size": V, **model_values},
+            "training": {
+                "steps": 1,
+                "sequence_length": S,
+                "z_loss": 0.1,
+                "loss_chunk": 7,
+                "activation_checkpointing": {"mode": mode},
+            },
+        }
+    )
+    model = build_model(config, mesh)
+    shake(model, layout)
+    tokens, labels = torch.randint(V, (2, 2, S), generator=torch.Generator().manual_seed(0))
+    loss, _ = model(tokens, labels, torch.ones(labels.shape), samples=torch.tensor([4, 9]))
+    loss.backward()
+    with torch.no_grad():
+        logits = model.eval().logits(tokens)
+    pieces = {name: (p.grad, p.logical.spans(mesh.tensor.rank, mesh.tensor.size)) for name, p in named(model).items()}
+    return loss.item(), pieces, logits
+
+
+def shake(model, layout: Layout) -> None:
+    """Norms and biases too get values, the same on every layout."""
+    with torch.no_grad():
+        for name, p in named(model).items():
+            if p.dim() == 1:
+                whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(name.encode())))
+                spans = p.logical.spans(model.plan.mesh.tensor.rank, layout.tensor)[0]
+                p.add_(0.2 * torch.cat([whole[each.start : each.stop] for each in spans]))
+            else:
+                p.mul_(4.0)
+
+
+@pytest.mark.parametrize(
+    "ranks, sequence, mode",
+    [
+        (2, False, "none"),
+        (2, True, "none"),
+        (4, True, "none"),
+        (2, True, "full"),
+        (2, False, "selective"),
+        (2, True, "selective"),
+    ],
+)
+def test_equals_one_rank(ranks: int, sequence: bool, mode: str):
+    for name, values in MODELS.items():
+        loss, wanted, logits = step(values, Layout(), "none")
+        answers = run(ranks, step, values, Layout(tensor=ranks, sequence=sequence), mode)
+        for rank, (own_loss, pieces, own_logits) in enumerate(answers):
+            assert own_loss == pytest.approx(loss, rel=1e-5), (name, rank)
+            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            for key, (gradient, spans) in pieces.items():
+                expected = wanted[key][0]
+                for dim, runs in enumerate(spans):
+                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in runs], dim)
+                assert relative(gradient, expected) < 2e-5, (name, key, rank)
