@@ -1,0 +1,80 @@
+"""Token files of one blend must come from one tokenizer, and it should be the run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import DataError
+from .tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import TokenizerSection
+
+    from .source import SourceFile
+
+_WITHOUT_FILES = ("bytes", "characters")
+
+
+def agree(files: list[SourceFile], section: TokenizerSection) -> None:
+    """Refuse sources whose manifests name different tokenizers, or another than the run's.
+
+    Files without a manifest (made by other programs) cannot be compared.
+    """
+    known = [each for each in files if each.manifest is not None]
+    for each in known[1:]:
+        if each.manifest.tokenizer["hash"] != known[0].manifest.tokenizer["hash"]:
+            raise DataError(
+                each.path,
+                f"it was made with the tokenizer {each.manifest.tokenizer['name']}, but {known[0].path} "
+                f"with {known[0].manifest.tokenizer['name']}; their ids mean different texts",
+                "tokenize both with one tokenizer",
+            )
+    if known and is_local(section):
+        own = build_tokenizer(section)
+        if own.hash != known[0].manifest.tokenizer["hash"]:
+            raise DataError(
+                known[0].path,
+                f"it was made with the tokenizer {known[0].manifest.tokenizer['name']}, which is not the run's "
+                f"({own.name})",
+                "set tokenizer.path to the tokenizer that made the file",
+            )
+
+
+def is_local(section: TokenizerSection) -> bool:
+    """Whether the run's tokenizer is on this machine (it is not fetched only to compare it)."""
+    return section.type in _WITHOUT_FILES or (
+        section.type != "none" and section.path is not None and Path(section.path).exists()
+    )
+
+
+def end_of_document(files: list[SourceFile], section: TokenizerSection) -> int | None:
+    """The id of the end-of-document token: from the configuration, the manifests, or the tokenizer."""
+    if section.eod_id is not None:
+        return section.eod_id
+    for each in files:
+        if (
+            section.eod_token is None
+            and each.manifest is not None
+            and each.manifest.tokenizer.get("eod_id") is not None
+        ):
+            return each.manifest.tokenizer["eod_id"]
+    if section.type == "none" or (section.path is None and section.type not in _WITHOUT_FILES):
+        return None
+    return build_tokenizer(section).eod_id
+
+
+def token_id(section: TokenizerSection, token: str, key: str) -> int:
+    """The one id of a special token of the run's tokenizer.
+
+    Raises:
+        DataError: the tokenizer does not have it as one token.
+    """
+    ids = build_tokenizer(section).encode(token)
+    if len(ids) != 1:
+        raise DataError(
+            key,
+            f"the run's tokenizer has no token {token!r}",
+            "name one of its special tokens, or add it when training it",
+        )
+    return ids[0]

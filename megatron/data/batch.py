@@ -1,0 +1,48 @@
+"""What one data parallel rank reads in one optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One data parallel rank's part of one step, as CPU tensors.
+
+    Shapes: A micro-batches (accumulation), M samples per micro-batch, S = sequence length.
+
+    Attributes:
+        step: the optimizer step, from 0.
+        tokens: int64 [A, M, S+1]; inputs are `[..., :-1]`, labels `[..., 1:]`.
+        sample_ids: int64 [A, M]; global number n of each sample, step*B <= n < (step+1)*B.
+        hash: sum modulo 2**64 of `hashing.sample_hash` over this rank's samples; the global batch's hash is the sum
+            modulo 2**64 over data parallel ranks.
+        loss_mask: float32 [A, M, S], the weight of each label; None means all ones.
+        documents: int32 [A, M, S], the index of each input token's document inside its sample; None when documents of
+            one sample attend to each other.
+        positions: int32 [A, M, S], each input token's place in its document; None with `documents`.
+    """
+
+    step: int
+    tokens: torch.Tensor
+    sample_ids: torch.Tensor
+    hash: int
+    loss_mask: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """int64 [A, M, S]."""
+        return self.tokens[..., :-1]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """int64 [A, M, S]."""
+        return self.tokens[..., 1:]
+
+    @property
+    def accumulation(self) -> int:
+        return self.tokens.shape[0]

@@ -1,0 +1,144 @@
+"""The order in which a blend takes samples from its sources, as GPT-NeoX has it.
+
+At draw t the source with the largest `weight * max(t, 1) - draws so far` is taken, in double precision, ties going to
+the first. That is a loop over all draws; here it runs over many blocks of draws at once. The state before draw t is the
+count of draws of each source. Each block starts from a guess of that state which has been run in for a while (guesses
+soon fall in with the true course), and a block's result is kept only if its start is exactly the end of the block
+before it; blocks for which it is not are run again from the right state.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from .cache import Arrays, cached
+
+BLOCK = 4096  # draws between two kept counts
+_TOGETHER = 1 << 14  # blocks that are simulated side by side
+_RUN_IN = 256  # draws per source from a guessed state before a block begins
+
+
+def normalised(weights: list[float]) -> np.ndarray:
+    """Weights with sum 1, in the order of operations that GPT-NeoX's normalisation has."""
+    total = 0.0
+    for weight in weights:
+        total += weight
+    return np.array([weight / total for weight in weights], dtype=np.float64)
+
+
+def draw(
+    weights: np.ndarray, counts: np.ndarray, first: np.ndarray, draws: int, keep: np.ndarray | None = None
+) -> np.ndarray:
+    """Let several courses make their draws, side by side.
+
+    Args:
+        weights: float64 [D].
+        counts: float64 [K, D], draws so far of each course; not changed.
+        first: int64 [K], number t of each course's next draw.
+        draws: how many.
+        keep: [K, draws], filled with the sources drawn.
+
+    Returns:
+        float64 [K, D], the counts afterwards.
+    """
+    counts, rows = counts.copy(), np.arange(len(first))
+    scores = np.empty_like(counts)
+    for step in range(draws):
+        times = np.maximum(first + step, 1).astype(np.float64)
+        np.multiply(times[:, None], weights, out=scores)
+        scores -= counts
+        chosen = scores.argmax(axis=1)
+        counts[rows, chosen] += 1
+        if keep is not None:
+            keep[:, step] = chosen
+    return counts
+
+
+def guess(weights: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Counts near the true ones after `draws` draws: float64 [K, D], whole numbers that add up to `draws`."""
+    ideal = np.outer(draws.astype(np.float64), weights)
+    counts = np.floor(ideal)
+    missing = (draws - counts.sum(axis=1)).astype(np.int64)
+    order = np.argsort(counts - ideal, axis=1, kind="stable")  # largest remainder first
+    rank = np.argsort(order, axis=1, kind="stable")
+    return counts + (rank < missing[:, None])
+
+
+def build_arrays(weights: np.ndarray, size: int) -> Arrays:
+    """All draws of a blend.
+
+    Returns:
+        sources: uint8 (uint16 from 255 sources on) [size], the source of each draw.
+        counts: int64 [ceil(size / BLOCK), D], draws of each source before every BLOCK-th draw.
+    """
+    blocks, kinds = max(1, -(-size // BLOCK)), len(weights)
+    dtype = np.uint8 if kinds < 255 else np.uint16
+    sources = np.empty((blocks, BLOCK), dtype)
+    starts = np.zeros((blocks + 1, kinds), np.float64)
+    for begin in range(0, blocks, _TOGETHER):
+        _simulate(weights, sources, starts, begin, min(begin + _TOGETHER, blocks))
+    return {"sources": sources.reshape(-1)[:size], "counts": starts[:blocks].astype(np.int64)}
+
+
+def _simulate(weights: np.ndarray, sources: np.ndarray, starts: np.ndarray, begin: int, end: int) -> None:
+    """Fill in blocks begin ... end-1, given the state at `starts[begin]`, and the state after each."""
+    run_in = min(_RUN_IN * len(weights), BLOCK)
+    first = np.arange(begin, end, dtype=np.int64) * BLOCK
+    if end - begin > 1:
+        early = first[1:] - run_in
+        starts[begin + 1 : end] = draw(weights, guess(weights, early), early, run_in)
+    pending = np.arange(begin, end)
+    ends = np.empty((end - begin, len(weights)))
+    while len(pending):
+        part = np.empty((len(pending), BLOCK), sources.dtype)
+        ends[pending - begin] = draw(weights, starts[pending], first[pending - begin], BLOCK, part)
+        sources[pending] = part
+        wrong = np.flatnonzero((ends[:-1] != starts[begin + 1 : end]).any(axis=1)) + begin + 1
+        starts[wrong] = ends[wrong - 1 - begin]
+        pending = wrong
+    starts[end] = ends[-1]
+
+
+class Blend:
+    """A table of draws: draw t takes sample `count` of `source`."""
+
+    def __init__(self, weights: list[float], size: int, cache: str | os.PathLike | None = None):
+        """
+        Args:
+            weights: of the sources, not all zero.
+            size: draws.
+            cache: folder of the table; None makes it in memory.
+        """
+        self.weights, self.size = normalised(weights), size
+        if len(weights) == 1:
+            return
+        key = tuple(weight.hex() for weight in self.weights.tolist())
+        arrays = cached(cache, "blend", (key, size), lambda: build_arrays(self.weights, size))
+        self.sources, self.counts = arrays["sources"], arrays["counts"]
+
+    def locate(self, draw: int) -> tuple[int, int]:
+        """The source of a draw, and how often it was drawn before."""
+        if len(self.weights) == 1:
+            return 0, draw
+        source, block = int(self.sources[draw]), draw // BLOCK
+        return source, int(self.counts[block, source]) + int(
+            np.count_nonzero(self.sources[block * BLOCK : draw] == source)
+        )
+
+    def drawn(self, source: int, draws: int) -> int:
+        """How often a source is drawn in the first `draws` draws."""
+        if len(self.weights) == 1:
+            return draws
+        block = min(draws // BLOCK, len(self.counts) - 1)
+        return int(self.counts[block, source]) + int(np.count_nonzero(self.sources[block * BLOCK : draws] == source))
+
+    def find(self, source: int, count: int) -> int | None:
+        """The draw that takes sample `count` of a source; None if the table ends before it."""
+        if len(self.weights) == 1:
+            return count if count < self.size else None
+        block = int(np.searchsorted(self.counts[:, source], count, side="right")) - 1
+        places = np.flatnonzero(self.sources[block * BLOCK : (block + 1) * BLOCK] == source)
+        inside = count - int(self.counts[block, source])
+        return block * BLOCK + int(places[inside]) if inside < len(places) else None

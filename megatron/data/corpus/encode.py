@@ -1,0 +1,265 @@
+"""Texts to ids: what a worker does with a chunk, and which encoder computes the ids."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..tokenizer import HuggingFaceTokenizer, Tokenizer
+from .inputs import Chunk
+
+ORIGIN = np.dtype([("input", "<i4"), ("start", "<i8"), ("length", "<i8")])
+LITTLE = 16 << 20  # bytes below which the probes are not worth their seconds
+Encode = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How texts are treated.
+
+    Attributes:
+        key: of the text in JSON objects and tables.
+        append_eod: an end-of-document token ends each document.
+        normalise: Unicode normal form ("NFC", ...), or None.
+        strip: remove white space at both ends.
+    """
+
+    key: str = "text"
+    append_eod: bool = True
+    normalise: str | None = None
+    strip: bool = False
+
+
+@dataclass
+class Encoded:
+    """What became of a chunk.
+
+    Attributes:
+        tokens: ids, document after document.
+        sizes: int32, tokens of each document.
+        origin: where each document came from (ORIGIN; the input's number is filled in).
+        bad: (line, reason) of lines that are no text.
+        empty: texts without any token.
+        text_bytes: bytes of the texts.
+        lines: lines of the chunk.
+    """
+
+    tokens: np.ndarray
+    sizes: np.ndarray
+    origin: np.ndarray
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    empty: int = 0
+    text_bytes: int = 0
+    lines: int = 0
+
+
+def texts_of(chunk: Chunk, treatment: Treatment) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
+    """The texts of a chunk, (start, length) of each in the input, and (line, reason) of what is none."""
+    if chunk.kind == "lines":
+        return _texts_of_lines(chunk, treatment)
+    texts, places, bad = [], [], []
+    if chunk.kind in ("text", "dat"):
+        values, width = [chunk.content], [(chunk.start, len(chunk.content) + 8 * (chunk.kind == "dat"))]
+    else:
+        values, width = chunk.content, [(chunk.start + index, 1) for index in range(len(chunk.content))]
+    for index, value in enumerate(values):
+        text, reason = _as_text(value, treatment)
+        if reason:
+            bad.append((chunk.line + index, reason))
+        else:
+            texts.append(text)
+            places.append(width[index])
+    return texts, places, bad
+
+
+def _texts_of_lines(
+    chunk: Chunk, treatment: Treatment
+) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
+    texts, places, bad = [], [], []
+    position = chunk.start
+    for number, line in enumerate(chunk.content.split(b"\n")):
+        start, position = position, position + len(line) + 1
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            bad.append((chunk.line + number, f"no JSON: {error}"))
+            continue
+        if not isinstance(value, dict) or treatment.key not in value:
+            bad.append((chunk.line + number, f"no object with the key {treatment.key!r}"))
+            continue
+        text, reason = _as_text(value[treatment.key], treatment)
+        if reason:
+            bad.append((chunk.line + number, reason))
+        else:
+            texts.append(text)
+            places.append((start, len(line)))
+    return texts, places, bad
+
+
+def _as_text(value: Any, treatment: Treatment) -> tuple[str, str]:
+    """A value as a treated text, or the reason why it is none; lists of paragraphs are joined, as in lm_dataformat."""
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        value = "\n\n".join(value)
+    try:
+        if isinstance(value, (bytes, bytearray)):
+            value = bytes(value).decode("utf-8")
+        if not isinstance(value, str):
+            return "", f"the text is {type(value).__name__}, not a string"
+        value.encode("utf-8")
+    except UnicodeError as error:
+        return "", f"no valid Unicode: {error.reason}"
+    if treatment.normalise:
+        value = unicodedata.normalize(treatment.normalise, value)
+    return value.strip() if treatment.strip else value, ""
+
+
+def encode_chunk(chunk: Chunk, encode: Encode, treatment: Treatment, eod: int | None, dtype: np.dtype) -> Encoded:
+    """Everything that a worker does with a chunk."""
+    texts, places, bad = texts_of(chunk, treatment)
+    tokens, sizes = encode(texts)
+    kept = sizes > 0
+    sizes = sizes[kept]
+    if treatment.append_eod:
+        tokens = np.insert(tokens, np.cumsum(sizes), eod)
+        sizes = sizes + 1
+    if len(tokens) and tokens.max() > np.iinfo(dtype).max:
+        raise DataError("tokenizer", f"the id {tokens.max()} does not fit into {dtype.name}", "use a larger type")
+    origin = np.array([(chunk.input, *place) for place in places], dtype=ORIGIN)[kept]
+    return Encoded(
+        tokens.astype(dtype),
+        sizes.astype(np.int32),
+        origin,
+        bad,
+        int((~kept).sum()),
+        sum(len(text.encode()) for text in texts),
+        chunk.content.count(b"\n") if chunk.kind == "lines" else 1,
+    )
+
+
+def with_gigatoken(tokenizer: HuggingFaceTokenizer) -> Encode:
+    """Encoding by gigatoken alone, on the calling thread."""
+    import awkward
+    import gigatoken
+
+    fast = gigatoken.Tokenizer(tokenizer.backend)
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        if not texts:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        ids = fast.encode_batch(texts, parallel=False)
+        return np.asarray(awkward.flatten(ids)).astype(np.int64), np.asarray(awkward.num(ids)).astype(np.int64)
+
+    return encode
+
+
+def mixed(fast: Encode, exact: Encode, unsafe: str) -> Encode:
+    """Encoding by `fast` where it is known to be exact, by `exact` elsewhere.
+
+    Texts go to `exact` if they are not in Unicode's composed normal form, or have one of the `unsafe` characters. There
+    the libraries differ in the version of Unicode that they know.
+    """
+    pattern = re.compile(f"[{re.escape(unsafe)}]") if unsafe else None
+
+    def is_safe(text: str) -> bool:
+        return text.isascii() or (unicodedata.is_normalized("NFC", text) and not (pattern and pattern.search(text)))
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        safe = np.fromiter(map(is_safe, texts), bool, len(texts))
+        if safe.all():
+            return fast(texts)
+        parts = [
+            each([text for text, own in zip(texts, safe) if own == kind])
+            for each, kind in ((fast, True), (exact, False))
+        ]
+        sizes = np.empty(len(texts), np.int64)
+        sizes[safe], sizes[~safe] = parts[0][1], parts[1][1]
+        tokens, from_fast = np.empty(int(sizes.sum()), np.int64), np.repeat(safe, sizes)
+        tokens[from_fast], tokens[~from_fast] = parts[0][0], parts[1][0]
+        return tokens, sizes
+
+    return encode
+
+
+def with_tokenizer(tokenizer: Tokenizer) -> Encode:
+    """Encoding by the tokenizer's own library."""
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids = tokenizer.encode_batch(texts)
+        sizes = np.fromiter(map(len, ids), np.int64, len(ids))
+        tokens = np.fromiter((each for part in ids for each in part), np.int64, int(sizes.sum()))
+        return tokens, sizes
+
+    return encode
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An encoder: "gigatoken" or "tokenizer", why, and the characters that gigatoken is not trusted with."""
+
+    name: str
+    reason: str
+    unsafe: str = ""
+
+
+def choose_encoder(tokenizer: Tokenizer, wish: str = "auto", text_bytes: int | None = None) -> Choice:
+    """Which encoder to use.
+
+    Args:
+        wish: "auto" takes gigatoken if it is installed and, on all probes, agrees with the tokenizer's own library.
+        text_bytes: how much there is to encode; the probes cost more than they save on little.
+
+    Raises:
+        DataError: gigatoken was demanded and cannot be used.
+    """
+    own = {"huggingface": "tokenizers", "gpt2": "tokenizers"}.get(tokenizer.kind, tokenizer.kind)
+    if wish == "tokenizer":
+        return Choice("tokenizer", f"{own}, as asked")
+    if wish == "auto" and text_bytes is not None and text_bytes < LITTLE:
+        return Choice("tokenizer", f"{own}: little to encode")
+    reason, unsafe = _try_gigatoken(tokenizer)
+    if not reason:
+        return Choice(
+            "gigatoken",
+            f"gigatoken: agrees with {own} on all probes; {len(unsafe)} rare characters are left to {own}",
+            unsafe,
+        )
+    if wish == "gigatoken":
+        raise DataError("--encoder", f"gigatoken cannot be used: {reason}", "use --encoder auto")
+    return Choice("tokenizer", f"{own}: {reason}")
+
+
+def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Why gigatoken cannot be used ("" if it can), and the characters that it is not trusted with."""
+    from .probes import difference, probes, unsafe_characters
+
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return f"gigatoken is not used for {tokenizer.kind} tokenizers", ""
+    try:
+        fast = with_gigatoken(tokenizer)
+    except ImportError as error:
+        return f"gigatoken is not installed ({error.name} is missing)", ""
+    except Exception as error:  # the library raises its own and bare classes for tokenizers it does not know
+        return f"gigatoken does not know this tokenizer ({error})", ""
+    exact = with_tokenizer(tokenizer)
+    special = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    try:
+        unsafe = unsafe_characters(exact, fast)
+        found = difference(exact, mixed(fast, exact, unsafe), probes(special[:64], unsafe))
+    except Exception as error:  # see above
+        return f"gigatoken fails on a probe ({error})", ""
+    return ("" if found is None else f"gigatoken differs from it on {found}"), unsafe
+
+
+def build_encoder(tokenizer: Tokenizer, choice: Choice) -> Encode:
+    """The encoder that `choose_encoder` chose."""
+    exact = with_tokenizer(tokenizer)
+    return mixed(with_gigatoken(tokenizer), exact, choice.unsafe) if choice.name == "gigatoken" else exact

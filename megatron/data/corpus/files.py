@@ -1,0 +1,183 @@
+"""Whole token files: joining several, cutting one, looking at one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError
+from ..hashing import file_hash
+from ..manifest import Manifest, read_manifest
+from ..token_file import TokenFile, prefix_of, with_ending
+from ..token_writer import TokenFileWriter, durable
+from .encode import ORIGIN
+
+_TOKENS = 1 << 24  # tokens that are copied together
+
+
+def read_origin(prefix: str | os.PathLike) -> np.ndarray | None:
+    """Where each document of a pair came from (ORIGIN); None without a table.
+
+    Raises:
+        DataError: the table is damaged.
+    """
+    path = with_ending(prefix, ".origin")
+    if not path.is_file():
+        return None
+    if path.stat().st_size % ORIGIN.itemsize:
+        raise DataError(path, "it is truncated", "make the pair again, or remove the table")
+    return np.memmap(path, dtype=ORIGIN, mode="r") if path.stat().st_size else np.empty(0, ORIGIN)
+
+
+def write_origin(prefix: str | os.PathLike, parts: list[np.ndarray]) -> None:
+    """Write the table beside a pair, whole or not at all."""
+    path = with_ending(prefix, ".origin")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        for part in parts:
+            file.write(part.tobytes())
+        durable(file)
+    os.replace(temporary, path)
+
+
+def copy_documents(file: TokenFile, first: int, last: int, writer: TokenFileWriter) -> None:
+    """Append documents first ... last-1 to a file that is being written, many at a time."""
+    while first < last:
+        begin = int(file.offsets[first]) // file.dtype.itemsize
+        ends = (file.offsets[first:last] // file.dtype.itemsize) + file.sizes[first:last]
+        count = max(1, int(np.searchsorted(ends, begin + _TOKENS, side="right")))
+        writer.extend(file.flat(begin, int(ends[count - 1]) - begin), np.asarray(file.sizes[first : first + count]))
+        first += count
+
+
+def _check_free(prefix: Path, overwrite: bool) -> None:
+    if with_ending(prefix, ".idx").exists() and not overwrite:
+        raise DataError(
+            with_ending(prefix, ".idx"), "this token file exists already", "use another --output, or --overwrite"
+        )
+
+
+def merge(paths: list[str], output: str | os.PathLike, version: str, overwrite: bool = False) -> Manifest | None:
+    """Write the documents of several pairs, in order, as one pair.
+
+    Returns:
+        Its manifest, if all pairs have one.
+
+    Raises:
+        DataError: tokenizers or token types differ.
+    """
+    files, output = [TokenFile(path) for path in paths], prefix_of(output)
+    _check_free(output, overwrite)
+    manifests = [read_manifest(file.prefix) for file in files]
+    for file, manifest in zip(files, manifests):
+        file.verify()
+        if output.resolve() == file.prefix.resolve():
+            raise DataError(output, "the output is one of the inputs", "use another --output")
+        if file.dtype != files[0].dtype:
+            raise DataError(
+                file.prefix,
+                f"its tokens are {file.dtype.name}, those of {files[0].prefix} {files[0].dtype.name}",
+                "tokenize both with one tokenizer",
+            )
+        if manifest and manifests[0] and manifest.tokenizer["hash"] != manifests[0].tokenizer["hash"]:
+            raise DataError(file.prefix, "it was made with another tokenizer", "tokenize all with one tokenizer")
+    with TokenFileWriter(output, files[0].dtype.newbyteorder("=")) as writer:
+        for file in files:
+            copy_documents(file, 0, len(file), writer)
+    if not all(manifests):
+        return None
+    origins, shift = [read_origin(file.prefix) for file in files], 0
+    if all(origin is not None for origin in origins):
+        shifted = []
+        for origin, manifest in zip(origins, manifests):
+            part = np.array(origin)
+            part["input"] += shift
+            shift += len(manifest.inputs)
+            shifted.append(part)
+        write_origin(output, shifted)
+    return _manifest(output, writer, manifests, version, all(origin is not None for origin in origins))
+
+
+def split(
+    path: str,
+    shares: dict[str, float],
+    output: str | os.PathLike,
+    version: str,
+    overwrite: bool = False,
+    seed: int | None = None,
+) -> dict[str, int]:
+    """Cut a pair's documents into several pairs `<output>_<name>` by shares.
+
+    Args:
+        shares: by name.
+        seed: draw documents at random (each keeps its place in the order); None cuts the file in its order.
+
+    Returns:
+        The number of documents of each.
+    """
+    from ..order import split_bounds
+
+    file = TokenFile(path)
+    file.verify()
+    for name in shares:
+        _check_free(Path(f"{prefix_of(output)}_{name}"), overwrite)
+    manifest, origin = read_manifest(file.prefix), read_origin(file.prefix)
+    bounds = _bounds(list(shares.values()), len(file), split_bounds)
+    order = (
+        np.arange(len(file)) if seed is None else np.random.Generator(np.random.Philox(seed)).permutation(len(file))
+    )
+    counts = {}
+    for name, first, last in zip(shares, bounds, bounds[1:]):
+        prefix, chosen = Path(f"{prefix_of(output)}_{name}"), np.sort(order[first:last])
+        with TokenFileWriter(prefix, file.dtype.newbyteorder("=")) as writer:
+            for begin, end in _runs(chosen):
+                copy_documents(file, begin, end, writer)
+        if origin is not None:
+            write_origin(prefix, [np.array(origin[chosen])])
+        if manifest is not None:
+            _manifest(prefix, writer, [manifest], version, origin is not None)
+        counts[name] = len(chosen)
+    return counts
+
+
+def _bounds(shares: list[float], documents: int, three) -> list[int]:
+    """GPT-NeoX's bounds for up to three shares; for more, cumulated shares rounded."""
+    if len(shares) <= 3:
+        return three(shares, documents)[: len(shares) + 1]
+    total, bounds, reached = sum(shares), [0], 0.0
+    for share in shares:
+        reached += share
+        bounds.append(round(documents * reached / total))
+    return bounds
+
+
+def _runs(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Stretches of consecutive numbers, as (first, last + 1)."""
+    if not len(numbers):
+        return
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    for part in zip([0, *breaks.tolist()], [*breaks.tolist(), len(numbers)]):
+        yield int(numbers[part[0]]), int(numbers[part[1] - 1]) + 1
+
+
+def _manifest(prefix: Path, writer: TokenFileWriter, of: list[Manifest], version: str, origin: bool) -> Manifest:
+    """The manifest of a pair made from pairs; the inputs' own counts are those of their pairs."""
+    made = Manifest(
+        tokenizer=of[0].tokenizer,
+        documents=writer.documents,
+        tokens=writer.tokens,
+        largest=writer.largest,
+        dtype=writer.dtype.name,
+        bin_hash=file_hash(with_ending(prefix, ".bin")),
+        idx_hash=file_hash(with_ending(prefix, ".idx")),
+        inputs=[entry for each in of for entry in each.inputs],
+        origin=",".join(sorted({each.origin or "" for each in of})) if origin else None,
+        options=of[0].options,
+        encoder=of[0].encoder,
+        version=version,
+    )
+    made.write(prefix)
+    return made

@@ -1,0 +1,325 @@
+"""Reading texts: jsonl (plain, .gz, .zst, .xz, in .tar), JSON arrays, parquet, arrow, text files, lm_dataformat's .dat.
+
+An input is read as chunks in a fixed order. A chunk is raw (workers take it apart) and knows where it stands, so
+reading can start again at the end of any chunk.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import glob
+import gzip
+import io
+import json
+import lzma
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import DataError
+
+BLOCK = 1 << 20  # bytes of a chunk of lines
+ROWS = 1024  # rows of a chunk of a table
+LINES = (".jsonl", ".ndjson")
+TABLES = (".parquet", ".arrow", ".feather")
+TEXTS = (".txt", ".text", ".md", ".rst", ".py")
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+MEMBER = "::"  # between a tar archive and the name of its member
+
+
+@dataclass(frozen=True)
+class Input:
+    """One thing to read.
+
+    Attributes:
+        name: a path, `archive.tar::member`, or the name of a data set.
+        kind: "lines", "array", "table", "text", "dat" or "dataset".
+        options: of a data set: what `datasets.load_dataset` gets.
+    """
+
+    name: str
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """What positions in it count: "bytes" of the uncompressed content, or "rows"."""
+        return "rows" if self.kind in ("array", "table", "dataset") else "bytes"
+
+    @property
+    def path(self) -> Path | None:
+        """The file that is read; None for a data set."""
+        return None if self.kind == "dataset" else Path(self.name.split(MEMBER)[0])
+
+    def state(self) -> list:
+        """What tells whether it is still the same input."""
+        if self.path is None:
+            return [self.name, self.kind, sorted(map(str, self.options.items()))]
+        status = self.path.stat()
+        return [self.name, self.kind, status.st_size, status.st_mtime_ns]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of an input.
+
+    Attributes:
+        input: the input's number.
+        kind: of the input.
+        start, end: where it lies, in the input's unit.
+        line: number of its first line or row, from 1.
+        content: bytes of whole lines or of a whole file, or a list of texts.
+        compressed: bytes of the input's file read so far (for progress); 0 if unknown.
+    """
+
+    input: int
+    kind: str
+    start: int
+    end: int
+    line: int
+    content: bytes | list
+    compressed: int = 0
+
+
+def _ending(name: str) -> tuple[str, str]:
+    """The ending that says what is inside, and that of a compression around it."""
+    path = Path(name)
+    outer = path.suffix.lower()
+    if outer in COMPRESSED:
+        return Path(path.stem).suffix.lower(), outer
+    return outer, ""
+
+
+def kind_of(name: str) -> str:
+    """The kind of a file by its ending.
+
+    Raises:
+        DataError: the ending is not known.
+    """
+    ending, _ = _ending(name)
+    if ending in LINES:
+        return "lines"
+    if ending in TABLES:
+        return "table"
+    if ending in TEXTS:
+        return "text"
+    if ending == ".json":
+        return "array"
+    if ending == ".dat":
+        return "dat"
+    raise DataError(
+        name,
+        "its ending does not say what is inside",
+        f"rename it to end in {', '.join((*LINES, '.json', *TABLES, *TEXTS, '.dat', '.tar'))}, or give --format",
+    )
+
+
+def find_inputs(patterns: list[str], kind: str | None = None) -> list[Input]:
+    """The inputs that paths, folders and globs name, in sorted order within each; tar archives give their members.
+
+    Args:
+        kind: of all files; by default each file's ending says it.
+
+    Raises:
+        DataError: something does not exist, or an ending is not known.
+    """
+    found: list[Input] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            files = sorted(str(each) for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+        else:
+            files = [pattern] if path.is_file() else sorted(glob.glob(pattern, recursive=True))
+        if not files:
+            raise DataError(pattern, "there is no such file", "check the path, or quote the glob")
+        for file in files:
+            found += _archive(file, kind) if file.lower().endswith(".tar") else [Input(file, kind or kind_of(file))]
+    return found
+
+
+def _archive(file: str, kind: str | None) -> list[Input]:
+    """The members of a tar archive, in its order."""
+    try:
+        with tarfile.open(file, "r:") as archive:
+            members = [member.name for member in archive if member.isfile()]
+    except tarfile.TarError as error:
+        raise DataError(file, f"it is no tar archive ({error})", "give an intact .tar") from error
+    return [Input(f"{file}{MEMBER}{name}", kind or kind_of(name)) for name in members]
+
+
+@contextlib.contextmanager
+def open_stream(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The uncompressed content of a file or of a member of an archive, and the raw file below it."""
+    path, _, member = name.partition(MEMBER)
+    with contextlib.ExitStack() as stack:
+        raw = outer = stack.enter_context(open(path, "rb"))
+        if member:
+            archive = stack.enter_context(tarfile.open(fileobj=raw, mode="r:"))
+            outer = archive.extractfile(member)
+        _, compression = _ending(member or path)
+        yield _decompressed(outer, compression, stack), raw
+
+
+def _decompressed(file: BinaryIO, compression: str, stack: contextlib.ExitStack) -> BinaryIO:
+    if compression == ".gz":
+        return stack.enter_context(gzip.open(file))
+    if compression == ".xz":
+        return stack.enter_context(lzma.open(file))
+    if compression == ".bz2":
+        return stack.enter_context(bz2.open(file))
+    if compression == ".zst":
+        import zstandard
+
+        reader = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(file, read_across_frames=True)
+        return stack.enter_context(io.BufferedReader(reader, 1 << 17))
+    return file
+
+
+def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key: str = "text") -> Iterator[Chunk]:
+    """The chunks of an input from a position that was the end of a chunk.
+
+    Args:
+        number: the input's number.
+        position: where to start, in the input's unit.
+        line: number of the line or row there.
+        key: column of the text in tables.
+
+    Raises:
+        DataError: the input is damaged or has no such column.
+    """
+    reader = {"lines": _lines, "array": _array, "table": _table, "text": _text, "dat": _dat, "dataset": _dataset}[
+        entry.kind
+    ]
+    try:
+        yield from reader(number, entry, position, line, key)
+    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+        raise DataError(entry.name, f"it cannot be read to its end ({error})", "fetch it again") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("zstandard", "zstd", "pyarrow", "zlib"):
+            raise DataError(entry.name, f"it cannot be read to its end ({error})", "fetch it again") from error
+        raise
+
+
+def _skip(stream: BinaryIO, position: int) -> None:
+    """Go forward to a position; compressed streams are read up to it."""
+    while position > 0:
+        part = stream.read(min(position, BLOCK))
+        if not part:
+            raise EOFError("it is shorter than it was")
+        position -= len(part)
+
+
+def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    with open_stream(entry.name) as (stream, raw):
+        if stream is raw:
+            stream.seek(position)
+        else:
+            _skip(stream, position)
+        while block := stream.read(BLOCK):
+            if not block.endswith(b"\n"):
+                block += stream.readline()
+            yield Chunk(number, entry.kind, position, position + len(block), line, block, raw.tell())
+            position, line = position + len(block), line + block.count(b"\n")
+
+
+def _text(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    if position:
+        return
+    with open_stream(entry.name) as (stream, raw):
+        content = stream.read()
+        yield Chunk(number, entry.kind, 0, max(len(content), 1), 1, content, raw.tell())
+
+
+def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    """lm_dataformat's .dat: each text after its length in 8 bytes, the most significant first."""
+    with open_stream(entry.name) as (stream, raw):
+        _skip(stream, position)
+        while head := stream.read(8):
+            length = int.from_bytes(head, "big")
+            if len(head) < 8 or length == 0:
+                return
+            content = stream.read(length)
+            if len(content) < length:
+                raise EOFError("the last text is cut off")
+            yield Chunk(number, entry.kind, position, position + 8 + length, line, content, raw.tell())
+            position, line = position + 8 + length, line + 1
+
+
+def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 0) -> Chunk:
+    return Chunk(number, entry.kind, start, start + len(texts), start + 1, texts, compressed)
+
+
+def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    with open_stream(entry.name) as (stream, _):
+        try:
+            values = json.load(stream)
+        except ValueError as error:
+            raise DataError(entry.name, f"it is no JSON ({error})", "JSON lines end in .jsonl") from error
+    if not isinstance(values, list):
+        raise DataError(entry.name, "it is no JSON array", "JSON lines end in .jsonl")
+    texts = [value.get(key) if isinstance(value, dict) else value for value in values]
+    for start in range(position, len(texts), ROWS):
+        yield _rows(number, entry, start, texts[start : start + ROWS])
+
+
+def _table(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    begin = 0
+    for batch in _batches(entry, key):
+        column = batch.column(0).to_pylist()
+        for start in range(0, len(column), ROWS):
+            part = column[start : start + ROWS]
+            if begin + start >= position:
+                yield _rows(number, entry, begin + start, part)
+        begin += len(column)
+
+
+def _batches(entry: Input, key: str) -> Iterator[Any]:
+    """Record batches of the text column alone."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    def check(schema: Any) -> None:
+        if key not in schema.names:
+            raise DataError(entry.name, f"it has no column {key!r}", f"give --key, one of {', '.join(schema.names)}")
+
+    if entry.name.lower().endswith(".parquet"):
+        with parquet.ParquetFile(entry.name) as table:
+            check(table.schema_arrow)
+            yield from table.iter_batches(batch_size=ROWS, columns=[key])
+        return
+    with arrow.memory_map(entry.name) as source:
+        try:
+            reader = arrow.ipc.open_stream(source)
+        except arrow.ArrowInvalid:  # the file format has an index at its end, the stream format has not
+            opened = arrow.ipc.open_file(source)
+            check(opened.schema)
+            yield from (opened.get_batch(index).select([key]) for index in range(opened.num_record_batches))
+            return
+        check(reader.schema)
+        yield from (batch.select([key]) for batch in reader)
+
+
+def _dataset(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+    """A data set that the `datasets` library loads, from the hub or from files, streaming or not."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(entry.name, **entry.options)
+    except (OSError, ValueError, ConnectionError) as error:
+        raise DataError(
+            entry.name, f"datasets cannot load it ({error})", "check its name, --config and --split"
+        ) from error
+    texts: list = []
+    start = position
+    for row in rows.skip(position) if position else rows:
+        if key not in row:
+            raise DataError(entry.name, f"its rows have no column {key!r}", f"give --key, one of {', '.join(row)}")
+        texts.append(row[key])
+        if len(texts) == ROWS:
+            yield _rows(number, entry, start, texts)
+            start, texts = start + ROWS, []
+    if texts:
+        yield _rows(number, entry, start, texts)

@@ -1,0 +1,323 @@
+"""A tokenising job: inputs to a token file, in parallel, going on after a kill, byte for byte the same each time.
+
+Beside the output lie, until it is complete, `.bin.part`, `.sizes.part`, `.origin.part` and `.progress`. Every few
+seconds the parts are brought to the disk, and then `.progress` says how much of them counts. A job that starts again
+cuts the parts to what counts and reads on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+
+from ..errors import DataError
+from ..hashing import content_hash, file_hash
+from ..manifest import ENDING, Manifest, read_manifest
+from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
+from ..token_writer import durable, write_index
+from ..tokenizer import Tokenizer, build_tokenizer
+from .encode import ORIGIN, Choice, Encoded, Treatment, choose_encoder
+from .inputs import Chunk, Input, read_chunks
+from .progress import Display, Progress
+from .workers import encoded
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import TokenizerSection
+
+PARTS = (".bin.part", ".sizes.part", ".origin.part")
+EXAMPLES = 20  # bad records that are kept with their line numbers
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do.
+
+    Attributes:
+        inputs: in the order in which their documents are written.
+        output: prefix of the pair.
+        tokenizer: a `tokenizer` section.
+        treatment: of the texts.
+        workers: processes.
+        encoder: "auto", "gigatoken" or "tokenizer".
+        bad: "skip" bad records or be "fatal" about them; both count them.
+        save_every: seconds between two safe states.
+        overwrite: start anew although something is there.
+        hash_inputs: put the inputs' SHA-256 into the manifest.
+        version: of this program, for the manifest.
+    """
+
+    inputs: list[Input]
+    output: Path
+    tokenizer: TokenizerSection
+    treatment: Treatment
+    workers: int = 1
+    encoder: str = "auto"
+    bad: str = "skip"
+    save_every: float = 10.0
+    overwrite: bool = False
+    hash_inputs: bool = True
+    version: str = ""
+
+    @property
+    def prefix(self) -> Path:
+        return prefix_of(self.output)
+
+    def file(self, ending: str) -> Path:
+        return with_ending(self.prefix, ending)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it: the manifest, counts, which encoder and why, and seconds spent.
+
+    Attributes:
+        resumed: it went on from an earlier start.
+        kept: it was finished already, and nothing was done.
+    """
+
+    manifest: Manifest
+    progress: Progress
+    choice: Choice
+    seconds: float
+    resumed: bool = False
+    kept: bool = False
+
+
+def run(job: Job, display: Display | None = None) -> Outcome:
+    """Do a job, or finish it.
+
+    Raises:
+        DataError: an input is missing or damaged, the output is there already, or a bad record was to be fatal.
+    """
+    begin = time.monotonic()
+    tokenizer = build_tokenizer(job.tokenizer)
+    if job.treatment.append_eod and tokenizer.eod_id is None:
+        raise DataError(
+            "tokenizer",
+            f"{tokenizer.name} has no end-of-document token",
+            "name one with --eod-token, or use --no-append-eod",
+        )
+    job.prefix.parent.mkdir(parents=True, exist_ok=True)
+    key = _key(job, tokenizer)
+    finished = _make_room(job, key)
+    if finished is not None:
+        return Outcome(finished, _progress_of(finished), Choice(finished.encoder, "finished already"), 0.0, kept=True)
+    progress = Progress.load(job.file(".progress"), key)
+    resumed = progress is not None
+    progress = progress or Progress(key, per_input=[[0, 0] for _ in job.inputs])
+    size = sum(entry.path.stat().st_size for entry in job.inputs if entry.path is not None)
+    choice = choose_encoder(tokenizer, job.encoder, size if all(entry.path for entry in job.inputs) else None)
+    dtype = token_dtype(tokenizer.size)
+    if not progress.publishing:
+        _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
+        _complete(job, progress, dtype)
+    manifest = _publish(job, progress, choice, tokenizer, dtype)
+    return Outcome(manifest, progress, choice, time.monotonic() - begin, resumed=resumed)
+
+
+def _make_room(job: Job, key: str) -> Manifest | None:
+    """The manifest of this very job if it is finished; refuses to write over another pair.
+
+    With `overwrite`, whatever is there is removed.
+    """
+    if job.overwrite:
+        for ending in (".idx", ".bin", ".origin", ENDING, ".progress", *PARTS, ".idx.part"):
+            job.file(ending).unlink(missing_ok=True)
+    if not job.file(".idx").exists() or job.file(".progress").exists():
+        return None
+    manifest = read_manifest(job.prefix)
+    if manifest is None or manifest.job != key:
+        raise DataError(
+            job.file(".idx"), "another token file is there already", "use another --output, or --overwrite"
+        )
+    TokenFile(job.prefix)
+    return manifest
+
+
+def _progress_of(manifest: Manifest) -> Progress:
+    """The counts of a finished job."""
+    return Progress(
+        manifest.job,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        largest=manifest.largest,
+        bad=manifest.options["bad"],
+        empty=manifest.options["empty"],
+        text_bytes=manifest.options["text_bytes"],
+    )
+
+
+def _key(job: Job, tokenizer: Tokenizer) -> str:
+    return content_hash(
+        repr(
+            (
+                [entry.state() for entry in job.inputs],
+                tokenizer.hash,
+                tokenizer.eod_id,
+                asdict(job.treatment),
+                job.bad,
+            )
+        )
+    )
+
+
+class _Parts:
+    """The three growing files, cut to what counts."""
+
+    def __init__(self, job: Job, progress: Progress, dtype: np.dtype):
+        lengths = (progress.tokens * dtype.itemsize, progress.documents * 4, progress.documents * ORIGIN.itemsize)
+        self.files: list[BinaryIO] = []
+        for ending, length in zip(PARTS, lengths):
+            path = job.file(ending)
+            held = path.stat().st_size if path.exists() else 0
+            if held < length:
+                raise DataError(
+                    path, f"it has {held} bytes, but {length} were written", "start anew with --overwrite"
+                )
+            file = open(path, "r+b" if path.exists() else "w+b")
+            file.truncate(length)
+            file.seek(length)
+            self.files.append(file)
+
+    def append(self, result: Encoded) -> None:
+        for file, array in zip(self.files, (result.tokens, result.sizes, result.origin)):
+            file.write(array.tobytes())
+
+    def save(self) -> None:
+        for file in self.files:
+            durable(file)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def _chunks(job: Job, progress: Progress) -> Iterator[Chunk]:
+    """All chunks from where `progress` was at the start."""
+    first, position, line = progress.input, progress.position, progress.line
+    for number in range(first, len(job.inputs)):
+        yield from read_chunks(number, job.inputs[number], position, line, job.treatment.key)
+        position, line = 0, 1
+
+
+def _encode(job: Job, progress: Progress, choice: Choice, dtype: np.dtype, display: Display) -> None:
+    """Write the three parts to their end."""
+    parts = _Parts(job, progress, dtype)
+    done = [0, *np.cumsum([entry.path.stat().st_size if entry.path else 0 for entry in job.inputs]).tolist()]
+    read, saved = done[progress.input], time.monotonic()
+    display.show(progress, read)
+    try:
+        for chunk, result in encoded(
+            _chunks(job, progress), job.workers, job.tokenizer, choice, job.treatment, dtype
+        ):
+            _count(job, progress, chunk, result)
+            parts.append(result)
+            read = done[chunk.input] + chunk.compressed
+            display.show(progress, read)
+            if time.monotonic() - saved >= job.save_every:
+                parts.save()
+                progress.save(job.file(".progress"))
+                saved = time.monotonic()
+        parts.save()
+        progress.save(job.file(".progress"))
+    finally:
+        parts.close()
+    display.show(progress, done[-1], final=True)
+
+
+def _count(job: Job, progress: Progress, chunk: Chunk, result: Encoded) -> None:
+    """Add a chunk's result to the counts and move on behind the chunk."""
+    for line, reason in result.bad:
+        if job.bad == "fatal":
+            raise DataError(f"{job.inputs[chunk.input].name}:{line}", reason, "mend the line, or use --bad skip")
+        progress.bad += 1
+        if len(progress.examples) < EXAMPLES:
+            progress.examples.append([job.inputs[chunk.input].name, line, reason])
+    progress.input, progress.position = chunk.input, chunk.end
+    progress.line = chunk.line + (chunk.end - chunk.start if job.inputs[chunk.input].unit == "rows" else result.lines)
+    progress.documents += len(result.sizes)
+    progress.tokens += len(result.tokens)
+    progress.text_bytes += result.text_bytes
+    progress.empty += result.empty
+    progress.largest = max(progress.largest, int(result.tokens.max()) if len(result.tokens) else 0)
+    progress.per_input[chunk.input][0] += len(result.sizes)
+    progress.per_input[chunk.input][1] += len(result.tokens)
+
+
+def _complete(job: Job, progress: Progress, dtype: np.dtype) -> None:
+    """Write the index; from here on only names are missing."""
+    if progress.documents == 0:
+        raise DataError(
+            job.prefix,
+            f"no document was found in {len(job.inputs)} inputs ({progress.bad} bad, {progress.empty} empty)",
+            "check --key and the inputs",
+        )
+    sizes = np.memmap(job.file(".sizes.part"), dtype="<i4", mode="r")
+    with open(job.file(".idx.part"), "wb") as file:
+        write_index(file, sizes, dtype)
+        durable(file)
+    progress.publishing = True
+    progress.save(job.file(".progress"))
+
+
+def _publish(job: Job, progress: Progress, choice: Choice, tokenizer: Tokenizer, dtype: np.dtype) -> Manifest:
+    """Give the parts their names; the index last, for without it there is no pair. May be cut off and done again."""
+    for ending in (".bin", ".origin"):
+        if job.file(f"{ending}.part").exists():
+            os.replace(job.file(f"{ending}.part"), job.file(ending))
+    index = job.file(".idx.part") if job.file(".idx.part").exists() else job.file(".idx")
+    options = asdict(job.treatment)
+    manifest = Manifest(
+        tokenizer={
+            "kind": tokenizer.kind,
+            "name": tokenizer.name,
+            "hash": tokenizer.hash,
+            "size": tokenizer.size,
+            "eod_id": tokenizer.eod_id,
+        },
+        documents=progress.documents,
+        tokens=progress.tokens,
+        largest=progress.largest,
+        dtype=dtype.name,
+        bin_hash=file_hash(job.file(".bin")),
+        idx_hash=file_hash(index),
+        inputs=_described(job, progress),
+        origin=",".join(sorted({entry.unit for entry in job.inputs})),
+        options={**options, "bad": progress.bad, "empty": progress.empty, "text_bytes": progress.text_bytes},
+        encoder=choice.name,
+        version=job.version,
+        job=progress.key,
+    )
+    manifest.write(job.prefix)
+    if job.file(".idx.part").exists():
+        os.replace(job.file(".idx.part"), job.file(".idx"))
+    TokenFile(job.prefix)
+    job.file(".sizes.part").unlink(missing_ok=True)
+    job.file(".progress").unlink(missing_ok=True)
+    return manifest
+
+
+def _described(job: Job, progress: Progress) -> list[dict]:
+    """What the manifest says of each input."""
+    paths = {entry.path for entry in job.inputs if entry.path is not None}
+    with ThreadPoolExecutor(max(job.workers, 1)) as pool:
+        hashes = dict(zip(paths, pool.map(file_hash, paths))) if job.hash_inputs else {}
+    return [
+        {
+            "name": entry.name,
+            "kind": entry.kind,
+            "unit": entry.unit,
+            "bytes": entry.path.stat().st_size if entry.path else None,
+            "sha256": hashes.get(entry.path),
+            "documents": documents,
+            "tokens": tokens,
+        }
+        for entry, (documents, tokens) in zip(job.inputs, progress.per_input)
+    ]

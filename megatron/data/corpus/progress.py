@@ -1,0 +1,114 @@
+"""How far a tokenising job has come: counters, the file that lets it go on after a kill, and the line a user sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..errors import DataError
+
+
+@dataclass
+class Progress:
+    """What is safely on the disk.
+
+    Attributes:
+        key: hash of the settings and inputs; another job does not go on from here.
+        input, position, line: where reading goes on.
+        documents, tokens, text_bytes, empty, largest: counts so far.
+        bad: number of bad records; examples: the first of them, as [input, line, reason].
+        per_input: documents and tokens of each input.
+        publishing: everything is written; only names are missing.
+    """
+
+    key: str
+    input: int = 0
+    position: int = 0
+    line: int = 1
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    largest: int = 0
+    bad: int = 0
+    examples: list[list] = field(default_factory=list)
+    per_input: list[list[int]] = field(default_factory=list)
+    publishing: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write it, whole or not at all, and bring it to the disk."""
+        temporary = path.with_name(f"{path.name}.new")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: Path, key: str) -> Progress | None:
+        """What an earlier run of the same job left; None if nothing.
+
+        Raises:
+            DataError: it was another job.
+        """
+        if not path.is_file():
+            return None
+        try:
+            found = cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(path, f"it is damaged ({error})", "start anew with --overwrite") from error
+        if found.key != key:
+            raise DataError(
+                path,
+                "an unfinished job with other inputs or options is there",
+                "finish it, or start anew with --overwrite",
+            )
+        return found
+
+
+class Display:
+    """A line on standard error: documents, MB/s, tokens/s, time left. On a terminal it is rewritten in place."""
+
+    def __init__(self, total_bytes: int, quiet: bool = False, every: float = 0.5):
+        self.total, self.quiet = total_bytes, quiet
+        self.live = sys.stderr.isatty()
+        self.every = every if self.live else 30.0
+        self.begin = self.last = time.monotonic()
+        self.first: Progress | None = None
+
+    def show(self, progress: Progress, read_bytes: int, final: bool = False) -> None:
+        """Show it if it is time to.
+
+        Args:
+            read_bytes: bytes of the input files that are done, for the share and the time left.
+        """
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.read_first = Progress(**asdict(progress)), read_bytes
+        if self.quiet or (now - self.last < self.every and not final):
+            return
+        self.last, passed = now, max(now - self.begin, 1e-9)
+        rate = (progress.text_bytes - self.first.text_bytes) / passed
+        tokens = (progress.tokens - self.first.tokens) / passed
+        line = f"{progress.documents:,} documents  {progress.tokens:,} tokens"
+        line += f"  {rate / 1e6:.1f} MB/s  {tokens:,.0f} tokens/s"
+        if self.total:
+            share = min(read_bytes / self.total, 1.0)
+            speed = (read_bytes - self.read_first) / passed
+            line += f"  {100 * share:.1f} %" + (
+                f"  {_clock((self.total - read_bytes) / speed)} left" if speed > 0 and not final else ""
+            )
+        if progress.bad:
+            line += f"  {progress.bad:,} bad"
+        end = "\n" if final or not self.live else ""
+        sys.stderr.write(("\r\x1b[2K" if self.live else "") + line + end)
+        sys.stderr.flush()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

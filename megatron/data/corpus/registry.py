@@ -1,0 +1,292 @@
+"""Well-known corpora by name: where they are, which key has the text, and what is known of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import sysconfig
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DataError
+from . import english
+
+if TYPE_CHECKING:
+    import ast
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """A data set that `datasets` loads.
+
+    Attributes:
+        name, config, split: for `datasets.load_dataset`.
+        key: column of the text.
+        about: one line.
+    """
+
+    name: str
+    config: str | None
+    split: str
+    key: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A file on the web.
+
+    Attributes:
+        url: where it is.
+        member: the file in the zip archive.
+        cuts: names and ends, in bytes, of the pieces it is customarily cut into.
+        sha1: of the content, as published.
+    """
+
+    url: str
+    member: str
+    cuts: tuple[tuple[str, int], ...]
+    about: str
+    sha1: str | None = None
+
+
+HUB = {
+    "pile": HubCorpus("monology/pile-uncopyrighted", None, "train", "text", "The Pile without its copyrighted parts"),
+    "pile-deduplicated": HubCorpus(
+        "EleutherAI/the_pile_deduplicated", None, "train", "text", "The Pile after near-deduplication"
+    ),
+    "slimpajama": HubCorpus(
+        "cerebras/SlimPajama-627B", None, "train", "text", "RedPajama, cleaned and deduplicated, 627 B tokens"
+    ),
+    "fineweb": HubCorpus(
+        "HuggingFaceFW/fineweb", "sample-10BT", "train", "text", "Common Crawl, filtered; a sample of 10 B tokens"
+    ),
+    "fineweb-edu": HubCorpus(
+        "HuggingFaceFW/fineweb-edu",
+        "sample-10BT",
+        "train",
+        "text",
+        "educational part of FineWeb; a sample of 10 B tokens",
+    ),
+    "dclm": HubCorpus("mlfoundations/dclm-baseline-1.0", None, "train", "text", "DCLM baseline"),
+    "c4": HubCorpus("allenai/c4", "en", "train", "text", "Colossal Clean Crawled Corpus, English"),
+    "openwebtext": HubCorpus("Skylion007/openwebtext", None, "train", "text", "an open copy of WebText"),
+    "wikipedia": HubCorpus("wikimedia/wikipedia", "20231101.en", "train", "text", "English Wikipedia"),
+    "wikitext": HubCorpus("Salesforce/wikitext", "wikitext-103-raw-v1", "train", "text", "WikiText-103"),
+    "tinystories": HubCorpus("roneneldan/TinyStories", None, "train", "text", "short stories in simple words"),
+    "starcoder": HubCorpus("bigcode/starcoderdata", None, "train", "content", "source code in 80 languages"),
+    "open-web-math": HubCorpus("open-web-math/open-web-math", None, "train", "text", "mathematics from the web"),
+}
+ARCHIVES = {
+    "enwik8": Archive(
+        "http://mattmahoney.net/dc/enwik8.zip",
+        "enwik8",
+        (("train", 90_000_000), ("validation", 95_000_000), ("test", 100_000_000)),
+        "the first 10^8 bytes of Wikipedia, cut 90/5/5",
+        "57b8363b814821dc9d47aa4d41f58733519076b2",
+    ),
+}
+STDLIB_ABOUT = "the Python standard library's own sources and documentation texts (no network)"
+
+
+def corpora() -> dict[str, str]:
+    """Names of all corpora, with a line about each."""
+    local = {"stdlib": STDLIB_ABOUT, "english": english.ABOUT}
+    return {**local, **{name: each.about for name, each in (*ARCHIVES.items(), *HUB.items())}}
+
+
+def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None = None) -> dict:
+    """Write a corpus as `<name>_<part>.jsonl` files; finished files are kept.
+
+    Args:
+        validation: share of documents for validation, where the corpus has no customary cut.
+        limit: stop after so many documents.
+
+    Returns:
+        `files`, by part, with `path`, `documents`, `bytes` and `sha256`.
+    """
+    if name not in corpora():
+        raise DataError(
+            name, "this corpus is not known", f"one of {', '.join(corpora())}; others: tokenize.py --dataset"
+        )
+    record = folder / f"{name}.json"
+    state = {"name": name, "validation": validation, "limit": limit, "source": _source(name)}
+    if record.is_file():
+        known = json.loads(record.read_text())
+        if known["state"] == state and all(_intact(part) for part in known["files"].values()):
+            return {"files": known["files"], "kept": True}
+    folder.mkdir(parents=True, exist_ok=True)
+    if name in ARCHIVES:
+        files = _from_archive(name, ARCHIVES[name], folder)
+    else:
+        local = {"stdlib": stdlib_texts, "english": english.english_texts}
+        texts = local[name]() if name in local else _hub_texts(HUB[name])
+        files = _cut(name, texts, folder, validation, limit)
+    temporary = record.with_name(f".{record.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"state": state, "files": files}, indent=1))
+    os.replace(temporary, record)
+    return {"files": files, "kept": False}
+
+
+def _source(name: str) -> str:
+    """What the corpus is made from; a change means that it is made again."""
+    if name == "stdlib":
+        import platform
+
+        return f"Python {platform.python_version()}"
+    if name == "english":
+        return english.english_source()
+    return ARCHIVES[name].url if name in ARCHIVES else HUB[name].name
+
+
+def _intact(part: dict) -> bool:
+    path = Path(part["path"])
+    return path.is_file() and path.stat().st_size == part["bytes"]
+
+
+class _Lines:
+    """A jsonl file that appears when it is complete."""
+
+    def __init__(self, path: Path):
+        self.path, self.part = path, path.with_name(f".{path.name}.{os.getpid()}")
+        self.file = open(self.part, "wb")
+        self.digest, self.documents, self.bytes = hashlib.sha256(), 0, 0
+
+    def add(self, record: dict) -> None:
+        line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        self.file.write(line)
+        self.digest.update(line)
+        self.documents, self.bytes = self.documents + 1, self.bytes + len(line)
+
+    def finish(self) -> dict:
+        self.file.close()
+        os.replace(self.part, self.path)
+        return {
+            "path": str(self.path),
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "sha256": self.digest.hexdigest(),
+        }
+
+    def abandon(self) -> None:
+        self.file.close()
+        self.part.unlink(missing_ok=True)
+
+
+def _cut(name: str, records: Iterator[dict], folder: Path, validation: float, limit: int | None) -> dict:
+    """Records into training and validation by a hash of the text, or of the `group` of records that stay together."""
+    parts = {part: _Lines(folder / f"{name}_{part}.jsonl") for part in ("train", "validation")}
+    try:
+        for number, record in enumerate(records):
+            if limit is not None and number >= limit:
+                break
+            key = record.pop("group", record["text"]).encode("utf-8", "replace")
+            draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") / 2**64
+            parts["validation" if draw < validation else "train"].add(record)
+    except BaseException:
+        for part in parts.values():
+            part.abandon()
+        raise
+    return {part: lines.finish() for part, lines in parts.items()}
+
+
+def stdlib_texts() -> Iterator[dict]:
+    """Each module of the standard library as source text, and each longer documentation text of its own, by path.
+
+    Left out are its tests and what only builds or removes programs.
+
+    A documentation text is part of its module's source, so all that comes from a file is one `group` of a cut."""
+    import ast
+    import inspect
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+        "ensurepip",
+        "pydoc_data",
+        "turtledemo",
+    }
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if skipped.intersection(path.relative_to(root).parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (UnicodeDecodeError, SyntaxError):
+            continue  # sample files of other encodings and versions
+        if text.strip():
+            yield {"text": text, "name": name, "group": name}
+        for node in _documented(tree):
+            documentation = inspect.cleandoc(ast.get_docstring(node) or "")
+            if len(documentation) >= 200 and documentation not in seen:
+                seen.add(documentation)
+                yield {
+                    "text": documentation + "\n",
+                    "name": f"{name}:{getattr(node, 'name', 'module')}",
+                    "group": name,
+                }
+
+
+def _documented(tree: ast.Module) -> Iterator[ast.AST]:
+    """The module and the classes and functions in it that are not inside of functions or branches."""
+    import ast
+
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            waiting += [
+                each
+                for each in reversed(node.body)
+                if isinstance(each, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            ]
+
+
+def _hub_texts(corpus: HubCorpus) -> Iterator[dict]:
+    """Rows of a data set on the hub, streamed."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(corpus.name, corpus.config, split=corpus.split, streaming=True)
+        for row in rows:
+            yield {"text": row[corpus.key]}
+    except (OSError, ValueError, ConnectionError) as error:
+        raise DataError(
+            corpus.name, f"datasets cannot load it ({error})", "check the network, and whether it asks for a login"
+        ) from error
+
+
+def _from_archive(name: str, archive: Archive, folder: Path) -> dict:
+    """Download, check, and cut at the customary places; each piece is one document."""
+    try:
+        with urllib.request.urlopen(archive.url, timeout=60) as answer:
+            packed = answer.read()
+    except OSError as error:
+        raise DataError(archive.url, f"it cannot be fetched ({error})", "check the network") from error
+    with zipfile.ZipFile(io.BytesIO(packed)) as opened:
+        content = opened.read(archive.member)
+    if archive.sha1 and hashlib.sha1(content).hexdigest() != archive.sha1:
+        raise DataError(archive.url, "its content is not what it should be (SHA-1 differs)", "fetch it again")
+    files, begin = {}, 0
+    for part, end in archive.cuts:
+        while end < len(content) and content[end] & 0xC0 == 0x80:  # not inside of a character
+            end += 1
+        lines = _Lines(folder / f"{name}_{part}.jsonl")
+        lines.add({"text": content[begin:end].decode("utf-8")})
+        files[part], begin = lines.finish(), end
+    return files

@@ -1,0 +1,136 @@
+"""Training tokenizers on texts: byte-level BPE and unigram with `tokenizers`, both with `sentencepiece`, characters."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DataError
+from .encode import Treatment, texts_of
+from .inputs import Input, read_chunks
+
+END = "<|endoftext|>"
+
+
+def texts(inputs: list[Input], treatment: Treatment, limit: int | None = None) -> Iterator[str]:
+    """All texts of inputs, in order, up to about `limit` bytes; records that are none are left out.
+
+    Raises:
+        DataError: there is not a single text.
+    """
+    read = 0
+    for number, entry in enumerate(inputs):
+        for chunk in read_chunks(number, entry, key=treatment.key):
+            for text in texts_of(chunk, treatment)[0]:
+                if limit is not None and read >= limit:
+                    return
+                read += len(text.encode())
+                yield text
+    if read == 0:
+        raise DataError(inputs[0].name, "there is no text to learn from", "check --key and the inputs")
+
+
+def train(kind: str, corpus: Iterator[str], size: int, output: Path, special: tuple[str, ...] = ()) -> dict:
+    """Train a tokenizer and write it.
+
+    Args:
+        kind: "bpe" or "unigram" (byte-level tokenizer.json), "sentencepiece-bpe" or "sentencepiece-unigram" (.model),
+            or "characters" (.json).
+        corpus: texts.
+        size: ids of the vocabulary, special tokens included; characters have as many as there are.
+        output: the file.
+        special: tokens after the end-of-document token, which always is the first (id 0).
+
+    Returns:
+        `path`, `kind` and `size` of what was written.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    tokens = [END, *special]
+    if kind in ("bpe", "unigram"):
+        found = _with_tokenizers(kind, corpus, size, output, tokens)
+    elif kind == "characters":
+        found = _characters(corpus, output)
+    else:
+        found = _with_sentencepiece(kind.removeprefix("sentencepiece-"), corpus, size, output, tokens)
+    return {"path": str(output), "kind": kind, "size": found}
+
+
+def _publish(output: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, output)
+
+
+def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, special: list[str]) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if size < len(alphabet) + len(special):
+        raise DataError(
+            "--size", f"a byte-level vocabulary has at least {len(alphabet) + len(special)} ids", "ask for more"
+        )
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.train_from_iterator(corpus, trainer)
+    _publish(output, tokenizer.to_str(pretty=True).encode())
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def _with_sentencepiece(kind: str, corpus: Iterator[str], size: int, output: Path, special: list[str]) -> int:
+    import sentencepiece
+
+    model = io.BytesIO()
+    lines = (line for text in corpus for line in text.split("\n") if line)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=size,
+            model_type=kind,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            eos_piece=END,
+            bos_id=-1,
+            pad_id=-1,
+            eos_id=0,
+            unk_id=1,
+            control_symbols=special[1:],
+            user_defined_symbols=["\n"],
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise DataError(
+            "--size", f"sentencepiece cannot make {size} ids ({error})", "ask for another size, or give more text"
+        ) from error
+    _publish(output, model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
+
+
+def _characters(corpus: Iterator[str], output: Path) -> int:
+    counts: Counter[str] = Counter()
+    for text in corpus:
+        counts.update(text)
+    characters = [character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    _publish(output, json.dumps(characters, ensure_ascii=False).encode())
+    return len(characters) + 2

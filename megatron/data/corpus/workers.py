@@ -1,0 +1,95 @@
+"""Worker processes that encode chunks; results come back in the order of the chunks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import DataError
+from ..tokenizer import build_tokenizer
+from .encode import Choice, Encoded, Treatment, build_encoder, encode_chunk
+from .inputs import Chunk
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import TokenizerSection
+
+_state: dict = {}
+
+
+class Worker:
+    """Encodes chunks; each process has one."""
+
+    def __init__(self, section: TokenizerSection, choice: Choice, treatment: Treatment, dtype: np.dtype):
+        tokenizer = build_tokenizer(section)
+        self.encode, self.eod = build_encoder(tokenizer, choice), tokenizer.eod_id
+        self.treatment, self.dtype = treatment, dtype
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        return encode_chunk(chunk, self.encode, self.treatment, self.eod, self.dtype)
+
+
+def _start(*settings) -> None:
+    """In a new worker: end with the parent, even if that is killed; encode on one thread."""
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker process alone
+    _state["worker"] = Worker(*settings)
+
+
+def _work(chunk: Chunk) -> Encoded:
+    return _state["worker"](chunk)
+
+
+def encoded(chunks: Iterable[Chunk], workers: int, *settings) -> Iterator[tuple[Chunk, Encoded]]:
+    """Each chunk with its result, in order.
+
+    Args:
+        chunks: read only a few chunks ahead of what is taken.
+        workers: processes; with 1 it happens in this one.
+        settings: of `Worker`.
+
+    Raises:
+        DataError: a worker process ended.
+    """
+    if workers <= 1:
+        worker = Worker(*settings)
+        yield from ((chunk, worker(chunk)) for chunk in chunks)
+        return
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, settings) as pool:
+        try:
+            for chunk in chunks:
+                waiting.append((_without_content(chunk), pool.submit(_work, chunk)))
+                if len(waiting) > 3 * workers:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "workers",
+                "a worker process ended (out of memory?)",
+                "start again with fewer --workers; nothing is lost",
+            ) from error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what was submitted is not wanted any more
+            raise
+
+
+def _without_content(chunk: Chunk) -> Chunk:
+    return Chunk(chunk.input, chunk.kind, chunk.start, chunk.end, chunk.line, b"", chunk.compressed)

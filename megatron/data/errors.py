@@ -1,0 +1,20 @@
+"""The one error of this folder that a user sees: what is wrong, with which file, which rule it breaks, and the fix."""
+
+from __future__ import annotations
+
+
+class DataError(ValueError):
+    """A data file, tokenizer or blend that cannot be used as asked."""
+
+    def __init__(self, subject: object, rule: str, fix: str):
+        """
+        Args:
+            subject: the file or key that is at fault.
+            rule: what is wrong and what must hold.
+            fix: what the user can do.
+        """
+        self.subject, self.rule, self.fix = str(subject), rule, fix
+        super().__init__(f"{subject}: {rule}\n    fix: {fix}")
+
+    def __reduce__(self):
+        return DataError, (self.subject, self.rule, self.fix)

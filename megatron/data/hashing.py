@@ -1,0 +1,55 @@
+"""Hashes of batches and of contents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+MODULUS = 1 << 64
+
+
+def sample_hash(index: int, tokens: np.ndarray) -> int:
+    """64-bit hash of one sample of a global batch.
+
+    The first 8 bytes (little-endian) of BLAKE2b over the index as u64 and the tokens as u32, both little-endian.
+
+    Args:
+        index: the sample's place in the global batch, 0 <= index < B.
+        tokens: the sample's token ids, [S+1].
+    """
+    digest = hashlib.blake2b(int(index).to_bytes(8, "little"), digest_size=8)
+    digest.update(np.ascontiguousarray(tokens, dtype="<u4").data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def batch_hash(hashes: Iterable[int]) -> int:
+    """The hash of a batch, or of a rank's part of it: the sum of sample hashes modulo 2**64, so parts simply add up."""
+    return sum(hashes) % MODULUS
+
+
+def content_hash(*parts: bytes | str | np.ndarray) -> str:
+    """128-bit hash, in hexadecimal, of arrays and texts one after the other; each part's length counts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = _bytes(part)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _bytes(part: bytes | str | np.ndarray) -> bytes | memoryview:
+    """What is hashed of a part; arrays are not copied."""
+    if isinstance(part, str):
+        return part.encode()
+    if isinstance(part, np.ndarray):
+        return memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b""
+    return part
+
+
+def file_hash(path: str | Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

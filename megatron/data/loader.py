@@ -1,0 +1,146 @@
+"""The loader: what a data parallel rank reads in a step, as a function of the step, prepared in the background."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .batch import StepBatch
+from .errors import DataError
+from .hashing import batch_hash, sample_hash
+from .plan import Plan, SyntheticPlan, build_plan
+from .sample import Sample, documents_and_positions
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+
+class Loader:
+    """Reads one data parallel rank's part of each step.
+
+    `step(s)` depends on (configuration, s, data_rank) alone; threads only prepare the steps that are likely to follow.
+
+    Attributes:
+        plan: which sample is what.
+        steps: steps of the set: of the run, or of one evaluation (which starts at 0 each time: a fixed probe).
+    """
+
+    def __init__(
+        self,
+        plan: Plan | SyntheticPlan,
+        *,
+        micro_batch_size: int,
+        data_rank: int,
+        data_ranks: int,
+        workers: int = 1,
+        prefetch: int = 2,
+    ):
+        per_pass = micro_batch_size * data_ranks
+        if plan.batch % per_pass:
+            raise DataError(
+                "training.global_batch_size",
+                f"{plan.batch} samples are no multiple of micro_batch_size * data parallel "
+                f"size = {micro_batch_size} * {data_ranks}",
+                "change one of them",
+            )
+        self.plan, self.steps = plan, plan.steps
+        self.micro_batch_size, self.accumulation = micro_batch_size, plan.batch // per_pass
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self._prefetch = prefetch if workers else 0
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if self._prefetch else None
+        self._ready: dict[int, Future[StepBatch]] = {}
+
+    def indices(self) -> np.ndarray:
+        """Places of this rank's samples in the global batch, int64 [A, M]; item b of micro-step g: (g*R + r)*M + b."""
+        micro, place = np.arange(self.accumulation)[:, None], np.arange(self.micro_batch_size)
+        return (micro * self.data_ranks + self.data_rank) * self.micro_batch_size + place
+
+    def step(self, step: int) -> StepBatch:
+        """This rank's part of a step.
+
+        Raises:
+            DataError: the files have changed under the run, or hold ids beyond the vocabulary.
+        """
+        if self._pool is None:
+            return self.read(step)
+        batch = self._ready.pop(step, None) or self._pool.submit(self.read, step)
+        wanted = range(step + 1, step + 1 + self._prefetch)
+        for old in [each for each in self._ready if each not in wanted]:
+            self._ready.pop(old).cancel()
+        for each in wanted:
+            if each not in self._ready and each < self.steps:
+                self._ready[each] = self._pool.submit(self.read, each)
+        return batch.result()
+
+    def read(self, step: int) -> StepBatch:
+        """`step` without preparation, in the caller's thread."""
+        indices = self.indices()
+        numbers = step * self.plan.batch + indices
+        samples = [self.plan.sample(int(number)) for number in numbers.flat]
+        hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
+        tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1)
+        documents, positions = _boundaries(samples, numbers.shape)
+        return StepBatch(
+            step,
+            tokens,
+            torch.from_numpy(numbers),
+            batch_hash(hashes),
+            _weights(samples, numbers.shape),
+            documents,
+            positions,
+        )
+
+    def close(self) -> None:
+        """Stop the threads; the loader is not used afterwards."""
+        for each in self._ready.values():
+            each.cancel()
+        self._ready.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+
+def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Label weights [A, M, S]; None if all are one."""
+    if all(sample.weights is None for sample in samples):
+        return None
+    ones = np.ones(len(samples[0].tokens) - 1, np.float32)
+    stacked = np.stack([ones if sample.weights is None else sample.weights for sample in samples])
+    return torch.from_numpy(stacked).reshape(*shape, -1)
+
+
+def _boundaries(
+    samples: list[Sample], shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Documents and positions [A, M, S]; None without boundaries."""
+    if samples[0].begins is None:
+        return None, None
+    pairs = [documents_and_positions(sample.begins) for sample in samples]
+    documents, positions = (torch.from_numpy(np.stack(each)).reshape(*shape, -1) for each in zip(*pairs))
+    return documents, positions
+
+
+def build_loader(
+    config: Config, *, data_rank: int, data_ranks: int, split: str = "train", name: str | None = None
+) -> Loader:
+    """The loader of a set for one data parallel rank.
+
+    Args:
+        config: the resolved configuration.
+        data_rank, data_ranks: this rank's place among the data parallel ranks.
+        split: "train", "validation" or "test".
+        name: which validation or test set; by default the only one.
+
+    Raises:
+        DataError: there is no such set, or its files cannot be used.
+    """
+    return Loader(
+        build_plan(config, split, name),
+        micro_batch_size=config.training.micro_batch_size,
+        data_rank=data_rank,
+        data_ranks=data_ranks,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+    )

@@ -1,0 +1,83 @@
+"""The small file beside a `.bin/.idx` pair that says what it was made from, with what."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import DataError
+from .token_file import with_ending
+
+ENDING = ".json"
+FORMAT = "token file manifest"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a token file beyond its tokens.
+
+    Attributes:
+        tokenizer: kind, name, hash, size and eod_id of the tokenizer.
+        documents, tokens: counts.
+        largest: the largest id.
+        dtype: type of the stored tokens.
+        bin_hash, idx_hash: SHA-256 of the two files.
+        inputs: for each input file its path, bytes, SHA-256 (where it is a file), documents and tokens.
+        origin: what the numbers of the `.origin` table beside the pair are ("bytes", "rows"); None without a table.
+        options: how the texts were treated.
+        encoder: what computed the ids.
+        version: of this program.
+        job: hash of the inputs and options it was tokenized with; "" for a file made otherwise.
+    """
+
+    tokenizer: dict[str, Any]
+    documents: int
+    tokens: int
+    largest: int
+    dtype: str
+    bin_hash: str
+    idx_hash: str
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    origin: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    encoder: str = ""
+    version: str = ""
+    job: str = ""
+
+    def text(self) -> str:
+        return (
+            json.dumps({"format": FORMAT, "format_version": VERSION, **asdict(self)}, indent=1, ensure_ascii=False)
+            + "\n"
+        )
+
+    def write(self, prefix: str | os.PathLike) -> Path:
+        """Write it beside a pair, whole or not at all."""
+        path = with_ending(prefix, ENDING)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(self.text(), encoding="utf-8")
+        os.replace(temporary, path)
+        return path
+
+
+def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
+    """The manifest beside a pair; None if there is none (files of other programs have none).
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = with_ending(prefix, ENDING)
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != FORMAT or values.pop("format_version") != VERSION:
+            raise ValueError("another format")
+        return Manifest(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            path, f"it is no intact manifest ({error})", "make the pair again, or remove the manifest"
+        ) from error

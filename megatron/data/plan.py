@@ -1,0 +1,425 @@
+"""What a run reads, as arithmetic: which sample of which source sample n is.
+
+A plan belongs to one set (training, a validation set, a test set) and depends on the configuration alone: not on ranks,
+micro-batches or what was read before. Training data may change their blend at given steps (phases); a source that goes
+on in a later phase goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from .blend import Blend, normalised
+from .errors import DataError
+from .sample import Infilling, Options, Sample
+from .source import OrderRequest, Source, SourceFile
+from .synthetic import Copy
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.config.sections.data import Source as SourceSection
+
+MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the run takes from one source.
+
+    Attributes:
+        weight: share of the samples that was asked for (of the first phase that has it).
+        samples, tokens: what is read of it in all.
+        epochs: tokens read, as a multiple of those it has.
+        available: tokens it has.
+    """
+
+    name: str
+    path: str
+    order: str
+    weight: float
+    samples: int
+    tokens: int
+    epochs: float
+    available: int
+
+
+class SampleSet(Protocol):
+    """What a loader needs to know of a plan."""
+
+    steps: int
+    batch: int
+
+    def sample(self, number: int) -> Sample: ...
+
+    def uses(self) -> list[Use]: ...
+
+    def warnings(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A blend for samples start ... start + length of the run.
+
+    Attributes:
+        members: number of each of its sources in the plan.
+        loss: whether each source's tokens are targets here.
+        carried: samples that earlier stretches took of each of its sources.
+    """
+
+    start: int
+    length: int
+    blend: Blend
+    members: tuple[int, ...]
+    loss: tuple[bool, ...]
+    carried: tuple[int, ...]
+
+
+class Plan:
+    """The plan of a set that is read from files.
+
+    Attributes:
+        batch: B, samples per step.
+        steps: steps the set is asked for (for validation: per evaluation).
+        sources: each different source once.
+        period: after this many samples the run reads the same again; None if that never happens.
+    """
+
+    def __init__(self, stretches: list[Stretch], sources: list[Source], options: Options, batch: int, steps: int):
+        self.stretches, self.sources, self.options = stretches, sources, options
+        self.batch, self.steps = batch, steps
+        self._starts = [stretch.start for stretch in stretches]
+        only = stretches[0]
+        repeats = len(stretches) == 1 and all(not sources[each].order.endless for each in only.members)
+        self.period = (only.length // batch * batch or only.length) if repeats else None
+
+    def place(self, number: int) -> tuple[Stretch, int, int]:
+        """Of sample n: its stretch, the source's place in it, and the sample k of that source."""
+        number = number % self.period if self.period else number
+        stretch = self.stretches[bisect_right(self._starts, number) - 1]
+        if number - stretch.start >= stretch.blend.size:
+            raise DataError(
+                "training.steps",
+                f"sample {number} lies beyond the last step, {self.steps - 1}",
+                "ask for an earlier step",
+            )
+        member, count = stretch.blend.locate(number - stretch.start)
+        return stretch, member, stretch.carried[member] + count
+
+    def sample(self, number: int) -> Sample:
+        """Sample n of the run."""
+        stretch, member, sample = self.place(number)
+        return self.sources[stretch.members[member]].sample(sample, self.options, number, stretch.loss[member])
+
+    def drawn(self, source: int, samples: int) -> int:
+        """How many of the first `samples` samples come from a source."""
+        passes, rest = divmod(samples, self.period) if self.period else (0, samples)
+        return passes * self._drawn(source, self.period or 0) + self._drawn(source, rest)
+
+    def _drawn(self, source: int, samples: int) -> int:
+        total = 0
+        for stretch in self.stretches:
+            part = min(max(samples - stretch.start, 0), stretch.blend.size)
+            total += sum(
+                stretch.blend.drawn(place, part) for place, each in enumerate(stretch.members) if each == source
+            )
+        return total
+
+    def highest(self, source: int, samples: int) -> int:
+        """One more than the largest sample k of a source among the first `samples` samples of the run."""
+        if self.period and samples > self.period:
+            return self._drawn(source, self.period)
+        return self._drawn(source, samples)
+
+    def numbers(self, source: int, sample: int, below: int) -> Iterator[int]:
+        """All n < `below` that are sample k of a source."""
+        for stretch in self.stretches:
+            if source not in stretch.members:
+                continue
+            place = stretch.members.index(source)
+            count = sample - stretch.carried[place]
+            draw = stretch.blend.find(place, count) if count >= 0 else None
+            end = self.period if self.period else stretch.length
+            if draw is not None and draw < end:
+                yield from range(stretch.start + draw, below, self.period or max(below, 1))
+
+    def uses(self) -> list[Use]:
+        """What the whole run takes from each source."""
+        total, result = self.steps * self.batch, []
+        for source in self.sources:
+            samples = self.drawn(source.index, total)
+            tokens = samples * self.options.sequence_length
+            weight = next(
+                float(stretch.blend.weights[stretch.members.index(source.index)])
+                for stretch in self.stretches
+                if source.index in stretch.members
+            )
+            available = source.order.tokens
+            result.append(
+                Use(
+                    source.name,
+                    str(source.file.prefix),
+                    source.order.description,
+                    weight,
+                    samples,
+                    tokens,
+                    tokens / available,
+                    available,
+                )
+            )
+        return result
+
+    def warnings(self) -> list[str]:
+        """What is allowed but probably not meant."""
+        found = [
+            f"source {use.name} is read {use.epochs:.1f} times ({use.tokens:,} of {use.available:,} tokens)"
+            for use in self.uses()
+            if use.epochs > MANY_EPOCHS
+        ]
+        if self.period and self.steps * self.batch > self.period:
+            found.append(
+                f"the order has {self.period:,} samples; from step {self.period // self.batch} on they are read again"
+            )
+        return found
+
+
+class SyntheticPlan:
+    """The plan of a set that the run makes itself."""
+
+    def __init__(self, made: Copy, batch: int, steps: int):
+        self.made, self.batch, self.steps, self.sources = made, batch, steps, []
+
+    def sample(self, number: int) -> Sample:
+        return Sample(self.made.tokens(number))
+
+    def uses(self) -> list[Use]:
+        return []
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+def set_names(config: Config, split: str) -> list[str]:
+    """The names of the validation or test sets that a configuration has."""
+    data = config.data
+    given = list(getattr(data, split))
+    share = {"validation": 1, "test": 2}[split]
+    if data.split is not None and len(data.split) > share and data.split[share] > 0:
+        return [split]
+    return given or ([split] if data.synthetic != "none" and split == "validation" else [])
+
+
+def build_plan(config: Config, split: str = "train", name: str | None = None) -> Plan | SyntheticPlan:
+    """The plan of a set.
+
+    Args:
+        config: the resolved configuration.
+        split: "train", "validation" or "test".
+        name: which validation or test set; by default the only one.
+
+    Raises:
+        DataError: there is no such set, or its files cannot be used.
+    """
+    return _Builder(config, split, name).build()
+
+
+class _Builder:
+    """Collects what a plan is made of."""
+
+    def __init__(self, config: Config, split: str, name: str | None):
+        if split not in ("train", "validation", "test"):
+            raise DataError("split", f"there is no split {split!r}", "use train, validation or test")
+        self.config, self.split, self.data = config, split, config.data
+        names = [None] if split == "train" else set_names(config, split)
+        if name is None and len(names) == 1:
+            name = names[0]
+        if name not in names:
+            raise DataError(
+                f"data.{split}",
+                f"there is no set {name!r}; there are {', '.join(map(str, names)) or 'none'}",
+                f"give data.{split}, or a share in data.split",
+            )
+        self.name, self.batch = name, config.training.global_batch_size
+        self.request = OrderRequest(
+            self.data.order, self.data.packing, config.training.sequence_length, self.data.seed, self.data.cache
+        )
+
+    @property
+    def requested(self) -> tuple[int, bool]:
+        """Steps that are read, and whether instead the set is read once as a whole (the steps are then not known)."""
+        if self.split == "train":
+            return self.config.training.steps, False
+        return self.config.evaluation.batches, self.config.evaluation.batches == 0
+
+    def asked(self) -> int:
+        """Samples that GPT-NeoX would ask for; the pythia order's number of epochs follows from it."""
+        steps, _ = self.requested
+        if self.split == "validation" and self.config.evaluation.every:
+            steps *= self.config.training.steps // self.config.evaluation.every + 1
+        return steps * self.batch
+
+    def build(self) -> Plan | SyntheticPlan:
+        steps, whole = self.requested
+        if self.data.synthetic == "copy":
+            made = Copy(
+                self.data.seed, self.config.model.vocab_size, self.request.sequence_length, self.name or self.split
+            )
+            return SyntheticPlan(made, self.batch, steps or 1)
+        sections = self._sections()
+        opened = self._open([section for _, part in sections for section in part])
+        numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}
+        order = sorted(set(numbers.values()))
+        place = {identity: order.index(number) for identity, number in numbers.items()}
+        files = [opened[number] for number in order]
+        parts, position = [], 0
+        for start, part in sections:
+            entries = opened[position : position + len(part)]
+            position += len(part)
+            members = tuple(place[each.identity] for each in entries)
+            if len(set(members)) < len(members):
+                raise DataError(
+                    f"data.{self.split}", "a blend names one file twice", "give it once, with the sum of its weights"
+                )
+            parts.append((start, entries, members, self._weights(entries, whole)))
+        options = self._options(files)
+        sources = self._order(files, parts, whole, options)
+        stretches = self._stretches(parts, sources, whole)
+        if whole:
+            steps = max(1, stretches[-1].length // self.batch)
+        return Plan(stretches, sources, options, self.batch, steps)
+
+    def _sections(self) -> list[tuple[int, list[SourceSection]]]:
+        """Blends by their first step."""
+        if self.split != "train":
+            return [
+                (0, self.data.train if self.data.split is not None else getattr(self.data, self.split)[self.name])
+            ]
+        phases = [(0, list(self.data.train))] if self.data.train else []
+        for phase in self.data.phases:
+            if phase.start == 0:
+                phases = []
+            if phase.start < max(self.config.training.steps, 1):
+                phases.append((phase.start, list(phase.sources)))
+        if not phases or phases[0][0] != 0:
+            raise DataError(
+                "data.train", "nothing is read from step 0 on", "give data.train, or a phase with start: 0"
+            )
+        return phases
+
+    def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
+        from .agreement import agree
+
+        opened = [SourceFile(section, self.data.cache, self._bounds(section)) for section in sections]
+        for each in opened:
+            each.check_ids(self.config.model.vocab_size)
+        agree(opened, self.config.tokenizer)
+        return opened
+
+    def _bounds(self, section: SourceSection) -> tuple[int, int] | None:
+        from .order import split_bounds
+        from .token_file import TokenFile
+
+        if self.data.split is None:
+            return None
+        if len(self.data.train) != 1:
+            raise DataError(
+                "data.split", f"it cuts one training file, not {len(self.data.train)}", "give data.validation instead"
+            )
+        bounds = split_bounds(list(self.data.split), len(TokenFile(section.path)))
+        part = {"train": 0, "validation": 1, "test": 2}[self.split]
+        if bounds[part] >= bounds[part + 1]:
+            raise DataError(
+                "data.split", f"no document is left for {self.split} (bounds {bounds})", "give it a larger share"
+            )
+        return bounds[part], bounds[part + 1]
+
+    def _weights(self, files: list[SourceFile], whole: bool) -> list[float]:
+        """The blend's weights before normalisation."""
+        if whole:
+            return [float(each.file.tokens) for each in files]
+        kind, alpha = self.data.weighting, self.data.alpha
+        size = {
+            "given": lambda each: 1.0,
+            "documents": lambda each: each.last - each.first,
+            "tokens": lambda each: each.file.tokens,
+        }[kind]
+        return [each.weight * float(size(each)) ** alpha for each in files]
+
+    def _options(self, files: list[SourceFile]) -> Options:
+        from .agreement import end_of_document, token_id
+
+        data = self.data
+        fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
+        needed = data.reset_attention_at_eod or data.mask_loss_at_eod or fim or data.packing == "best_fit"
+        eod = end_of_document(files, self.config.tokenizer) if needed else None
+        if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
+            raise DataError(
+                "tokenizer.eod_id",
+                "the end-of-document token must be known",
+                "give tokenizer.eod_id or tokenizer.path",
+            )
+        if fim and any(each.labels for each in files):
+            raise DataError(
+                "data.fim", "documents with label files cannot be reordered", "remove labels or set data.fim.rate: 0"
+            )
+        infilling = fim and Infilling(
+            fim.rate,
+            fim.suffix_first_rate,
+            *(
+                token_id(self.config.tokenizer, getattr(fim, part), f"data.fim.{part}")
+                for part in ("prefix", "middle", "suffix")
+            ),
+        )
+        return Options(
+            self.request.sequence_length,
+            data.seed,
+            eod,
+            data.mask_loss_at_eod,
+            data.reset_attention_at_eod,
+            infilling or None,
+        )
+
+    def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[Source]:
+        """Order each file; the pythia order is told how many samples all blends together will ask it for."""
+        total = [0] * len(files)
+        for number, (start, _, members, weights) in enumerate(parts):
+            end = parts[number + 1][0] * self.batch if number + 1 < len(parts) else self.asked()
+            for member, weight in zip(members, normalised(weights).tolist()):
+                samples = end - start * self.batch
+                total[member] += (
+                    samples if self.data.split is not None else math.ceil(samples * weight * self.data.margin)
+                )
+        orders = [
+            each.order(self.request, None if whole else wanted, 1 if whole else None)
+            for each, wanted in zip(files, total)
+        ]
+        return [
+            Source(index, each, order, self.config.model.vocab_size)
+            for index, (each, order) in enumerate(zip(files, orders))
+        ]
+
+    def _stretches(self, parts: list, sources: list[Source], whole: bool) -> list[Stretch]:
+        steps, _ = self.requested
+        stretches: list[Stretch] = []
+        taken = [0] * len(sources)
+        for number, (start, entries, members, weights) in enumerate(parts):
+            lengths = [sources[each].order.length for each in members]
+            endless = any(sources[each].order.endless for each in members)
+            if number + 1 < len(parts):
+                length = (parts[number + 1][0] - start) * self.batch
+            elif len(parts) > 1 or (endless and not whole):
+                length = max(steps - start, 1) * self.batch
+            else:
+                length = sum(lengths)
+            drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
+            blend = Blend(weights, drawn, self.data.cache)
+            loss = tuple(each.loss for each in entries)
+            stretches.append(
+                Stretch(start * self.batch, length, blend, members, loss, tuple(taken[each] for each in members))
+            )
+            for place, each in enumerate(members):
+                taken[each] += blend.drawn(place, drawn)
+        return stretches

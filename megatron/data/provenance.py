@@ -1,0 +1,308 @@
+"""Which text a model saw at which step, from the run's configuration and its token files alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .corpus.files import read_origin
+from .errors import DataError
+from .hashing import batch_hash, sample_hash
+from .manifest import read_manifest
+from .order import Span
+from .plan import Plan, SyntheticPlan, build_plan
+from .sample import Sample
+from .token_file import TokenFile
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+    from .tokenizer import Tokenizer
+
+
+def run_config(run: str | os.PathLike) -> Config:
+    """The resolved configuration of a run.
+
+    Args:
+        run: the run's directory, or its config.yml.
+
+    Raises:
+        DataError: there is none.
+        ConfigError: it is damaged or was edited.
+    """
+    from megatron.config import read_resolved
+
+    path = Path(run) / "config.yml" if Path(run).is_dir() else Path(run)
+    if not path.is_file():
+        raise DataError(path, "there is no resolved configuration", "give a run's directory")
+    return read_resolved(path)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a sequence.
+
+    Attributes:
+        source, file: the source's name and the token file's prefix.
+        document, start, length: tokens start ... start + length of that document.
+        input: the file that the document was made from, if known; `input_start`, `input_length` its place there,
+            counted in `unit`: "bytes" of the uncompressed content (of the whole record), or "rows".
+    """
+
+    source: str
+    file: str
+    document: int
+    start: int
+    length: int
+    input: str | None = None
+    unit: str | None = None
+    input_start: int | None = None
+    input_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence of a step: its place in the global batch, the data parallel rank and micro-batch that read it."""
+
+    index: int
+    number: int
+    rank: int
+    micro_batch: int
+    hash: int
+    pieces: list[Piece]
+    tokens: np.ndarray
+
+
+class Origins:
+    """Where the documents of a token file came from."""
+
+    def __init__(self, file: TokenFile):
+        self.table, self.manifest = read_origin(file.prefix), read_manifest(file.prefix)
+        if self.table is not None and len(self.table) != len(file):
+            raise DataError(
+                file.prefix,
+                f"its table of origins has {len(self.table)} documents, the index {len(file)}",
+                "make the pair again, or remove the table",
+            )
+
+    def of(self, document: int) -> dict[str, Any]:
+        """The origin's fields of a `Piece`; nothing if it is not known."""
+        if self.table is None or self.manifest is None:
+            return {}
+        row = self.table[document]
+        entry = self.manifest.inputs[int(row["input"])]
+        return {
+            "input": entry["name"],
+            "unit": entry["unit"],
+            "input_start": int(row["start"]),
+            "input_length": int(row["length"]),
+        }
+
+
+class Provenance:
+    """Answers questions about one set of a run.
+
+    Attributes:
+        plan: which sample is what.
+        data_ranks: data parallel ranks that the run was resolved for.
+    """
+
+    def __init__(self, config: Config, split: str = "train", name: str | None = None):
+        self.config, self.plan = config, build_plan(config, split, name)
+        training = config.training
+        self.data_ranks = training.global_batch_size // (training.micro_batch_size * (training.accumulation or 1))
+        self._origins = lru_cache(None)(lambda source: Origins(self.plan.sources[source].file))
+
+    def step(self, step: int, rank: int | None = None) -> list[Sequence]:
+        """The sequences of a step, or those that one data parallel rank read, in the order of the global batch.
+
+        Raises:
+            DataError: there is no such step or rank.
+        """
+        if not 0 <= step < self.plan.steps:
+            raise DataError(
+                "--step",
+                f"there is no step {step}; the run has {self.plan.steps}",
+                f"give 0 ... {self.plan.steps - 1}",
+            )
+        if rank is not None and not 0 <= rank < self.data_ranks:
+            raise DataError(
+                "--rank",
+                f"there is no data parallel rank {rank}; the run has {self.data_ranks}",
+                f"give 0 ... {self.data_ranks - 1}",
+            )
+        micro = self.config.training.micro_batch_size
+        found = []
+        for index in range(self.plan.batch):
+            own, pass_number = index // micro % self.data_ranks, index // micro // self.data_ranks
+            if rank in (None, own):
+                number = step * self.plan.batch + index
+                sample = self.plan.sample(number)
+                found.append(
+                    Sequence(
+                        index,
+                        number,
+                        own,
+                        pass_number,
+                        sample_hash(index, sample.tokens),
+                        self._pieces(sample),
+                        sample.tokens,
+                    )
+                )
+        return found
+
+    def _pieces(self, sample: Sample) -> list[Piece]:
+        pieces = []
+        for span in sample.spans:
+            source = self.plan.sources[sample.source]
+            pieces.append(
+                Piece(source.name, str(source.file.prefix), *span, **self._origins(sample.source).of(span.document))
+            )
+        return pieces
+
+    def source(self, name: str) -> int:
+        """The number of the source with a name.
+
+        Raises:
+            DataError: there is none, or several.
+        """
+        if isinstance(self.plan, SyntheticPlan):
+            raise DataError(
+                "data.synthetic", "this run makes its data; there are no documents", "use batch.py to see a step"
+            )
+        found = [
+            source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name
+        ]
+        if len(found) != 1:
+            names = ", ".join(source.name for source in self.plan.sources)
+            raise DataError(
+                "--document",
+                f"{len(found)} sources are called {name!r}; there are {names}",
+                "give the path of the token file",
+            )
+        return found[0]
+
+    def seen(self, source: int, document: int, start: int = 0, length: int | None = None) -> list[tuple[int, int]]:
+        """The steps that saw (a part of) a document, as (step, index in the global batch), in order.
+
+        Args:
+            start, length: only sequences that have some of these tokens count.
+
+        Raises:
+            DataError: there is no such document.
+        """
+        file = self.plan.sources[source].file
+        if not 0 <= document < len(file):
+            raise DataError(
+                "--document",
+                f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}",
+                "give one of these",
+            )
+        end = start + (int(file.sizes[document]) - start if length is None else length)
+        return sorted(divmod(number, self.plan.batch) for number in self._numbers(source, document, start, end))
+
+    def _numbers(self, source: int, document: int, start: int, end: int) -> Iterator[int]:
+        plan: Plan = self.plan
+        below = plan.steps * plan.batch
+        order = plan.sources[source].order
+        for sample in order.find(document, plan.highest(source, below)):
+            if any(_overlaps(span, document, start, end) for span in order.spans(sample)):
+                yield from plan.numbers(source, sample, below)
+
+
+def _overlaps(span: Span, document: int, start: int, end: int) -> bool:
+    return span.document == document and span.start < end and start < span.start + span.length
+
+
+def step_hash(sequences: list[Sequence]) -> int:
+    """The hash of a step (or of a rank's part of it), as the run's ledger and metrics have it."""
+    return batch_hash(sequence.hash for sequence in sequences)
+
+
+def find_text(file: TokenFile, tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, int, int]]:
+    """Documents of a token file with a text, as (document, first token, tokens) of each place.
+
+    The text is looked for as tokens, without its first and last one (which depend on what stands around it), and each
+    place is confirmed by decoding. Texts too short for that are looked for in every decoded document.
+    """
+    cores = {
+        tuple(ids[1:-1])
+        for variant in (text, " " + text, "\n" + text)
+        for ids in (tokenizer.encode(variant),)
+        if len(ids) > 3
+    }
+    if not cores:
+        yield from _decoded_places(file, tokenizer, range(len(file)), text)
+        return
+    documents: set[int] = set()
+    for core in cores:
+        documents.update(_documents_with(file, np.array(core)))
+    yield from _decoded_places(file, tokenizer, sorted(documents), text)
+
+
+def _documents_with(file: TokenFile, core: np.ndarray, chunk: int = 1 << 24) -> Iterator[int]:
+    """Documents in which these tokens follow each other."""
+    ends = None
+    for begin in range(0, file.tokens, chunk):
+        part = file.flat(begin, chunk + len(core) - 1)
+        places = np.flatnonzero(part[: len(part) - len(core) + 1] == core[0])
+        for offset in range(1, len(core)):
+            places = places[part[places + offset] == core[offset]]
+        if len(places):
+            ends = file.starts(slice(None)) + file.sizes if ends is None else ends
+            firsts = np.searchsorted(ends, places + begin, side="right")
+            lasts = np.searchsorted(ends, places + begin + len(core) - 1, side="right")
+            yield from np.unique(firsts[firsts == lasts]).tolist()
+
+
+def _decoded_places(file: TokenFile, tokenizer: Tokenizer, documents, text: str) -> Iterator[tuple[int, int, int]]:
+    """Places of a text in decoded documents: the smallest stretches of tokens whose text has it."""
+    for document in documents:
+        ids = file[document].tolist()
+        whole = tokenizer.decode(ids)
+        begin = whole.find(text)
+        while begin >= 0:
+            first = _last_prefix(tokenizer, ids, len(whole[:begin]), strict=False)
+            last = _last_prefix(tokenizer, ids, len(whole[: begin + len(text)]), strict=True)
+            yield document, first, max(last - first, 1)
+            begin = whole.find(text, begin + len(text))
+
+
+def _last_prefix(tokenizer: Tokenizer, ids: list[int], characters: int, strict: bool) -> int:
+    """How many tokens have at most (strict: at least) so many characters; decoding is monotone up to cut characters."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + (not strict)) // 2
+        reached = len(tokenizer.decode(ids[:middle]))
+        if strict:
+            low, high = (low, middle) if reached >= characters else (middle + 1, high)
+        else:
+            low, high = (middle, high) if reached <= characters else (low, middle - 1)
+    return low
+
+
+def read_record(piece: Piece) -> bytes:
+    """The bytes of the record that a piece was made from, out of the (uncompressed) input.
+
+    Raises:
+        DataError: the origin is not known, or is counted in rows.
+    """
+    from .corpus.inputs import open_stream
+
+    if piece.input is None or piece.unit != "bytes":
+        raise DataError(
+            piece.file,
+            "the bytes of its documents are not known",
+            "tokenize it with tools/data/tokenize.py from files of lines or texts",
+        )
+    with open_stream(piece.input) as (stream, _):
+        left = piece.input_start
+        while left > 0 and (skipped := len(stream.read(min(left, 1 << 20)))):
+            left -= skipped
+        return stream.read(piece.input_length)

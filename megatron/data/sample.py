@@ -1,0 +1,143 @@
+"""From pieces of documents to one sample: tokens, the weight of each label, and where documents begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .keyed import generator
+from .order import Span
+
+IGNORED = -100  # a label file's mark of a token that is no target
+
+
+@dataclass(frozen=True)
+class Infilling:
+    """Fill-in-the-middle: rates, and the ids of its three tokens."""
+
+    rate: float
+    suffix_first_rate: float
+    prefix: int
+    middle: int
+    suffix: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """How samples are made of pieces.
+
+    Attributes:
+        sequence_length: S.
+        seed: of the data order; infilling draws from it.
+        eod: id of the end-of-document token, if it matters.
+        mask_eod: the end-of-document token is no target.
+        boundaries: say where documents begin.
+        infilling: None leaves documents as they are.
+    """
+
+    sequence_length: int
+    seed: int = 0
+    eod: int | None = None
+    mask_eod: bool = False
+    boundaries: bool = False
+    infilling: Infilling | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample.
+
+    Attributes:
+        tokens: int64 [S+1].
+        weights: float32 [S], the weight of each label; None means all ones.
+        begins: bool [S+1], whether a document begins at this token; None if nobody asked.
+        source: number of its source in the plan.
+        spans: the pieces it was made of, before infilling.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray | None = None
+    begins: np.ndarray | None = None
+    source: int = 0
+    spans: tuple[Span, ...] = ()
+
+
+def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:
+    """A document's tokens with a middle moved to the end (PSM, or SPM with the suffix first), or as they are.
+
+    Two cuts at random places make prefix, middle and suffix. PSM is <prefix> prefix <suffix> suffix <middle> middle;
+    SPM is <prefix> <suffix> suffix <middle> prefix middle.
+    """
+    chance, order = draw.random(2)
+    cuts = np.sort(draw.integers(0, len(tokens) + 1, size=2))
+    if chance >= options.rate or not len(tokens):
+        return tokens
+    prefix, middle, suffix = np.split(tokens, cuts)
+    if order < options.suffix_first_rate:
+        parts = [[options.prefix, options.suffix], suffix, [options.middle], prefix, middle]
+    else:
+        parts = [[options.prefix], prefix, [options.suffix], suffix, [options.middle], middle]
+    return np.concatenate([np.asarray(part, dtype=tokens.dtype) for part in parts])
+
+
+def _documents(tokens: np.ndarray, lengths: list[int], eod: int | None) -> list[np.ndarray]:
+    """Pieces cut further where an end-of-document token stands inside."""
+    cuts = np.cumsum(lengths[:-1], dtype=np.int64)
+    if eod is not None:
+        cuts = np.union1d(cuts, np.flatnonzero(tokens[:-1] == eod) + 1)
+    return np.split(tokens, cuts.astype(np.int64))
+
+
+def _infilled(documents: list[np.ndarray], options: Options, number: int) -> list[np.ndarray]:
+    """Each document infilled by a draw of its own; its end-of-document token stays at the end."""
+    result = []
+    for index, tokens in enumerate(documents):
+        draw = generator(options.seed, "fim", number, index)
+        ended = len(tokens) > 0 and options.eod is not None and tokens[-1] == options.eod
+        body = infill(tokens[:-1] if ended else tokens, options.infilling, draw)
+        result.append(np.append(body, tokens[-1]) if ended else body)
+    return result
+
+
+def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: np.ndarray | None = None) -> Sample:
+    """Make a sample.
+
+    Args:
+        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up with tokens that are no targets.
+        number: the sample's global number, for keyed draws.
+        targets: bool, which tokens may be targets; None means all.
+    """
+    width = options.sequence_length + 1
+    tokens = np.concatenate(pieces).astype(np.int64, copy=False)
+    begins = None
+    if options.boundaries or options.infilling:
+        documents = _documents(tokens, [len(piece) for piece in pieces], options.eod)
+        if options.infilling:
+            documents = _infilled(documents, options, number)
+            tokens = np.concatenate(documents)[:width]
+        if options.boundaries:
+            firsts = np.cumsum(
+                [0, *(len(each) for each in documents)]
+            )  # with the end: what fills up is a document too
+            begins = np.zeros(width, bool)
+            begins[firsts[firsts < width]] = True
+    allowed = np.ones(width, bool)
+    if targets is not None:
+        allowed[: len(targets)] = targets
+    allowed[len(tokens) :] = False
+    if len(tokens) < width:
+        tokens = np.concatenate([tokens, np.full(width - len(tokens), options.eod or 0)])
+    if options.mask_eod:
+        allowed &= tokens != options.eod
+    weights = None if allowed[1:].all() else allowed[1:].astype(np.float32)
+    return Sample(tokens, weights, begins)
+
+
+def documents_and_positions(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Document index and position in the document of each input token; int32 [S] each, from `Sample.begins`."""
+    begins = begins[:-1]
+    documents = np.maximum(np.cumsum(begins) - 1, 0)
+    places = np.arange(len(begins))
+    firsts = np.maximum.accumulate(np.where(begins, places, 0))
+    return documents.astype(np.int32), (places - firsts).astype(np.int32)

@@ -1,0 +1,154 @@
+"""One source of a run: a token file, the order of its samples, and whether its tokens are targets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from .cache import examine
+from .errors import DataError
+from .manifest import Manifest, read_manifest
+from .order import Order, SequentialOrder, Span, StreamOrder
+from .packing import PackedOrder
+from .pythia import PythiaOrder
+from .sample import IGNORED, Options, Sample, assemble
+from .token_file import TokenFile
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import Source as SourceSection
+
+
+@dataclass(frozen=True)
+class OrderRequest:
+    """What an order is made of besides the file.
+
+    Attributes:
+        kind: data.order.
+        packing: data.packing.
+        sequence_length: S.
+        seed: data.seed.
+        cache: data.cache; None keeps arrays in memory.
+    """
+
+    kind: Literal["pythia", "stream", "sequential"]
+    packing: Literal["continuous", "best_fit"]
+    sequence_length: int
+    seed: int
+    cache: str | os.PathLike | None
+
+
+class SourceFile:
+    """A token file of a blend, examined, before anything is ordered.
+
+    Attributes:
+        name, path: as in the configuration.
+        first, last: documents first ... last-1 are used.
+    """
+
+    def __init__(
+        self, section: SourceSection, cache: str | os.PathLike | None, bounds: tuple[int, int] | None = None
+    ):
+        """Open and examine; `bounds` are the documents to use, by default all.
+
+        Raises:
+            DataError: the pair is missing, truncated or damaged.
+        """
+        self.file = TokenFile(section.path)
+        self.name, self.path, self.loss = section.name or self.file.prefix.name, section.path, section.loss
+        self.weight = section.weight
+        self.facts = examine(self.file, cache)
+        self.manifest: Manifest | None = read_manifest(self.file.prefix)
+        self.first, self.last = bounds or (0, len(self.file))
+        self.labels = TokenFile(section.labels) if section.labels else None
+        if self.labels and not np.array_equal(self.labels.sizes, self.file.sizes):
+            raise DataError(
+                section.labels,
+                f"its documents differ in size from those of {section.path}",
+                "make the label file beside the token file, document for document",
+            )
+
+    @property
+    def identity(self) -> tuple:
+        """What makes two entries of different phases the same source."""
+        return os.path.abspath(self.file.prefix), self.first, self.last
+
+    def check_ids(self, vocabulary: int) -> None:
+        """Refuse ids that the model has no embedding for, as far as they are known without reading everything."""
+        largest = self.facts["largest"]
+        if largest is None and self.manifest is not None:
+            largest = self.manifest.largest
+        smallest = self.facts["smallest"] or 0
+        if largest is not None and (largest >= vocabulary or smallest < 0):
+            raise DataError(
+                self.file.bin_path,
+                f"it has ids {smallest} ... {largest}, but model.vocab_size is {vocabulary}",
+                "use the tokenizer that the file was made with, and its vocabulary size",
+            )
+
+    def order(self, request: OrderRequest, samples: int | None, epochs: int | None) -> Order:
+        """The order of its samples; pythia wants to know how many samples, or epochs, will be asked for."""
+        where = (self.file, self.first, self.last, request.sequence_length)
+        known = {"fingerprint": self.facts["fingerprint"], "cache": request.cache}
+        if request.packing == "best_fit":
+            if request.kind == "pythia":
+                raise DataError(
+                    "data.packing",
+                    "best_fit packs whole documents, and the pythia order cuts them",
+                    "use data.order: stream (shuffled) or sequential",
+                )
+            return PackedOrder(*where, request.seed if request.kind == "stream" else None, **known)
+        if request.kind == "pythia":
+            return PythiaOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
+        return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
+
+
+class Source:
+    """A source with its order.
+
+    Attributes:
+        index: its number in the plan.
+    """
+
+    def __init__(self, index: int, opened: SourceFile, order: Order, vocabulary: int):
+        self.index, self.order, self.vocabulary = index, order, vocabulary
+        self.opened, self.file, self.name = opened, opened.file, opened.name
+
+    def sample(self, sample: int, options: Options, number: int, loss: bool) -> Sample:
+        """Sample k of this source as sample n of the run.
+
+        Args:
+            sample: k.
+            number: n.
+            loss: whether its tokens are targets here.
+
+        Raises:
+            DataError: an id that the model has no embedding for, or a label that contradicts its token.
+        """
+        spans = tuple(self.order.spans(sample))
+        made = assemble([self.file.read(*span) for span in spans], options, number, self._targets(spans, loss))
+        low, high = int(made.tokens.min()), int(made.tokens.max())
+        if low < 0 or high >= self.vocabulary:
+            raise DataError(
+                self.file.bin_path,
+                f"sample {number} has ids {low} ... {high}, but model.vocab_size is {self.vocabulary}",
+                "use the tokenizer that the file was made with, and its vocabulary size",
+            )
+        return Sample(made.tokens, made.weights, made.begins, self.index, spans)
+
+    def _targets(self, spans: tuple[Span, ...], loss: bool) -> np.ndarray | None:
+        if not loss:
+            return np.zeros(sum(span.length for span in spans), bool)
+        if self.opened.labels is None:
+            return None
+        labels = np.concatenate([self.opened.labels.read(*span) for span in spans])
+        tokens = np.concatenate([self.file.read(*span) for span in spans])
+        if (wrong := (labels != IGNORED) & (labels != tokens)).any():
+            raise DataError(
+                self.opened.labels.bin_path,
+                f"a label ({labels[wrong][0]}) is neither {IGNORED} nor its token ({tokens[wrong][0]})",
+                "make the label file from the same tokens",
+            )
+        return labels != IGNORED

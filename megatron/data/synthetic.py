@@ -1,0 +1,35 @@
+"""Data that a run makes itself: for tests, and to see a model learn where there are no files."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .errors import DataError
+from .keyed import generator
+
+
+class Copy:
+    """Random tokens, then the same tokens again; the second half can be predicted, the first cannot.
+
+    Sample n is a function of (seed, n, vocabulary, sequence length). A model that has learned to copy has a loss of
+    about ln(symbols) / 2, from ln(symbols) for one that only knows which tokens there are.
+    """
+
+    def __init__(self, seed: int, vocabulary: int, sequence_length: int, name: str = "train"):
+        """
+        Args:
+            seed: data.seed.
+            vocabulary: ids are below it.
+            sequence_length: S; samples have S+1 tokens.
+            name: name of the set, so that training and validation have different samples.
+        """
+        if vocabulary < 2:
+            raise DataError("model.vocab_size", "synthetic data need at least 2 ids", "set model.vocab_size")
+        self.seed, self.sequence_length, self.name = seed, sequence_length, name
+        self.symbols = min(vocabulary, 64)
+        self.period = (sequence_length + 2) // 2
+
+    def tokens(self, sample: int) -> np.ndarray:
+        """int64 [S+1] tokens of sample n."""
+        half = generator(self.seed, "copy", self.name, sample).integers(self.symbols, size=self.period)
+        return np.concatenate([half, half])[: self.sequence_length + 1]

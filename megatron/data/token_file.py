@@ -1,0 +1,173 @@
+"""Megatron's token files: a `.bin` of tokens back to back and a `.idx` that says where each document lies.
+
+`.idx`, little-endian, without padding:
+
+    9 bytes  "MMIDIDX\\0\\0"
+    u64      version, 1
+    u8       code of the token type: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 6 f32, 7 f64, 8 u16
+    u64      number of sequences n
+    u64      length of the document index
+    i32[n]   sizes, in tokens
+    i64[n]   byte offset of each sequence in the .bin: the running sum of the sizes
+    i64[]    document index: the first sequence of each document, then n
+
+Like GPT-NeoX's training data set, the readers here take each sequence for one document.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from .errors import DataError
+from .hashing import content_hash
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float32, 7: np.float64, 8: np.uint16}
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+UINT16_VOCABULARY = 65500  # Megatron's own bound below which ids are stored in two bytes
+REMAKE = "make the pair again, or copy it again from where it is intact"
+_CHUNK = 1 << 24  # entries that are looked at together
+
+
+def prefix_of(path: str | os.PathLike) -> Path:
+    """The path that a pair has in common: `path` without a `.bin` or `.idx` ending."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def with_ending(prefix: str | os.PathLike, ending: str) -> Path:
+    """`prefix` with an ending appended; prefixes may have dots in them."""
+    return Path(f"{os.fspath(prefix)}{ending}")
+
+
+def token_dtype(vocabulary: int) -> np.dtype:
+    """The type in which ids below `vocabulary` are stored: uint16 below 65 500 ids, else int32."""
+    return np.dtype(np.uint16 if vocabulary < UINT16_VOCABULARY else np.int32)
+
+
+class TokenFile:
+    """A `.bin/.idx` pair, memory mapped and read only.
+
+    Attributes:
+        prefix: the pair's path without the ending.
+        dtype: type of the stored tokens.
+        sizes: int32 [n], tokens of each document.
+        offsets: int64 [n], byte offset of each document in the .bin.
+        document_index: int64, the pair's own document index, which orders do not use.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Open a pair and check what costs nothing: header, file lengths, end of the last document.
+
+        Raises:
+            DataError: a file is missing, truncated, damaged, or does not belong to the other.
+        """
+        self.prefix = prefix_of(path)
+        self.bin_path, self.idx_path = with_ending(self.prefix, ".bin"), with_ending(self.prefix, ".idx")
+        for file in (self.bin_path, self.idx_path):
+            if not file.is_file():
+                raise DataError(
+                    file,
+                    "this file of a .bin/.idx pair does not exist",
+                    "give the path that both files have in common, without .bin or .idx",
+                )
+        self._read_index()
+        self._check_end()
+
+    def _read_index(self) -> None:
+        size = self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            head = file.read(HEADER.size)
+        if len(head) < HEADER.size or head[:9] != MAGIC:
+            raise DataError(self.idx_path, "it does not start like a Megatron index (MMIDIDX)", REMAKE)
+        _, version, code, count, entries = HEADER.unpack(head)
+        if version != 1 or code not in DTYPES:
+            raise DataError(
+                self.idx_path, f"version {version} with token type {code} is not known; version 1 is", REMAKE
+            )
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        if self.dtype.kind not in "iu":
+            raise DataError(self.idx_path, f"it holds {self.dtype.name}, not token ids", "give a file of tokens")
+        expected = HEADER.size + 12 * count + 8 * entries
+        if size != expected:
+            raise DataError(self.idx_path, f"it has {size} bytes, but its header announces {expected}", REMAKE)
+        data = np.memmap(self.idx_path, mode="r", dtype=np.uint8)
+        sizes_end = HEADER.size + 4 * count
+        data = data.view(np.ndarray)  # the same memory; items of a plain array are faster to get at
+        self.sizes = data[HEADER.size : sizes_end].view("<i4")
+        self.offsets = data[sizes_end : sizes_end + 8 * count].view("<i8")
+        self.document_index = data[sizes_end + 8 * count :].view("<i8")
+
+    def _check_end(self) -> None:
+        held = self.bin_path.stat().st_size
+        end = int(self.offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
+        if end != held:
+            raise DataError(self.bin_path, f"it has {held} bytes, but its index ends at byte {end}", REMAKE)
+        self.tokens = end // self.dtype.itemsize
+        empty = np.empty(0, self.dtype)
+        self._data = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray) if end else empty
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.sizes)
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The tokens of one document, without a copy."""
+        return self.read(document)
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `start ... start + length` of a document (to its end without `length`), without a copy."""
+        first = int(self.offsets[document]) // self.dtype.itemsize + start
+        count = int(self.sizes[document]) - start if length is None else length
+        return self._data[first : first + count]
+
+    def starts(self, documents: np.ndarray | slice) -> np.ndarray:
+        """The place of documents' first tokens in the .bin, in tokens; int64."""
+        return self.offsets[documents] // self.dtype.itemsize
+
+    def flat(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens of the whole file from token `start`, without a copy."""
+        return self._data[start : start + length]
+
+    def verify(self) -> None:
+        """Check every entry of the index: no negative size, and offsets that are the running sum of the sizes.
+
+        Raises:
+            DataError: naming the first document at fault.
+        """
+        end = 0
+        for first in range(0, len(self), _CHUNK):
+            sizes = np.asarray(self.sizes[first : first + _CHUNK], dtype=np.int64)
+            ends = end + np.cumsum(sizes) * self.dtype.itemsize
+            starts = ends - sizes * self.dtype.itemsize
+            wrong = (sizes < 0) | (self.offsets[first : first + _CHUNK] != starts)
+            if wrong.any():
+                raise DataError(
+                    self.idx_path, f"the entry of document {first + int(np.argmax(wrong))} is damaged", REMAKE
+                )
+            end = int(ends[-1])
+        index = self.document_index
+        falling = any(
+            (np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK)
+        )
+        if len(index) and (index[0] != 0 or index[-1] != len(self) or falling):
+            raise DataError(
+                self.idx_path, "its document index does not run from 0 to the number of sequences", REMAKE
+            )
+
+    def extent(self) -> tuple[int, int]:
+        """The smallest and largest token id of the whole file; (0, 0) for an empty one. Reads everything."""
+        low, high = 0, 0
+        for first in range(0, self.tokens, _CHUNK):
+            part = self._data[first : first + _CHUNK]
+            low, high = min(low, int(part.min())), max(high, int(part.max()))
+        return low, high
+
+    def fingerprint(self) -> str:
+        """Hash of what the sample order depends on: the documents' sizes and their token type."""
+        return content_hash(self.dtype.name, self.sizes)

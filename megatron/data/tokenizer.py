@@ -1,0 +1,336 @@
+"""Tokenizers: text to ids and back, the size of the vocabulary, the end-of-document id, and a hash that names them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.config.sections.data import TokenizerSection
+
+# Tokens that end a document in published vocabularies, looked for in this order.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+CHARACTER_SIZE = 512  # of GPT-NeoX's CharLevelTokenizer
+
+
+class Tokenizer(ABC):
+    """What every tokenizer offers.
+
+    Attributes:
+        kind: `tokenizer.type` of the configuration.
+        name: what to call it in reports.
+        size: the largest id plus one.
+        eod_id: id of the end-of-document token; None if there is none.
+        hash: SHA-256 of all that determines the ids; token files of one blend must agree in it.
+    """
+
+    kind: str
+    name: str
+    size: int
+    eod_id: int | None
+    hash: str
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; nothing is added at its ends."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens written out."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts, each as by `encode`."""
+        return [self.encode(text) for text in texts]
+
+    def token(self, identity: int) -> str:
+        """The text of one id, for showing."""
+        return self.decode([identity])
+
+
+def digest(kind: str, content: Any) -> str:
+    """SHA-256 of a tokenizer's content: bytes as they are, other values as canonical JSON."""
+    data = content if isinstance(content, bytes) else json.dumps(content, sort_keys=True, ensure_ascii=True).encode()
+    return hashlib.sha256(kind.encode() + b"\0" + data).hexdigest()
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` run by the `tokenizers` library; also GPT-2's vocabulary and merges."""
+
+    def __init__(self, backend: Any, content: Any, name: str, end: str | None = None, kind: str = "huggingface"):
+        """
+        Args:
+            backend: a `tokenizers.Tokenizer`.
+            content: what its files hold, for the hash.
+            name: what to call it.
+            end: text of the end-of-document token; by default one of END_TOKENS that the vocabulary has.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.name, self.kind = backend, name, kind
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eod_id = self._find(end)
+        self.hash = digest(kind, content)
+
+    def _find(self, end: str | None) -> int | None:
+        for token in (end,) if end else END_TOKENS:
+            found = self.backend.token_to_id(token)
+            if found is not None:
+                return found
+        if end:
+            raise DataError(
+                "tokenizer.eod_token", f"{self.name} has no token {end!r}", "name a token of its vocabulary"
+            )
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [each.ids for each in self.backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model` file."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path, end: str | None = None):
+        import sentencepiece
+
+        content = path.read_bytes()
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError as error:
+            raise DataError(path, f"it is no SentencePiece model ({error})", "give a .model file") from error
+        self.name, self.size, self.hash = path.name, self.model.vocab_size(), digest(self.kind, content)
+        found = self.model.eos_id() if end is None else self.model.piece_to_id(end)
+        if end is not None and self.model.id_to_piece(found) != end:
+            raise DataError("tokenizer.eod_token", f"{path} has no piece {end!r}", "name a piece of the model")
+        self.eod_id = None if found < 0 else found
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Control pieces (the end of a document) are written out as SentencePiece's own decoder does not."""
+        parts, run = [], []
+        for each in map(int, ids):
+            if self.model.is_control(each):
+                parts += [self.model.decode(run), self.model.id_to_piece(each)]
+                run = []
+            else:
+                run.append(each)
+        return "".join([*parts, self.model.decode(run)])
+
+
+class TiktokenTokenizer(Tokenizer):
+    """An encoding of the `tiktoken` library, by name (`cl100k_base`)."""
+
+    kind = "tiktoken"
+
+    def __init__(self, name: str, end: str | None = None):
+        import tiktoken
+
+        if name not in tiktoken.list_encoding_names():
+            raise DataError(
+                "tokenizer.path",
+                f"tiktoken has no encoding {name!r}",
+                f"one of {', '.join(tiktoken.list_encoding_names())}",
+            )
+        self.encoding = tiktoken.get_encoding(name)
+        self.name, self.size = name, self.encoding.n_vocab
+        special = self.encoding._special_tokens
+        if end is not None and end not in special:
+            raise DataError("tokenizer.eod_token", f"{name} has no token {end!r}", f"one of {', '.join(special)}")
+        self.eod_id = special[end] if end else self.encoding.eot_token
+        ranks = sorted((rank, token.hex()) for token, rank in self.encoding._mergeable_ranks.items())
+        self.hash = digest(self.kind, [self.encoding._pat_str, ranks, sorted(special.items())])
+
+    def encode(self, text: str) -> list[int]:
+        """Text that looks like a special token is text, as GPT-NeoX has it."""
+        return self.encoding.encode(text, disallowed_special=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.encoding.decode(list(ids))
+
+
+class BytesTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, then the end-of-document token. GPT-NeoX's variant has 512 ids and ends with 0."""
+
+    def __init__(self, kind: str = "bytes", size: int = 257, eod_id: int = 256):
+        self.kind = self.name = kind
+        self.size, self.eod_id, self.hash = size, eod_id, digest("bytes", [size, eod_id])
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", errors="surrogatepass"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, run = [], bytearray()
+        for each in ids:
+            if each < 256 and each != self.eod_id:
+                run.append(each)
+            else:
+                parts += [run.decode("utf-8", errors="replace"), "<|endoftext|>" if each == self.eod_id else ""]
+                run = bytearray()
+        return "".join([*parts, run.decode("utf-8", errors="replace")])
+
+
+class CharactersTokenizer(Tokenizer):
+    """One id per character of a JSON list; then one for characters that are not in it, then the end of document."""
+
+    kind = "characters"
+
+    def __init__(self, path: Path):
+        try:
+            characters = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(path, f"it is no JSON ({error})", "give a JSON list of characters") from error
+        if (
+            not isinstance(characters, list)
+            or not all(isinstance(each, str) and len(each) == 1 for each in characters)
+            or len(set(characters)) != len(characters)
+        ):
+            raise DataError(
+                path, "it must be a JSON list of different characters", "make it with tools/data/train_tokenizer.py"
+            )
+        self.characters = characters
+        self.ids = {each: index for index, each in enumerate(characters)}
+        self.unknown_id, self.eod_id = len(characters), len(characters) + 1
+        self.name, self.size, self.hash = path.name, len(characters) + 2, digest(self.kind, characters)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.ids.get(each, self.unknown_id) for each in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = ["\N{REPLACEMENT CHARACTER}", "<|endoftext|>"]
+        return "".join((self.characters + special)[each] if each < self.size else "" for each in ids)
+
+
+def build_tokenizer(section: TokenizerSection) -> Tokenizer:
+    """The tokenizer that a `tokenizer` section describes.
+
+    Raises:
+        DataError: its files are missing or damaged, or the end-of-document token is not in it.
+    """
+    if section.type == "none":
+        raise DataError(
+            "tokenizer.type", "it is none, so there is no tokenizer", "set tokenizer.type and tokenizer.path"
+        )
+    tokenizer = _BUILDERS[section.type](section)
+    if section.eod_id is not None:
+        if section.eod_id >= tokenizer.size:
+            raise DataError(
+                "tokenizer.eod_id",
+                f"{section.eod_id} is no id: {tokenizer.name} has {tokenizer.size}",
+                "give a smaller id",
+            )
+        tokenizer.eod_id = section.eod_id
+    return tokenizer
+
+
+def _path(section: TokenizerSection, what: str) -> str:
+    if not section.path:
+        raise DataError("tokenizer.path", f"a {section.type} tokenizer needs {what}", "set tokenizer.path")
+    return section.path
+
+
+def _file(section: TokenizerSection, what: str) -> Path:
+    file = Path(_path(section, what))
+    if not file.is_file():
+        raise DataError(
+            file, f"this file does not exist; a {section.type} tokenizer needs {what}", "correct tokenizer.path"
+        )
+    return file
+
+
+def from_json(file: Path, name: str, end: str | None = None) -> HuggingFaceTokenizer:
+    """The tokenizer of a tokenizer.json. Truncation and padding are switched off and do not count in its hash."""
+    from tokenizers import Tokenizer as Backend
+
+    if not file.is_file():
+        raise DataError(file, "this file does not exist", "correct tokenizer.path")
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every kind of damage
+        raise DataError(file, f"it cannot be read as a tokenizer.json ({error})", "give a tokenizer.json") from error
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return HuggingFaceTokenizer(backend, {**content, "truncation": None, "padding": None}, name, end)
+
+
+def _end_of_folder(folder: Path) -> str | None:
+    """The end token that a Hugging Face folder names beside its tokenizer.json."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _huggingface(section: TokenizerSection) -> Tokenizer:
+    path = _path(section, "a tokenizer.json, a folder with one, or a name on the hub")
+    local = Path(path)
+    if local.is_dir():
+        return from_json(local / "tokenizer.json", path, section.eod_token or _end_of_folder(local))
+    if local.is_file() or local.suffix == ".json" or path.count("/") > 1:
+        return from_json(local, local.name, section.eod_token)
+    file = _from_hub(path, "tokenizer.json")
+    return from_json(file, path, section.eod_token or _end_of_folder(file.parent))
+
+
+def _from_hub(name: str, file: str) -> Path:
+    """A file of a repository on the hub, from the local cache if it is there."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            name, f"it is neither a local file nor a tokenizer on the hub ({error})", "correct tokenizer.path"
+        ) from error
+
+
+def _gpt2(section: TokenizerSection) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    path = Path(_path(section, "a vocabulary (vocab.json)"))
+    vocabulary = path / "vocab.json" if path.is_dir() else path
+    merges = Path(section.merges) if section.merges else vocabulary.with_name("merges.txt")
+    for file in (vocabulary, merges):
+        if not file.is_file():
+            raise DataError(
+                file, "this file of a gpt2 tokenizer does not exist", "set tokenizer.path and tokenizer.merges"
+            )
+    try:
+        backend = Backend(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises bare Exception for every kind of damage
+        raise DataError(
+            vocabulary, f"vocabulary and merges cannot be read ({error})", "give GPT-2's two files"
+        ) from error
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    content = [json.loads(vocabulary.read_text(encoding="utf-8")), merges.read_text(encoding="utf-8").splitlines()]
+    return HuggingFaceTokenizer(backend, content, vocabulary.name, section.eod_token, kind="gpt2")
+
+
+_BUILDERS = {
+    "huggingface": _huggingface,
+    "sentencepiece": lambda section: SentencePieceTokenizer(_file(section, "a .model file"), section.eod_token),
+    "tiktoken": lambda section: TiktokenTokenizer(_path(section, "the name of an encoding"), section.eod_token),
+    "gpt2": _gpt2,
+    "bytes": lambda section: BytesTokenizer(),
+    "characters": lambda section: (
+        CharactersTokenizer(_file(section, "a JSON list of characters"))
+        if section.path
+        else BytesTokenizer("characters", CHARACTER_SIZE, 0)
+    ),
+}

@@ -1,0 +1,88 @@
+"""GPT-NeoX's blending order: its own arrays, published vectors, and the plain loop."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import blend as module
+from megatron.data.blend import Blend, build_arrays, normalised
+from tests.data.reference import blend as plain_blend
+
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "weights, sources, samples",
+    [
+        ([0.5, 0.3, 0.2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1], [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]),
+        ([0.7, 0.3], [0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1], [0, 0, 1, 2, 1, 3, 4, 2, 5, 6, 7, 3]),
+        ([1 / 3] * 3, [0, 1, 2] * 4, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]),
+    ],
+)
+def test_vectors(weights, sources, samples):
+    blend = Blend(weights, 12)
+    assert [blend.locate(draw) for draw in range(12)] == list(zip(sources, samples))
+
+
+def test_digest_of_a_long_blend():
+    sources = build_arrays(np.array([0.6, 0.3, 0.1]), 100_000)["sources"]
+    assert hashlib.sha256(sources.tobytes()).hexdigest().startswith("73b9f89942194eb0")
+
+
+@pytest.mark.parametrize("case", GOLDEN["blends"], ids=str)
+def test_digests_of_the_original(case):
+    weights = np.array([float.fromhex(weight) for weight in case["weights"]])
+    sources = build_arrays(weights, case["size"])["sources"]
+    assert hashlib.sha256(sources.tobytes()).hexdigest()[:16] == case["dataset_index"][2]
+    counts = np.empty(case["size"], np.int64)
+    for source in range(len(weights)):
+        mine = sources == source
+        counts[mine] = np.arange(mine.sum())
+    assert hashlib.sha256(counts.tobytes()).hexdigest()[:16] == case["dataset_sample_index"][2]
+
+
+@pytest.mark.parametrize("kinds", [2, 3, 7, 30, 300])
+def test_many_blocks(kinds, monkeypatch):
+    """Several groups of blocks side by side give what one long loop gives."""
+    monkeypatch.setattr(module, "BLOCK", 128)
+    monkeypatch.setattr(module, "_TOGETHER", 16)
+    weights = normalised(list(np.random.default_rng(kinds).random(kinds) ** 4 + 1e-6))
+    size = 128 * 40 + 77
+    arrays = build_arrays(weights, size)
+    assert arrays["sources"].tolist() == plain_blend(weights.tolist(), size)[0]
+    assert arrays["sources"].dtype == (np.uint8 if kinds < 255 else np.uint16)
+
+
+def test_bad_guesses_are_repaired(monkeypatch):
+    """Even where every guessed start is wrong, the result is exact."""
+    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(module, "_RUN_IN", 0)
+    monkeypatch.setattr(module, "guess", lambda weights, draws: np.zeros((len(draws), len(weights))))
+    weights = normalised([0.9, 0.09, 0.01])
+    assert build_arrays(weights, 1000)["sources"].tolist() == plain_blend(weights.tolist(), 1000)[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=st.lists(st.floats(1e-3, 10), min_size=1, max_size=6), size=st.integers(1, 700))
+def test_locate_find_and_drawn(weights, size):
+    sources, samples = plain_blend(normalised(weights).tolist(), size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "BLOCK", 64)
+        blend = Blend(weights, size)
+        for draw in range(size):
+            assert blend.locate(draw) == (sources[draw], samples[draw])
+            assert blend.find(sources[draw], samples[draw]) == draw
+        for source in range(len(weights)):
+            assert blend.drawn(source, size) == sources.count(source)
+            assert blend.find(source, sources.count(source)) is None
+
+
+def test_normalisation_as_in_the_original():
+    assert normalised([1, 2]).tolist() == [1 / 3, 2 / 3]

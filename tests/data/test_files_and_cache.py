@@ -1,0 +1,222 @@
+"""Merging and splitting, the cache with many processes, and well-known corpora."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.sections.data import TokenizerSection
+from megatron.data import cache
+from megatron.data.corpus import files
+from megatron.data.corpus.encode import Treatment
+from megatron.data.corpus.inputs import find_inputs
+from megatron.data.corpus.job import Job, run
+from megatron.data.corpus.registry import corpora, prepare, stdlib_texts
+from megatron.data.errors import DataError
+from megatron.data.manifest import read_manifest
+from megatron.data.pythia import PythiaOrder
+from megatron.data.token_file import TokenFile
+from tests.data.make import write_documents, write_sizes
+
+
+def tokenized(folder: Path, name: str, texts: list[str]) -> Path:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run(Job(find_inputs([str(folder / f"{name}.jsonl")]), folder / name, TokenizerSection(type="bytes"), Treatment()))
+    return folder / name
+
+
+def contents(prefix: Path) -> list[list[int]]:
+    file = TokenFile(prefix)
+    file.verify()
+    return [file[document].tolist() for document in range(len(file))]
+
+
+def test_merging_equals_tokenizing_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_TOKENS", 7)
+    one, two = tokenized(tmp_path, "a", ["one", "two " * 9]), tokenized(tmp_path, "b", ["three"])
+    manifest = files.merge([str(one), str(two)], tmp_path / "both", "1")
+    together = find_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    run(Job(together, tmp_path / "whole", TokenizerSection(type="bytes"), Treatment()))
+    for ending in (".bin", ".idx", ".origin"):
+        assert Path(f"{tmp_path / 'both'}{ending}").read_bytes() == Path(f"{tmp_path / 'whole'}{ending}").read_bytes()
+    assert manifest == read_manifest(tmp_path / "both") and [each["documents"] for each in manifest.inputs] == [2, 1]
+    with pytest.raises(DataError, match="exists already"):
+        files.merge([str(one)], tmp_path / "both", "1")
+    with pytest.raises(DataError, match="tokens are int32"):
+        write_documents(tmp_path / "c", [[1]], np.int32)
+        files.merge([str(one), str(tmp_path / "c")], tmp_path / "d", "1")
+    assert not (tmp_path / "d.bin").exists()
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_splitting_keeps_every_document_once(tmp_path, seed):
+    whole = tokenized(tmp_path, "a", [f"text {number}" for number in range(40)])
+    counts = files.split(str(whole), {"train": 8, "validation": 1, "test": 1}, tmp_path / "a", "1", seed=seed)
+    assert counts == {"train": 32, "validation": 4, "test": 4}
+    parts = {name: contents(tmp_path / f"a_{name}") for name in counts}
+    everything = contents(whole)
+    assert sorted(sum(parts.values(), [])) == sorted(everything)
+    assert (sum(parts.values(), []) == everything) == (seed is None)
+    origin, lines = files.read_origin(tmp_path / "a_test"), (tmp_path / "a.jsonl").read_bytes()
+    for row, tokens in zip(origin, parts["test"]):
+        record = json.loads(lines[row["start"] : row["start"] + row["length"]])
+        assert record["text"].encode() == bytes(tokens[:-1])
+
+
+def test_splitting_into_many(tmp_path):
+    write_sizes(tmp_path / "a", list(range(30)))
+    assert files.split(str(tmp_path / "a"), dict.fromkeys("vwxyz", 1.0), tmp_path / "a", "1") == dict.fromkeys(
+        "vwxyz", 6
+    )
+
+
+def order_in_a_process(folder: str, marker: str) -> list[int]:
+    """Build the order; the marker counts the builds."""
+    from megatron.data import pythia
+
+    original = pythia.build_arrays
+
+    def counting(*arguments):
+        with open(marker, "a") as file:
+            file.write("x")
+        time.sleep(0.3)
+        return original(*arguments)
+
+    pythia.build_arrays = counting
+    order = PythiaOrder(TokenFile(Path(folder) / "a"), 0, 50, 8, 1, samples=100, cache=Path(folder) / "cache")
+    return np.concatenate([order.documents, order.pieces]).tolist()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_many_processes_build_once(tmp_path, locks, monkeypatch):
+    """With locks one process builds and the others wait; without, all build and one result stays."""
+    write_sizes(tmp_path / "a", [5] * 50)
+    if not locks:
+        import fcntl
+
+        def refuse(*arguments):
+            raise OSError(37, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(4) as pool:
+        found = pool.starmap(order_in_a_process, [(str(tmp_path), str(tmp_path / "marker"))] * 4, chunksize=1)
+    assert all(each == found[0] for each in found)
+    assert len((tmp_path / "marker").read_text()) == 1 or not locks
+    entries = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(entries) == 1 and entries[0].startswith("pythia-")
+    plain = PythiaOrder(TokenFile(tmp_path / "a"), 0, 50, 8, 1, samples=100)
+    assert found[0] == np.concatenate([plain.documents, plain.pieces]).tolist()
+
+
+def test_the_cache_goes_by_content(tmp_path):
+    """The same name with other sizes is another order; another name with the same sizes is the same one."""
+
+    def entries():
+        return sorted(path.name for path in (tmp_path / "cache").glob("pythia-*") if path.is_dir())
+
+    def build(name):
+        file = TokenFile(tmp_path / name)
+        facts = cache.examine(file, tmp_path / "cache")
+        return PythiaOrder(file, 0, 6, 4, 1, samples=5, fingerprint=facts["fingerprint"], cache=tmp_path / "cache")
+
+    write_sizes(tmp_path / "a", [5, 3, 8, 2, 7, 4])
+    build("a")
+    first = entries()
+    write_sizes(tmp_path / "b", [5, 3, 8, 2, 7, 4], seed=9)
+    build("b")
+    assert entries() == first
+    write_sizes(tmp_path / "a", [5, 3, 8, 2, 4, 7])
+    order = build("a")
+    assert len(entries()) == 2
+    assert (
+        order.sample_index().tolist()
+        == PythiaOrder(TokenFile(tmp_path / "a"), 0, 6, 4, 1, samples=5).sample_index().tolist()
+    )
+
+
+def test_a_damaged_cache_is_refused(tmp_path):
+    file = write_sizes(tmp_path / "a", [5] * 50)
+    PythiaOrder(file, 0, 50, 8, 1, samples=10, cache=tmp_path / "cache")
+    victim = next((tmp_path / "cache").glob("pythia-*/pieces.npy"))
+    victim.write_bytes(victim.read_bytes()[:-4])
+    with pytest.raises(DataError, match="pieces.npy is truncated"):
+        PythiaOrder(file, 0, 50, 8, 1, samples=10, cache=tmp_path / "cache")
+
+
+def test_examining_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
+    file = write_documents(tmp_path / "a", [[1, 2], [3]])
+    facts = cache.examine(file, tmp_path / "cache")
+    assert (facts["smallest"], facts["largest"]) == (0, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFile, "verify", lambda self: pytest.fail("looked again"))
+        assert cache.examine(file, tmp_path / "cache") == facts
+    time.sleep(0.02)
+    assert cache.examine(write_documents(tmp_path / "a", [[1, 2], [9]]), tmp_path / "cache")["largest"] == 9
+
+
+def test_standard_library_corpus(tmp_path):
+    made = prepare("stdlib", tmp_path, 0.1, limit=120)
+    records = [json.loads(line) for part in made["files"].values() for line in open(part["path"], encoding="utf-8")]
+    assert len(records) == 120 and not made["kept"]
+    names = [each["name"] for each in stdlib_texts_of(120)]
+    assert sorted(each["name"] for each in records) == sorted(names)
+    assert 0 < made["files"]["validation"]["documents"] < 40
+    assert prepare("stdlib", tmp_path, 0.1, limit=120)["kept"]
+    Path(made["files"]["train"]["path"]).write_text("")
+    again = prepare("stdlib", tmp_path, 0.1, limit=120)
+    assert not again["kept"] and again["files"] == made["files"]
+
+
+def stdlib_texts_of(count: int) -> list[dict]:
+    texts = stdlib_texts()
+    return [next(texts) for _ in range(count)]
+
+
+def test_corpora_are_named(tmp_path):
+    assert {"stdlib", "enwik8", "pile", "slimpajama", "fineweb-edu"} <= set(corpora())
+    with pytest.raises(DataError, match="not known"):
+        prepare("nope", tmp_path)
+
+
+def test_enwik8_is_checked_and_cut(tmp_path, monkeypatch):
+    """Served by this test: the content's hash is compared, and the cuts do not fall inside of characters."""
+    import hashlib
+    import io
+    import zipfile
+
+    from megatron.data.corpus import registry
+
+    content = ("ä" * 50).encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("enwik8", content)
+
+    class Answer(io.BytesIO):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *arguments):
+            return None
+
+    monkeypatch.setattr(registry.urllib.request, "urlopen", lambda url, timeout: Answer(packed.getvalue()))
+    real = registry.ARCHIVES["enwik8"]
+    with pytest.raises(DataError, match="SHA-1 differs"):
+        prepare("enwik8", tmp_path)
+    monkeypatch.setitem(
+        registry.ARCHIVES,
+        "enwik8",
+        registry.Archive(
+            real.url, real.member, (("train", 51), ("test", 100)), real.about, hashlib.sha1(content).hexdigest()
+        ),
+    )
+    made = prepare("enwik8", tmp_path)
+    texts = {
+        part: json.loads(open(file["path"], encoding="utf-8").read())["text"] for part, file in made["files"].items()
+    }
+    assert texts == {"train": "ä" * 26, "test": "ä" * 24}

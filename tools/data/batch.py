@@ -1,0 +1,101 @@
+#!/usr/bin/env python
+"""What a model saw at a step: for each sequence the documents and, where known, the bytes that they were made from.
+
+    python tools/data/batch.py runs/pythia --step 1234
+    python tools/data/batch.py runs/pythia --step 1234 --rank 3 --text
+    python tools/data/batch.py runs/pythia --step 1000 --to 1009 --export batches.npy
+
+Works from the run's configuration and its data; no checkpoint is needed. Steps count from 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(
+    os.path.join(os.path.dirname(__file__), "..", "..")
+)  # files here hide modules of the library
+
+import argparse  # noqa: E402
+from dataclasses import asdict  # noqa: E402
+
+from tools.data.command import run  # noqa: E402
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its config.yml")
+    parser.add_argument("--step", type=int, required=True, help="the step")
+    parser.add_argument("--to", type=int, metavar="STEP", help="the last of several steps (inclusive)")
+    parser.add_argument("--rank", type=int, help="only what this data parallel rank read")
+    parser.add_argument(
+        "--split", default="train", choices=["train", "validation", "test"], help="default: %(default)s"
+    )
+    parser.add_argument("--name", help="which validation or test set")
+    parser.add_argument("--text", action="store_true", help="show the text")
+    parser.add_argument("--tokens", action="store_true", help="with --json: the token ids")
+    parser.add_argument("--export", metavar="FILE", help="write the token ids, [steps, sequences, S+1], as .npy")
+    return parser
+
+
+def main(given: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from megatron.data.provenance import Provenance, run_config, step_hash
+    from megatron.data.tokenizer import build_tokenizer
+
+    config = run_config(given.run)
+    provenance = Provenance(config, given.split, given.name)
+    tokenizer = build_tokenizer(config.tokenizer) if given.text else None
+    last = given.step if given.to is None else given.to
+    steps, arrays = [], []
+    for step in range(given.step, last + 1):
+        sequences = provenance.step(step, given.rank)
+        described = []
+        for each in sequences:
+            entry = {
+                "index": each.index,
+                "sample": each.number,
+                "rank": each.rank,
+                "micro_batch": each.micro_batch,
+                "hash": f"{each.hash:016x}",
+                "pieces": [asdict(piece) for piece in each.pieces],
+            }
+            if tokenizer:
+                entry["text"] = tokenizer.decode(each.tokens.tolist())
+            if given.tokens:
+                entry["tokens"] = each.tokens.tolist()
+            described.append(entry)
+        steps.append({"step": step, "hash": f"{step_hash(sequences):016x}", "sequences": described})
+        if given.export:
+            arrays.append(np.stack([each.tokens for each in sequences]))
+    if given.export:
+        stacked = np.stack(arrays)
+        np.save(given.export, stacked.astype(np.uint16) if stacked.max() < 2**16 else stacked.astype(np.int32))
+    return {"run": given.run, "split": given.split, "rank": given.rank, "steps": steps, "export": given.export}
+
+
+def show(result: dict) -> None:
+    for step in result["steps"]:
+        print(f"step {step['step']}: {len(step['sequences'])} sequences, hash {step['hash']}")
+        for each in step["sequences"]:
+            print(
+                f"  sequence {each['index']} (sample {each['sample']}, rank {each['rank']}, "
+                f"micro-batch {each['micro_batch']}), hash {each['hash']}"
+            )
+            for piece in each["pieces"]:
+                last = piece["start"] + piece["length"] - 1
+                place = f"{piece['source']} document {piece['document']} tokens {piece['start']}-{last}"
+                if piece["input"] is not None:
+                    end = piece["input_start"] + piece["input_length"] - 1
+                    place += f" = {piece['input']} {piece['unit']} {piece['input_start']}-{end}"
+                print(f"    {place}")
+            if "text" in each:
+                print("    | " + each["text"].replace("\n", "\n    | "))
+    if result["export"]:
+        print(f"token ids are in {result['export']}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(options(), main, show))

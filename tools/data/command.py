@@ -1,0 +1,72 @@
+"""What the data tools share: errors with status 2, and `--json` output that is one document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron.config import ConfigError
+from megatron.data.errors import DataError
+
+
+def run(
+    parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]
+) -> int:
+    """Parse the command line, do the work, and tell the result.
+
+    Args:
+        parser: gets the option `--json`.
+        main: from the parsed options to a result that JSON can hold.
+        show: prints a result for people.
+
+    Returns:
+        The exit status: 0; 2 after a mistake of the user, which is explained on standard error; 130 after Ctrl-C.
+    """
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document and nothing else on standard output"
+    )
+    options = parser.parse_args()
+    try:
+        result = main(options)
+    except (DataError, ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if options.json:
+        json.dump(result, sys.stdout, indent=1, ensure_ascii=False)
+        print()
+    else:
+        show(result)
+    return 0
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """The options that describe a tokenizer."""
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer.json, a folder with one, a name on the hub, a model file, or an encoding's name",
+    )
+    group.add_argument(
+        "--tokenizer-type",
+        default="huggingface",
+        choices=["huggingface", "sentencepiece", "tiktoken", "gpt2", "bytes", "characters"],
+        help="kind (default: %(default)s)",
+    )
+    group.add_argument("--merges", metavar="FILE", help="gpt2: the merges beside the vocabulary")
+    group.add_argument("--eod-token", metavar="TEXT", help="the end-of-document token (default: the tokenizer's own)")
+
+
+def tokenizer_section(options: argparse.Namespace) -> Any:
+    """The `tokenizer` section of the parsed options."""
+    from megatron.config.sections.data import TokenizerSection
+
+    return TokenizerSection(
+        type=options.tokenizer_type, path=options.tokenizer, merges=options.merges, eod_token=options.eod_token
+    )

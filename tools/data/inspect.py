@@ -1,0 +1,78 @@
+#!/usr/bin/env python
+"""Look at a token file: counts, lengths of documents, samples, its tokenizer, problems.
+
+python tools/data/inspect.py data/corpus --samples 3 --picture lengths.png
+python tools/data/inspect.py data/corpus --verify
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(
+    os.path.join(os.path.dirname(__file__), "..", "..")
+)  # files here hide modules of the library
+
+import argparse  # noqa: E402
+
+from tools.data.command import add_tokenizer, run, tokenizer_section  # noqa: E402
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", help="the pair's path, with or without its ending")
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the beginnings of N documents")
+    parser.add_argument("--picture", metavar="FILE", help="draw the lengths")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare both files with the manifest's hashes and read every token"
+    )
+    add_tokenizer(parser)
+    return parser
+
+
+def main(given: argparse.Namespace) -> dict:
+    from megatron.data.corpus.look import draw_lengths, look
+    from megatron.data.tokenizer import build_tokenizer
+
+    section = tokenizer_section(given)
+    known = section.path is not None or section.type in ("bytes", "characters")
+    found = look(given.file, build_tokenizer(section) if known else None, given.samples, given.verify)
+    if given.picture:
+        draw_lengths(found, given.picture)
+    return found
+
+
+def show(result: dict) -> None:
+    print(
+        f"{result['file']}: {result['documents']:,} documents, {result['tokens']:,} tokens "
+        f"({result['dtype']}, {result['bytes']:,} bytes)"
+    )
+    lengths = result["lengths"]
+    print(
+        "lengths: "
+        + ", ".join(
+            f"{name} {lengths[name]:,.0f}" for name in ("smallest", "p10", "median", "mean", "p90", "p99", "largest")
+        )
+    )
+    most = max((each["documents"] for each in result["histogram"]), default=0)
+    for each in result["histogram"]:
+        bar = "#" * round(50 * each["documents"] / most)
+        print(f"  {each['from']:>10,} - {each['to']:>10,}  {each['documents']:>12,}  {bar}")
+    if result["tokenizer"]:
+        print(
+            f"tokenizer: {result['tokenizer']['name']} ({result['tokenizer']['size']:,} ids, "
+            f"hash {result['tokenizer']['hash'][:16]})"
+        )
+    for sample in result["samples"]:
+        print(
+            f"document {sample['document']} ({sample['tokens']:,} tokens): "
+            f"{sample['text'] if sample['text'] is not None else sample['ids']}"
+        )
+    for problem in result["problems"]:
+        print(f"problem: {problem}")
+    print("no problems found" if not result["problems"] else f"{len(result['problems'])} problems")
+
+
+if __name__ == "__main__":
+    sys.exit(run(options(), main, show))

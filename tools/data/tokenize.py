@@ -1,0 +1,169 @@
+#!/usr/bin/env python
+"""Texts to a token file that training reads.
+
+    python tools/data/tokenize.py --input 'corpus/*.jsonl.zst' --output data/corpus --tokenizer tokenizer.json
+    python tools/data/tokenize.py --dataset Salesforce/wikitext --config wikitext-103-raw-v1 --output data/wikitext \\
+        --tokenizer openai-community/gpt2
+
+The output is the same for any number of workers. A job that was killed goes on where it was when it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(
+    os.path.join(os.path.dirname(__file__), "..", "..")
+)  # files here hide modules of the library
+
+import argparse  # noqa: E402
+from dataclasses import asdict  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from tools.data.command import add_tokenizer, run, tokenizer_section  # noqa: E402
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_inputs(parser)
+    add_work(parser)
+    add_tokenizer(parser)
+    return parser
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What is read."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="files, folders and globs: .jsonl .json .parquet .arrow .txt .dat, "
+        "also .gz .zst .xz .bz2, and .tar of these",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["lines", "array", "table", "text", "dat"],
+        help="kind of the files (default: by their endings)",
+    )
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="what datasets.load_dataset loads: a name on the hub, or a builder such as json",
+    )
+    parser.add_argument("--config", metavar="NAME", help="configuration of the data set")
+    parser.add_argument("--split", default="train", help="split of the data set (default: %(default)s)")
+    parser.add_argument("--streaming", action="store_true", help="read the data set without downloading it first")
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """What is done with it."""
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="the pair's path without .bin and .idx")
+    parser.add_argument("--key", default="text", help="key or column of the text (default: %(default)s)")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with the end-of-document token",
+    )
+    parser.add_argument(
+        "--normalise", choices=["NFC", "NFKC", "NFD", "NFKD"], help="bring texts into a Unicode normal form first"
+    )
+    parser.add_argument("--strip", action="store_true", help="remove white space at both ends of texts")
+    parser.add_argument(
+        "--bad",
+        choices=["skip", "fatal"],
+        default="skip",
+        help="what to do with lines that are no text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--encoder",
+        choices=["auto", "gigatoken", "tokenizer"],
+        default="auto",
+        help="what computes the ids (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time between two safe states (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="start anew although there is a finished or an unfinished output"
+    )
+    parser.add_argument(
+        "--no-input-hashes", action="store_true", help="do not read the inputs once more for their SHA-256"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+
+
+def main(given: argparse.Namespace) -> dict:
+    from megatron import __version__
+    from megatron.data.corpus.encode import Treatment
+    from megatron.data.corpus.inputs import Input, find_inputs
+    from megatron.data.corpus.job import Job
+    from megatron.data.corpus.job import run as tokenize
+    from megatron.data.corpus.progress import Display
+    from megatron.data.errors import DataError
+
+    inputs = find_inputs(given.input, given.format)
+    if given.dataset:
+        loading = {"name": given.config, "split": given.split, "streaming": given.streaming}
+        inputs.append(Input(given.dataset, "dataset", {name: value for name, value in loading.items() if value}))
+    if not inputs:
+        raise DataError("--input", "there is nothing to read", "give --input or --dataset")
+    treatment = Treatment(given.key, given.append_eod, given.normalise, given.strip)
+    job = Job(
+        inputs,
+        Path(given.output),
+        tokenizer_section(given),
+        treatment,
+        given.workers,
+        given.encoder,
+        given.bad,
+        given.save_every,
+        given.overwrite,
+        not given.no_input_hashes,
+        __version__,
+    )
+    size = sum(entry.path.stat().st_size for entry in inputs if entry.path)
+    outcome = tokenize(job, Display(size, given.quiet))
+    progress = outcome.progress
+    return {
+        "output": str(job.prefix),
+        "resumed": outcome.resumed,
+        "kept": outcome.kept,
+        "seconds": outcome.seconds,
+        "encoder": outcome.choice.name,
+        "encoder_reason": outcome.choice.reason,
+        "text_bytes": progress.text_bytes,
+        "empty": progress.empty,
+        "bad": progress.bad,
+        "bad_examples": progress.examples,
+        "manifest": asdict(outcome.manifest),
+    }
+
+
+def show(result: dict) -> None:
+    manifest = result["manifest"]
+    print(
+        f"{result['output']}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens "
+        f"of {result['text_bytes']:,} bytes "
+        f"in {result['seconds']:.1f} s"
+    )
+    print(f"encoder: {result['encoder_reason']}")
+    if result["empty"]:
+        print(f"{result['empty']:,} texts without tokens were left out")
+    if result["bad"]:
+        print(f"{result['bad']:,} bad records were left out, among them:")
+        for name, line, reason in result["bad_examples"]:
+            print(f"  {name}:{line}: {reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(run(options(), main, show))

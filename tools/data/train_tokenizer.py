@@ -1,0 +1,71 @@
+#!/usr/bin/env python
+"""Train a tokenizer on texts.
+
+    python tools/data/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --size 16384
+    python tools/data/train_tokenizer.py --input corpus.jsonl --output spm.model --kind sentencepiece-bpe --size 32000
+
+<|endoftext|> ends documents and is id 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(
+    os.path.join(os.path.dirname(__file__), "..", "..")
+)  # files here hide modules of the library
+
+import argparse  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from tools.data.command import run  # noqa: E402
+
+KINDS = ["bpe", "unigram", "sentencepiece-bpe", "sentencepiece-unigram", "characters"]
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="files, folders and globs, as of tokenize.py"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["lines", "array", "table", "text", "dat"],
+        help="kind of the files (default: by their endings)",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="tokenizer.json, or the .model of sentencepiece"
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, default="bpe", help="bpe and unigram are byte-level (default: %(default)s)"
+    )
+    parser.add_argument("--size", type=int, default=32768, help="ids, special tokens included (default: %(default)s)")
+    parser.add_argument(
+        "--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>"
+    )
+    parser.add_argument("--key", default="text", help="key or column of the text (default: %(default)s)")
+    parser.add_argument("--limit", type=float, metavar="BYTES", help="learn from about so many bytes at most")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output")
+    return parser
+
+
+def main(given: argparse.Namespace) -> dict:
+    from megatron.data.corpus.encode import Treatment
+    from megatron.data.corpus.inputs import find_inputs
+    from megatron.data.corpus.vocabulary import texts, train
+    from megatron.data.errors import DataError
+
+    output = Path(given.output)
+    if output.exists() and not given.overwrite:
+        raise DataError(output, "this file exists already", "use another --output, or --overwrite")
+    corpus = texts(find_inputs(given.input, given.format), Treatment(key=given.key), given.limit and int(given.limit))
+    return train(given.kind, corpus, given.size, output, tuple(given.special))
+
+
+def show(result: dict) -> None:
+    print(f"{result['path']}: {result['kind']}, {result['size']:,} ids")
+
+
+if __name__ == "__main__":
+    sys.exit(run(options(), main, show))

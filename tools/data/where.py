@@ -1,0 +1,94 @@
+#!/usr/bin/env python
+"""At which steps a run saw a document or a text, and how often.
+
+python tools/data/where.py runs/pythia --document pile:123
+python tools/data/where.py runs/pythia --text "to be or not to be"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(
+    os.path.join(os.path.dirname(__file__), "..", "..")
+)  # files here hide modules of the library
+
+import argparse  # noqa: E402
+
+from tools.data.command import run  # noqa: E402
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its config.yml")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--document", metavar="SOURCE:NUMBER", help="a document of a source (its name or path)")
+    what.add_argument("--text", help="a text; all sources are searched")
+    parser.add_argument(
+        "--split", default="train", choices=["train", "validation", "test"], help="default: %(default)s"
+    )
+    parser.add_argument("--name", help="which validation or test set")
+    return parser
+
+
+def main(given: argparse.Namespace) -> dict:
+    from megatron.data.provenance import Provenance, run_config
+
+    config = run_config(given.run)
+    provenance = Provenance(config, given.split, given.name)
+    places = _document(given.document) if given.document else None
+    found = []
+    if places:
+        source = provenance.source(places[0])
+        found.append(_entry(provenance, source, places[1], 0, None))
+    else:
+        found += _texts(provenance, config, given.text)
+    return {"run": given.run, "places": found, "times": sum(len(each["seen"]) for each in found)}
+
+
+def _document(text: str) -> tuple[str, int]:
+    from megatron.data.errors import DataError
+
+    source, _, number = text.rpartition(":")
+    if not source or not number.isdigit():
+        raise DataError("--document", f"{text!r} is not SOURCE:NUMBER", "write it as in pile:123")
+    return source, int(number)
+
+
+def _texts(provenance, config, text: str) -> list[dict]:
+    from megatron.data.errors import DataError
+    from megatron.data.provenance import find_text
+    from megatron.data.tokenizer import build_tokenizer
+
+    if not text:
+        raise DataError("--text", "it is empty", "give some text")
+    tokenizer = build_tokenizer(config.tokenizer)
+    return [
+        _entry(provenance, source.index, document, start, length)
+        for source in provenance.plan.sources
+        for document, start, length in find_text(source.file, tokenizer, text)
+    ]
+
+
+def _entry(provenance, source: int, document: int, start: int, length: int | None) -> dict:
+    seen = provenance.seen(source, document, start, length)
+    return {
+        "source": provenance.plan.sources[source].name,
+        "document": document,
+        "start": start,
+        "length": length,
+        "seen": [{"step": step, "index": index} for step, index in seen],
+    }
+
+
+def show(result: dict) -> None:
+    for each in result["places"]:
+        tokens = "" if each["length"] is None else f" tokens {each['start']}-{each['start'] + each['length'] - 1}"
+        steps = ", ".join(f"{seen['step']} (sequence {seen['index']})" for seen in each["seen"]) or "no step"
+        print(f"{each['source']} document {each['document']}{tokens}: {steps}")
+    print(f"seen by {result['times']} sequences" if result["places"] else "not in the data")
+
+
+if __name__ == "__main__":
+    sys.exit(run(options(), main, show))
