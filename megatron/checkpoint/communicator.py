@@ -1,0 +1,122 @@
+"""What checkpoints need from other ranks: to meet, and to show each other a few small facts."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Communicator(Protocol):
+    """The ranks that save or load together.
+
+    `gather` carries only what JSON can say, a few hundred bytes per rank: no tensor ever goes through it.
+    """
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Return when every rank has called."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks in rank order, on every rank."""
+
+
+class Solo:
+    """One process that is all there is."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        return None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class GroupCommunicator:
+    """Over a `torch.distributed` group. Whoever saves in the background needs a group that nobody else uses.
+
+    Args:
+        group: a process group; None is the default group.
+        device: where the messages travel ("cpu" for gloo).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
+        self.group = group
+        self.device = torch.device(device)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        # As JSON in byte tensors: the object collectives of torch would unpickle what they receive.
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        size = torch.tensor([message.numel()], dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(sizes, size, group=self.group)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: message.numel()] = message
+        received = torch.zeros(self.size * longest, dtype=torch.uint8, device=self.device)
+        dist.all_gather_into_tensor(received, padded, group=self.group)
+        texts = received.cpu().view(self.size, longest)
+        return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(texts, sizes.cpu(), strict=True)]
+
+
+class StoreCommunicator:
+    """Over the key-value store of the rendezvous: no connections between ranks, and safe in a thread of its own.
+
+    Rank 0 collects and hands out. For 10,000 ranks that is one small message in and one list out per rank, where a
+    second gloo group would open a connection between every two of them.
+
+    Args:
+        store: of the default process group, or any other that all ranks share.
+        name: keeps this communicator's messages apart from others'.
+        timeout: how long to wait for the slowest rank, in seconds.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, name: str, timeout: float = 3600.0) -> None:
+        self._store, self._timeout = dist.PrefixStore(f"communicator/{name}", store), timedelta(seconds=timeout)
+        self.rank, self.size = rank, size
+        self._round = 0
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        self._round += 1
+        result = f"{self._round}/all"
+        self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            self._collect(result)
+        self._store.wait([result], self._timeout)
+        values = json.loads(self._store.get(result))
+        # Whoever has read the result of a round has no more use for the one before, and neither has anybody else:
+        # a rank enters a round only after it has read the previous result.
+        if self.rank == 0 and self._round > 1:
+            self._store.delete_key(f"{self._round - 1}/all")
+        return values
+
+    def _collect(self, result: str) -> None:
+        keys = [f"{self._round}/{rank}" for rank in range(self.size)]
+        self._store.wait(keys, self._timeout)
+        texts = [self._store.get(key).decode() for key in keys]
+        self._store.set(result, f"[{','.join(texts)}]")
+        for key in keys:
+            self._store.delete_key(key)
+
+
+SOLO = Solo()
+
+
+def agree(communicator: Communicator, value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    return communicator.gather(value if communicator.rank == 0 else None)[0]

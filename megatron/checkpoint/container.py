@@ -1,0 +1,91 @@
+"""The safetensors layout, written as a stream: a header that is known before any value, then the values in order.
+
+A file is an 8-byte length, a JSON header {name: {dtype, shape, data_offsets}}, and the data without gaps; any
+safetensors reader opens it. The library's own writer wants all tensors in memory at once, so this one is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from .durable import read_fully
+from .errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library too
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its type, its shape, and its bytes [begin, end) counted from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def header(
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file that holds `tensors` in this order, and where each of them goes."""
+    described, place = {"__metadata__": metadata}, 0
+    for name, (dtype, shape) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, _entries(described, 8 + len(text))
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a file and its metadata.
+
+    Raises:
+        CheckpointError: the file is not whole or not of this format.
+        OSError: it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(handle).st_size
+        first = bytearray(8)
+        if read_fully(handle, memoryview(first), 0) < 8:
+            raise CheckpointError(path, f"truncated: {size} bytes are too few for a safetensors file")
+        length = int.from_bytes(first, "little")
+        if length > min(MAX_HEADER, size - 8):
+            raise CheckpointError(path, f"not a whole safetensors file: a header of {length} bytes in a file of {size}")
+        text = bytearray(length)
+        read_fully(handle, memoryview(text), 8)
+    finally:
+        os.close(handle)
+    try:
+        described = json.loads(text)
+        entries = _entries(described, 8 + length)
+        metadata = dict(described.get("__metadata__", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(path, f"its header is damaged: {error!r}") from error
+    end = max((entry.end for entry in entries.values()), default=8 + length)
+    if end != size:
+        raise CheckpointError(path, f"its header promises {end} bytes, the file has {size}")
+    return entries, metadata
+
+
+def _entries(described: dict, base: int) -> dict[str, Entry]:
+    found = {}
+    for name, info in described.items():
+        if name != "__metadata__":
+            begin, end = info["data_offsets"]
+            found[name] = Entry(DTYPES[info["dtype"]], tuple(info["shape"]), base + begin, base + end)
+    return found

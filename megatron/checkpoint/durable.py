@@ -1,0 +1,60 @@
+"""Files that are on the disk when a call returns, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from .names import leftover_name
+
+CHUNK = 16 << 20  # bytes moved at a time
+
+
+def write_fully(handle: int, data: memoryview) -> None:
+    """Write all of `data`; one call of the system may take less than it was given."""
+    while data:
+        data = data[os.write(handle, data):]
+
+
+def read_fully(handle: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset` of a file; returns the bytes read, fewer than asked only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(handle, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Create a file with this content and wait until the disk has it."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_fully(handle, memoryview(data))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the names in a directory; a file can be safe while its name is not."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename within a directory, for good."""
+    os.rename(source, target)
+    sync_directory(target.parent)
+
+
+def remove(path: Path, token: str) -> None:
+    """Delete a directory so that a half-deleted one is never taken for a whole one: its name goes first."""
+    doomed = leftover_name(path, "trash", token)
+    move(path, doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,81 @@
+"""What the converters know of a Hugging Face architecture: its tensors, its configuration, its names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from .links import Link
+
+
+@dataclass(frozen=True)
+class Field:
+    """One option under two names.
+
+    Attributes:
+        ours: dotted key below `model`.
+        theirs: attribute of the configuration object.
+        values: our value -> theirs, where they are called differently; None copies the value.
+        also: other values of theirs that mean one of ours.
+    """
+
+    ours: str
+    theirs: str
+    values: dict[Any, Any] | None = None
+    also: dict[Any, Any] = field(default_factory=dict)
+
+    def to_hf(self, value: Any) -> Any:
+        return value if self.values is None else self.values.get(value)
+
+    def from_hf(self, value: Any) -> Any:
+        """Our value; raises KeyError for one that we do not have."""
+        if self.values is None:
+            return value
+        return {**{theirs: ours for ours, theirs in self.values.items()}, **self.also}[value]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A Hugging Face architecture.
+
+    Attributes:
+        name: its `model_type`.
+        class_name: of the causal language model.
+        links: its tensors and ours.
+        fields: options that both sides have.
+        fixed: our options (dotted, below `model`) that it always computes this way.
+        required: attributes of its configuration with the one value that we compute.
+        rotary: "none", "whole" (all channels of a head) or "partial".
+        block: the pattern of each of its layers, variants left out.
+        window: "none", "all" layers, or by "layer" (`layer_types`).
+        aliases: names in a module's state dict -> names on disk, where they differ.
+        prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
+        buffers: patterns of names that are no parameters.
+    """
+
+    name: str
+    class_name: str
+    links: tuple[Link, ...]
+    fields: tuple[Field, ...]
+    fixed: dict[str, Any]
+    required: dict[str, Any] = field(default_factory=dict)
+    rotary: str = "whole"
+    block: str = "attention/mlp"
+    window: str = "none"
+    aliases: dict[str, str] = field(default_factory=dict)
+    prefix: str = "model."
+    buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+
+    @property
+    def head(self) -> str:
+        """Name of the head's weight on disk."""
+        return next(f"{link.theirs}.weight" for link in self.links if link.ours == "head")
+
+    def is_buffer(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+    def canonical(self, name: str) -> str:
+        """The name on disk of a complete model."""
+        name = self.aliases.get(name, name)
+        return name if name == self.head or name.startswith(self.prefix) else self.prefix + name

@@ -1,0 +1,129 @@
+"""The architectures that models can be exchanged with, each by its tables."""
+
+from __future__ import annotations
+
+from . import tables
+from .architecture import Architecture, Field
+
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",
+                "identity": "linear"}
+_ALSO = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_python": "gelu",
+         "swish": "silu"}
+
+
+def _activation(theirs: str) -> Field:
+    return Field("mlp.activation", theirs, _ACTIVATIONS, _ALSO)
+
+
+def _rms(theirs: str = "rms_norm_eps") -> Field:
+    return Field("norm.epsilon", theirs)
+
+
+_SIZES = (
+    Field("hidden_size", "hidden_size"),
+    Field("vocab_size", "vocab_size"),
+    Field("attention.heads", "num_attention_heads"),
+    Field("embedding.tied", "tie_word_embeddings"),
+)
+_QKV_BIAS, _OUTPUT_BIAS = Field("attention.qkv_bias", "attention_bias"), Field("attention.output_bias", "attention_bias")
+_LLAMA_SIZES = (
+    *_SIZES,
+    Field("attention.kv_heads", "num_key_value_heads"),
+    Field("mlp.hidden_size", "intermediate_size"),
+    _activation("hidden_act"), _rms(),
+)
+_HEAD_DIM = Field("attention.head_dim", "head_dim")
+_LLAMA_FIXED = {
+    "norm.type": "rmsnorm", "residual.form": "sequential", "residual.norm": "pre", "attention.position": "rotary",
+    "attention.qk_norm": "none", "mlp.gated": True, "embedding.position": "none",
+}
+_NO_BIAS = {"attention.qkv_bias": False, "attention.output_bias": False, "mlp.bias": False}
+
+GPT_NEOX = Architecture(
+    "gpt_neox", "GPTNeoXForCausalLM", tables.GPT_NEOX,
+    fields=(
+        *_SIZES, Field("mlp.hidden_size", "intermediate_size"), _activation("hidden_act"),
+        Field("norm.epsilon", "layer_norm_eps"),
+        Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False}),
+        _QKV_BIAS, _OUTPUT_BIAS,
+    ),
+    fixed={
+        "norm.type": "layernorm", "norm.bias": True, "residual.norm": "pre", "residual.shared_norm": False,
+        "attention.position": "rotary", "attention.qk_norm": "none", "mlp.gated": False, "mlp.bias": True,
+        "embedding.position": "none",
+    },
+    rotary="partial",
+    aliases={"lm_head.weight": "embed_out.weight"},
+    prefix="gpt_neox.",
+    buffers=(r".*rotary_emb\.inv_freq", r".*\.attention\.(bias|masked_bias)"),
+)
+
+LLAMA = Architecture(
+    "llama", "LlamaForCausalLM", tables.LLAMA,
+    fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed=_LLAMA_FIXED,
+)
+
+MISTRAL = Architecture(
+    "mistral", "MistralForCausalLM", tables.MISTRAL,
+    fields=(*_LLAMA_SIZES, _HEAD_DIM), fixed={**_LLAMA_FIXED, **_NO_BIAS}, window="all",
+)
+
+QWEN3 = Architecture(
+    "qwen3", "Qwen3ForCausalLM", tables.QWEN3,
+    fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS),
+    fixed={**_LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False}, window="layer",
+)
+
+OLMO2 = Architecture(
+    "olmo2", "Olmo2ForCausalLM", tables.OLMO2,
+    fields=(*_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS),
+    fixed={**_LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
+)
+
+GPT2 = Architecture(
+    "gpt2", "GPT2LMHeadModel", tables.GPT2,
+    fields=(
+        *_SIZES, Field("mlp.hidden_size", "n_inner"), _activation("activation_function"),
+        Field("norm.epsilon", "layer_norm_epsilon"), Field("embedding.max_positions", "n_positions"),
+    ),
+    fixed={
+        "norm.type": "layernorm", "norm.bias": True, "residual.form": "sequential", "residual.norm": "pre",
+        "attention.position": "none", "attention.qk_norm": "none", "attention.qkv_bias": True,
+        "attention.output_bias": True, "mlp.gated": False, "mlp.bias": True, "embedding.position": "learned",
+    },
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    rotary="none",
+    prefix="transformer.",
+    buffers=(r".*\.attn\.(bias|masked_bias)",),
+)
+
+
+
+def _state_space(kind: str) -> tuple[Field, ...]:
+    """Options that Mamba and Mamba-2 call alike; those of initial values are told, too."""
+    return (
+        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
+        Field("embedding.tied", "tie_word_embeddings"), Field("norm.epsilon", "layer_norm_epsilon"),
+        Field(f"{kind}.expand", "expand"), Field(f"{kind}.state_size", "state_size"),
+        Field(f"{kind}.convolution", "conv_kernel"), Field(f"{kind}.convolution_bias", "use_conv_bias"),
+        Field(f"{kind}.bias", "use_bias"), Field(f"{kind}.time_step_low", "time_step_min"),
+        Field(f"{kind}.time_step_high", "time_step_max"), Field(f"{kind}.time_step_floor", "time_step_floor"),
+    )
+
+
+_BARE = {"norm.type": "rmsnorm", "residual.norm": "pre", "embedding.position": "none"}
+
+MAMBA = Architecture(
+    "mamba", "MambaForCausalLM", tables.MAMBA,
+    fields=(*_state_space("mamba"), Field("mamba.rank", "time_step_rank")), fixed=_BARE,
+    required={"hidden_act": "silu"}, rotary="none", block="mamba", prefix="backbone.", buffers=(),
+)
+
+MAMBA2 = Architecture(
+    "mamba2", "Mamba2ForCausalLM", tables.MAMBA2,
+    fields=(*_state_space("mamba2"), Field("mamba2.groups", "n_groups"), Field("mamba2.head_dim", "head_dim")),
+    fixed=_BARE, required={"hidden_act": "silu"}, rotary="none", block="mamba2", prefix="backbone.", buffers=(),
+)
+
+ARCHITECTURES = {each.name: each for each in (GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2)}

@@ -1,0 +1,179 @@
+"""Configurations both ways: a Hugging Face configuration as our `model` section, and ours as theirs.
+
+What an architecture cannot express is found without a list of its limits: our section is mapped to a Hugging Face
+configuration, that one back to a section, and every option that then computes something else is named.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from megatron.config import Config, ConfigError, resolve
+from megatron.config.pattern import parse
+from megatron.config.sections.model import ModelSection
+from megatron.model.options import options_of
+
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .architectures import ARCHITECTURES
+from .links import Dims
+from .rope import rope_parameters, rope_values
+from .same import differences
+
+
+def architecture_of(config: PreTrainedConfig) -> Architecture:
+    """The tables of a Hugging Face configuration.
+
+    Raises:
+        CheckpointError: we have none for its model_type.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise CheckpointError(config.model_type, f"no such architecture here; there are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[config.model_type]
+
+
+def dims_of(model: ModelSection) -> Dims:
+    inner, mamba2 = model.mamba2.expand * model.hidden_size, model.mamba2
+    return Dims(model.attention.heads, model.attention.head_dim,
+                (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim))
+
+
+# -- theirs to ours ------------------------------------------------------------------------------------------------
+
+
+def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
+    """Our `model` section, as nested plain values, of a Hugging Face configuration.
+
+    Raises:
+        CheckpointError: with every setting that our model does not compute.
+    """
+    architecture, problems = architecture_of(theirs), []
+    values: dict[str, Any] = {}
+    for ours, value in architecture.fixed.items():
+        _put(values, ours, value)
+    for field in architecture.fields:
+        try:
+            _put(values, field.ours, field.from_hf(getattr(theirs, field.theirs)))
+        except KeyError as error:
+            problems.append(f"{field.theirs}={error.args[0]!r} is not computed here; "
+                            f"{field.ours} is one of {', '.join(map(str, field.values))}")
+    for name, value in architecture.required.items():
+        if getattr(theirs, name) != value:
+            problems.append(f"{name}={getattr(theirs, name)!r} is not computed here, only {value!r}")
+    if architecture.rotary != "none":
+        rotary, found = rope_values(theirs.rope_parameters, partial=architecture.rotary == "partial")
+        _put(values, "attention.rotary", rotary)
+        problems += found
+    _put_layers(values, architecture, theirs)
+    if architecture.name == "mamba2":
+        _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
+        most = theirs.time_step_limit[1]
+        _put(values, "mamba2.most_step", None if math.isinf(most) else float(most))
+    if problems:
+        raise CheckpointError(theirs.model_type, problems)
+    return values
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *above, last = key.split(".")
+    for name in above:
+        values = values.setdefault(name, {})
+    if value is not None:
+        values[last] = value
+
+
+def _put_layers(values: dict[str, Any], architecture: Architecture, theirs: PreTrainedConfig) -> None:
+    """The pattern, with a window where there is one: in all layers, or in the variant `sliding`."""
+    count = theirs.num_hidden_layers
+    values["layers"] = f"({architecture.block}) x{count}"
+    if architecture.window == "all" and theirs.sliding_window is not None:
+        values["attention"]["window"] = theirs.sliding_window
+    if architecture.window == "layer" and "sliding_attention" in theirs.layer_types:
+        values["layers"] = " ".join(
+            "attention@sliding/mlp" if kind == "sliding_attention" else "attention/mlp" for kind in theirs.layer_types)
+        values["variants"] = {"sliding": {"window": theirs.sliding_window}}
+
+
+# -- ours to theirs ------------------------------------------------------------------------------------------------
+
+
+def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, PreTrainedConfig]:
+    """The Hugging Face configuration that computes what ours does.
+
+    Args:
+        config: resolved.
+        name: model_type of the architecture; None takes the first that can express the model.
+
+    Raises:
+        CheckpointError: none can (or the named one cannot), with the options that are in the way.
+    """
+    if name is not None and name not in ARCHITECTURES:
+        raise CheckpointError(name, f"no such architecture here; there are {', '.join(ARCHITECTURES)}")
+    tried = {}
+    for each in [ARCHITECTURES[name]] if name else ARCHITECTURES.values():
+        theirs, problems = _express(config, each)
+        if not problems:
+            return each, theirs
+        tried[each.class_name] = (theirs is None, len(problems), problems)
+    nearest = min(tried, key=lambda each: tried[each][:2])
+    raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][2])
+
+
+def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConfig | None, list[str]]:
+    """A configuration of this architecture, and what it computes differently."""
+    model = config.model
+    blocks = parse(model.layers)
+    kinds = {str(block): "/".join(kind.name for kind in block.kinds) for block in blocks}
+    strange = sorted(block for block, names in kinds.items() if names != architecture.block)
+    if strange:
+        return None, [f"model.layers: {block} is no block of {architecture.block}" for block in strange]
+    settings: dict[str, Any] = {
+        "num_hidden_layers": len(blocks), "architectures": [architecture.class_name], "dtype": "float32",
+        "initializer_range": model.init.std, "bos_token_id": None, "pad_token_id": None,
+        "eos_token_id": config.tokenizer.eod_id, **architecture.required,
+    }
+    for field in architecture.fields:
+        settings[field.theirs] = field.to_hf(_get(model, field.ours))
+    if architecture.rotary != "none":
+        settings["max_position_embeddings"] = config.training.sequence_length
+        settings["rope_parameters"] = rope_parameters(model.attention.rotary, partial=architecture.rotary == "partial")
+    if settings.get("n_positions", 0) is None:
+        settings["n_positions"] = config.training.sequence_length
+    settings.update(_windows(model, architecture))
+    if architecture.name == "mamba2":
+        inner, most = dims_of(model).mamba2[0], model.mamba2.most_step
+        settings["num_heads"] = inner // model.mamba2.head_dim
+        settings["time_step_limit"] = (model.mamba2.least_step, math.inf if most is None else most)
+    try:
+        theirs = CONFIG_MAPPING[architecture.name](**settings)
+        training = {"steps": 1, "sequence_length": config.training.sequence_length}
+        back = resolve({"model": model_values(theirs), "training": training})
+    except (ValueError, ConfigError, CheckpointError) as error:  # their own validation, or ours of what they made of it
+        return None, [str(error)]
+    return theirs, differences(model, back.model)
+
+
+def _get(model: ModelSection, key: str) -> Any:
+    value: Any = model
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _windows(model: ModelSection, architecture: Architecture) -> dict[str, Any]:
+    """Settings of sliding windows; what they cannot express shows when they are read back."""
+    if architecture.window == "none":
+        return {}
+    windows = [options_of(model, block.mixer).window for block in parse(model.layers)]
+    if architecture.window == "all":
+        return {"sliding_window": windows[0]}
+    if architecture.window == "layer":
+        used = sorted({window for window in windows if window is not None})
+        return {
+            "use_sliding_window": bool(used), "sliding_window": used[0] if used else None,
+            "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        }
+    return {}

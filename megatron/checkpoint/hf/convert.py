@@ -1,0 +1,117 @@
+"""Conversion tensor by tensor: what must be read together to write what, and that nothing is left over or missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .links import Dims, Form
+
+EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The smallest set of tensors that can be converted alone: these of ours are those of theirs."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    form: Form
+    dims: Dims
+
+    def to_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Their tensors, contiguous, made of ours; `read` gives one of ours by its name."""
+        made = self.form.to_hf([read(name) for name in self.ours], self.dims)
+        return ((name, tensor.contiguous()) for name, tensor in zip(self.theirs, made, strict=True))
+
+    def from_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Our tensors, contiguous, made of theirs; `read` gives one of theirs by its name."""
+        made = self.form.from_hf([read(name) for name in self.theirs], self.dims)
+        return ((name, tensor.contiguous()) for name, tensor in zip(self.ours, made, strict=True))
+
+
+def plan(architecture: Architecture, ours: Iterable[str], layers: int, dims: Dims) -> list[Step]:
+    """The steps that convert a model with these logical tensors, in either direction.
+
+    Args:
+        ours: names of all logical tensors of the model.
+        layers: number of blocks.
+
+    Raises:
+        CheckpointError: a tensor has no counterpart in the architecture, or only part of what one is made of exists.
+    """
+    wanted, steps, problems = set(ours), [], []
+    for link in architecture.links:
+        for layer in range(layers) if link.repeated else [None]:
+            for suffix in link.suffixes:
+                names, theirs = link.names(layer, suffix)
+                have = [name for name in names if name in wanted]
+                if not have:
+                    continue
+                if len(have) < len(names):
+                    absent = " and ".join(name for name in names if name not in wanted)
+                    problems.append(f"{' and '.join(have)} cannot become {theirs[0]} without {absent}")
+                wanted.difference_update(names)
+                steps.append(Step(names, theirs, link.form, dims))
+    problems += [f"{name} has no counterpart in {architecture.class_name}" for name in sorted(wanted)]
+    if problems:
+        raise CheckpointError(architecture.class_name, problems)
+    return steps
+
+
+def to_hf(steps: Iterable[Step], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the Hugging Face model; the tensors of one step are in memory at a time."""
+    for step in steps:
+        yield from step.to_hf(read)
+
+
+def match(
+    architecture: Architecture, steps: list[Step], present: Collection[str], read: Callable[[str], Tensor]
+) -> dict[str, str]:
+    """Where each tensor that the steps need stands in a Hugging Face checkpoint: canonical name -> name as it is there.
+
+    Buffers that older checkpoints keep (masks, rotary frequencies) are no tensors of the model; nor is a head that is
+    tied to the embedding, but it must be equal.
+
+    Args:
+        present: names of all tensors of the checkpoint, as on disk or as in a module's state dict.
+        read: gives one of them.
+
+    Raises:
+        CheckpointError: tensors are missing or left over, or a head that should be the embedding is not.
+    """
+    there = {architecture.canonical(name): name for name in present if not architecture.is_buffer(name)}
+    needed = [name for step in steps for name in step.theirs]
+    problems = [f"missing: {name}" for name in needed if name not in there]
+    left = set(there) - set(needed)
+    if architecture.head in left and not problems and not any(HEAD in step.ours for step in steps):
+        left.discard(architecture.head)
+        problems += _untied(architecture, steps, there, read)
+    problems += [f"left over: {there[name]}" for name in sorted(left)]
+    if problems:
+        raise CheckpointError(architecture.class_name, problems)
+    return there
+
+
+def from_hf(
+    architecture: Architecture, steps: list[Step], present: Collection[str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every one of our tensors, made of a Hugging Face checkpoint's; the tensors of one step are in memory at a time.
+
+    Arguments and errors are those of `match`.
+    """
+    there = match(architecture, steps, present, read)
+    for step in steps:
+        yield from step.from_hf(lambda name: read(there[name]))
+
+
+def _untied(architecture: Architecture, steps: list[Step], there: dict[str, str], read) -> list[str]:
+    embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
+    if read(there[architecture.head]).equal(read(there[embedding])):
+        return []
+    return [f"the configuration says that {there[architecture.head]} is {there[embedding]} (tie_word_embeddings), "
+            "but they differ"]

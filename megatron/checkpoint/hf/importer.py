@@ -1,0 +1,179 @@
+"""A Hugging Face model as one of our checkpoints, from which a run can be initialised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from megatron.config.layers import Source
+from megatron.config.pattern import parse
+from megatron.config.resolve import Resolved, combine
+from megatron.model.stack import build_model
+from megatron.parallel.shard import LogicalTensor
+
+from ..container import read_header
+from ..errors import CheckpointError
+from ..fragment import WEIGHT, FragmentSpec
+from ..meta import Meta
+from ..rankfile import write_rank_file
+from ..writer import Draft
+from .config import architecture_of, dims_of, model_values
+from .convert import Step, match, plan
+from .written import INDEX
+
+
+class Folder:
+    """The tensors of a Hugging Face folder of safetensors, read one by one.
+
+    Raises:
+        CheckpointError: there are none, or a file of the index is lost.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        files = self._files()
+        self.types: dict[str, torch.dtype] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.places: dict[str, Path] = {}
+        for file in files:
+            for name, entry in read_header(file)[0].items():
+                if name in self.places:
+                    raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
+                self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
+
+    def _files(self) -> list[Path]:
+        index = self.path / INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            lost = [name for name in names if not (self.path / name).is_file()]
+            if lost:
+                raise CheckpointError(self.path, [f"{name} is lost" for name in lost])
+            return [self.path / name for name in names]
+        if (self.path / "model.safetensors").is_file():
+            return [self.path / "model.safetensors"]
+        raise CheckpointError(
+            self.path,
+            "it has no safetensors; older files (pytorch_model.bin) run code when they are "
+            "read: save them as safetensors first",
+        )
+
+    def read(self, name: str) -> torch.Tensor:
+        with safe_open(self.places[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def locate(model: str) -> Path:
+    """A local folder, or the files of a model on the hub, fetched.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    except Exception as error:  # the hub library raises errors of many kinds: no such name, no network, no access
+        raise CheckpointError(
+            model, f"it is no local folder, and could not be fetched from the hub: {error}"
+        ) from error
+
+
+def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
+    """The configuration of a run with this model."""
+    theirs = AutoConfig.from_pretrained(folder)
+    length = sequence_length or theirs.max_position_embeddings
+    values: dict[str, Any] = {"model": model_values(theirs), "training": {"steps": 0, "sequence_length": length}}
+    values["tokenizer"] = {"type": "none"}
+    if (folder / "tokenizer.json").is_file():
+        values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").resolve())}
+    return combine([Source(values)], ranks=1, check_inputs=False, name=folder.name)
+
+
+def import_model(
+    folder: Path, out: Path, *, sequence_length: int | None = None, progress: Callable[[str], None] = lambda text: None
+) -> Resolved:
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0 (weights alone, in their own type).
+
+    Returns:
+        The configuration with which it was written.
+
+    Raises:
+        CheckpointError: something that our model does not compute, tensors missing, left over or of another shape.
+    """
+    if out.exists():
+        raise CheckpointError(out, "it exists already")
+    source, resolved = Folder(folder), settings(folder, sequence_length)
+    architecture = architecture_of(AutoConfig.from_pretrained(folder))
+    logical = logical_tensors(resolved)
+    steps = plan(architecture, logical, len(parse(resolved.config.model.layers)), dims_of(resolved.config.model))
+    there = match(architecture, steps, source.places, read=source.read)
+    _check_shapes(folder, steps, logical, source, there)
+    # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.
+    items = [
+        (FragmentSpec.whole(logical[name], WEIGHT), source.types[there[step.theirs[0]]])
+        for step in steps
+        for name in step.ours
+    ]
+    values = _values(steps, source, there, progress)
+    draft, record, failure = Draft.begin(out), None, None
+    try:
+        record = write_rank_file(draft.root, 0, items, lambda number: values(items[number][0].tensor.name))
+    except (OSError, ValueError, CheckpointError) as error:
+        failure = error
+    draft.finish(
+        [record] if record else [],
+        failure,
+        Meta(step=0, config=resolved.text(), resumable=False, extra={"imported": architecture.class_name}),
+    )
+    return resolved
+
+
+def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
+    model = build_model(resolved.config, device="meta")
+    return {parameter.logical.name: parameter.logical for parameter in model.parameters()}
+
+
+def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: Folder, there) -> None:
+    """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
+    problems = []
+    for step in steps:
+        names = [there[name] for name in step.theirs]
+        if len({source.types[name] for name in names}) > 1:
+            problems.append(f"{' and '.join(names)} are of different types")
+        try:
+            made = dict(step.from_hf(lambda name: torch.empty(source.shapes[there[name]], device="meta")))
+        except RuntimeError as error:
+            problems.append(f"{' and '.join(names)}: {error}")
+            continue
+        problems += [
+            f"{' and '.join(names)}: {name} would be {tuple(tensor.shape)}, not {logical[name].shape}"
+            for name, tensor in made.items()
+            if tuple(tensor.shape) != logical[name].shape
+        ]
+    if problems:
+        raise CheckpointError(folder, problems)
+
+
+def _values(
+    steps: list[Step], source: Folder, there: dict[str, str], progress
+) -> Callable[[str], Iterator[torch.Tensor]]:
+    """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
+    step_of = {name: step for step in steps for name in step.ours}
+    kept: dict[str, torch.Tensor] = {}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        if name not in kept:
+            kept.clear()
+            kept.update(step_of[name].from_hf(lambda theirs: source.read(there[theirs])))
+            progress(name)
+        yield kept.pop(name).flatten()
+
+    return values

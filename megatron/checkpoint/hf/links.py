@@ -1,0 +1,155 @@
+"""What stands for what: links between our logical tensors and those of a Hugging Face model, read in both directions.
+
+A link names modules; it holds for their `weight` and for their `bias`, where they exist. Its form says how the
+tensors of one side are made of those of the other; every form only moves elements, so both directions are exact.
+
+Shapes: n heads, D head_dim, H inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
+    of its Mamba-2 layers."""
+
+    heads: int | None
+    head_dim: int | None
+    mamba2: tuple[int, int, int]
+
+
+class Form(Protocol):
+    """How the tensors of the two sides are made of each other."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]: ...
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """One tensor, as it is."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return ours
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return theirs
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Our one tensor is their equally large ones, one below the other (keys and values, gate and up)."""
+
+    parts: int = 2
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return list(ours[0].chunk(self.parts))
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(theirs)]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue:
+    """Our query [nD, H] and key_value [2nD, H] are their one tensor: all queries, all keys, all values."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(ours)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        rows = dims.heads * dims.head_dim
+        return list(theirs[0].split([rows, theirs[0].shape[0] - rows]))
+
+
+@dataclass(frozen=True)
+class QueryKeyValueByHead:
+    """The same, but their rows are ordered [n, 3, D]: query, key and value of the first head, then of the next."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        parts = torch.cat(ours).unflatten(0, (3, dims.heads, dims.head_dim))
+        return [parts.transpose(0, 1).flatten(0, 2)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        parts = theirs[0].unflatten(0, (dims.heads, 3, dims.head_dim)).transpose(0, 1)
+        return [parts[0].flatten(0, 1), parts[1:].flatten(0, 2)]
+
+
+@dataclass(frozen=True)
+class Mamba2Rows:
+    """Our tensors are their one, one below the other: z and x, B and C, time steps (without `steps`: x, B and C).
+
+    Args:
+        steps: whether z and the time steps are among them (the projection) or not (the convolution).
+    """
+
+    steps: bool
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(ours)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        inner, read, heads = dims.mamba2
+        return list(theirs[0].split([2 * inner, read, heads] if self.steps else [inner, read]))
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """Two equally large parts of one tensor, in the other order."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(ours[0].chunk(2)[::-1])]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return self.to_hf(theirs, dims)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Their matrices are [inputs, outputs] (GPT-2's Conv1D); biases are vectors on both sides."""
+
+    inner: Form = field(default_factory=Same)
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [_turned(each) for each in self.inner.to_hf(ours, dims)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return self.inner.from_hf([_turned(each) for each in theirs], dims)
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    return tensor.T if tensor.dim() == 2 else tensor
+
+
+@dataclass(frozen=True)
+class Link:
+    """Our modules and theirs. `{n}` in the names stands for the number of the layer, on both sides alike.
+
+    `suffixes` are the tensors that a module may have; ("",) where the names are those of tensors themselves.
+    """
+
+    ours: str | tuple[str, ...]
+    theirs: str | tuple[str, ...]
+    form: Form = field(default_factory=Same)
+    suffixes: tuple[str, ...] = ("weight", "bias")
+
+    @property
+    def repeated(self) -> bool:
+        return "{n}" in _all(self.ours)[0]
+
+    def names(self, layer: int | None, suffix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(our names, their names) of one layer's tensors with this last part (one of `suffixes`)."""
+        return tuple(
+            tuple(f"{module.format(n=layer)}.{suffix}".rstrip(".") for module in _all(side))
+            for side in (self.ours, self.theirs))
+
+
+def _all(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names

@@ -1,0 +1,57 @@
+"""Rotary options both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.sections.model import RotaryOptions
+
+_TYPES = {"none": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_NAMES = {  # ours -> theirs, by type of scaling
+    "none": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor", "original_length": "original_max_position_embeddings",
+        "low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},
+    "yarn": {
+        "factor": "factor", "original_length": "original_max_position_embeddings", "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow", "attention_factor": "attention_factor"},
+}
+
+
+def rope_parameters(rotary: RotaryOptions, *, partial: bool) -> dict[str, Any]:
+    """`rope_parameters` of a Hugging Face configuration.
+
+    Args:
+        partial: the architecture can rotate part of a head's channels.
+    """
+    found = {"rope_type": _TYPES[rotary.scaling.type], "rope_theta": rotary.base}
+    if partial:
+        found["partial_rotary_factor"] = rotary.fraction
+    return found | {theirs: getattr(rotary.scaling, ours) for ours, theirs in _NAMES[rotary.scaling.type].items()}
+
+
+def rope_values(parameters: dict[str, Any], *, partial: bool) -> tuple[dict[str, Any], list[str]]:
+    """Our `attention.rotary` values, and what they cannot say."""
+    kind = parameters.get("rope_type", "default")
+    ours = next((ours for ours, theirs in _TYPES.items() if theirs == kind), None)
+    if ours is None:
+        return {}, [f"rope_type={kind!r} is not computed here; there are {', '.join(_TYPES.values())}"]
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NAMES[ours].values()}
+    given = {name: value for name, value in parameters.items() if value is not None}
+    harmless = {("truncate", True)} if kind == "yarn" else set()
+    if "attention_factor" in given:
+        known |= {"mscale", "mscale_all_dim"}
+    problems = [
+        f"rope_parameters.{name}={value!r} is not computed here" for name, value in given.items()
+        if name not in known and (name, value) not in harmless]
+    fraction = given.get("partial_rotary_factor", 1.0)
+    if not partial and fraction != 1.0:
+        problems.append(f"rope_parameters.partial_rotary_factor={fraction} is not computed here")
+    scaling = {mine: _plain(given[theirs]) for mine, theirs in _NAMES[ours].items() if theirs in given}
+    values = {"base": float(given["rope_theta"]), "scaling": {"type": ours, **scaling}}
+    return values | ({"fraction": float(fraction)} if partial else {}), problems
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,83 @@
+"""Whether two `model` sections compute the same, option by option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.config.pattern import KINDS, parse
+from megatron.config.sections.model import ModelSection
+from megatron.model.options import options_of
+
+_TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
+_NOT_COMPUTED = ("dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor")
+
+
+def differences(model: ModelSection, other: ModelSection) -> list[str]:
+    """The options of `model` that `other` computes differently, one sentence each. What only matters in training
+    (initial values, dropout) and what has no effect beside other options does not count."""
+    found = list(_differing("model", _stack(model), _stack(other)))
+    blocks, others = _blocks(model), _blocks(other)
+    if len(blocks) != len(others):
+        return [*found, f"model.layers: {len(blocks)} blocks, not {len(others)}"]
+    seen: set[str] = set()
+    for number, (mine, theirs) in enumerate(zip(blocks, others)):
+        for key, problem in ((each.split(" ")[0], each) for each in _differing("model", mine, theirs)):
+            if key not in seen:
+                found.append(f"{problem} (layer {number})" if len({str(each) for each in blocks}) > 1 else problem)
+            seen.add(key)
+    return found
+
+
+def _stack(model: ModelSection) -> dict[str, Any]:
+    """The options of the stack itself that have an effect."""
+    values = {name: value for name, value in model.model_dump().items() if name not in _TRAINING_ONLY}
+    if model.norm.type != "layernorm":
+        values["norm"]["bias"] = None
+    if model.embedding.position != "learned":
+        values["embedding"]["max_positions"] = None
+    return values
+
+
+def _blocks(model: ModelSection) -> list[dict[str, Any]]:
+    return [_block(model, block) for block in parse(model.layers)]
+
+
+def _block(model: ModelSection, block) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in (block.mixer, block.ffn):
+        if kind is None:
+            continue
+        values = options_of(model, kind).model_dump()
+        values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
+        if kind.name == "attention":
+            _drop_idle_rotary(values)
+        found[kind.name] = values
+    return found
+
+
+def _drop_idle_rotary(values: dict[str, Any]) -> None:
+    if values["position"] != "rotary":
+        values["rotary"] = None
+        return
+    used = {
+        "none": (), "linear": ("factor",),
+        "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
+        "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+    }[values["rotary"]["scaling"]["type"]]
+    scaling = values["rotary"]["scaling"]
+    values["rotary"]["scaling"] = {"type": scaling["type"], **{name: scaling[name] for name in used}}
+
+
+def _differing(path: str, mine: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for name in dict.fromkeys((*mine, *theirs)):
+            yield from _differing(f"{path}.{name}", mine.get(name), theirs.get(name))
+    elif mine != theirs and not _close(mine, theirs):
+        yield f"{path} = {mine!r} cannot be expressed (it would become {theirs!r})"
+
+
+def _close(mine: Any, theirs: Any) -> bool:
+    """Floats that differ by the rounding of a derivation or of a text are equal."""
+    both = isinstance(mine, (int, float)) and isinstance(theirs, (int, float))
+    return both and not isinstance(mine, bool) and abs(mine - theirs) <= 1e-12 * max(abs(mine), abs(theirs))

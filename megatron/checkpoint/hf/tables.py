@@ -1,0 +1,94 @@
+"""One table per architecture: which of our tensors are which of Hugging Face's, by their names on disk."""
+
+from __future__ import annotations
+
+from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Swapped, Transposed
+
+_OURS, _LLAMA, _NEOX, _GPT2 = "layers.{n}", "model.layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
+
+GPT_NEOX = (
+    Link("embedding.tokens", "gpt_neox.embed_in"),
+    Link(f"{_OURS}.mixer_norm", f"{_NEOX}.input_layernorm"),
+    Link((f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"), f"{_NEOX}.attention.query_key_value",
+         QueryKeyValueByHead()),
+    Link(f"{_OURS}.attention.output", f"{_NEOX}.attention.dense"),
+    Link(f"{_OURS}.ffn_norm", f"{_NEOX}.post_attention_layernorm"),
+    Link(f"{_OURS}.mlp.up", f"{_NEOX}.mlp.dense_h_to_4h"),
+    Link(f"{_OURS}.mlp.down", f"{_NEOX}.mlp.dense_4h_to_h"),
+    Link("final_norm", "gpt_neox.final_layer_norm"),
+    Link("head", "embed_out"),
+)
+
+_LLAMA_COMMON = (
+    Link("embedding.tokens", "model.embed_tokens"),
+    Link(f"{_OURS}.attention.query", f"{_LLAMA}.self_attn.q_proj"),
+    Link(f"{_OURS}.attention.key_value", (f"{_LLAMA}.self_attn.k_proj", f"{_LLAMA}.self_attn.v_proj"), Fused()),
+    Link(f"{_OURS}.attention.output", f"{_LLAMA}.self_attn.o_proj"),
+    Link(f"{_OURS}.mlp.gate_up", (f"{_LLAMA}.mlp.gate_proj", f"{_LLAMA}.mlp.up_proj"), Fused()),
+    Link(f"{_OURS}.mlp.down", f"{_LLAMA}.mlp.down_proj"),
+    Link("final_norm", "model.norm"),
+    Link("head", "lm_head"),
+)
+_PRE_NORMS = (
+    Link(f"{_OURS}.mixer_norm", f"{_LLAMA}.input_layernorm"),
+    Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.post_attention_layernorm"),
+)
+_POST_NORMS = (
+    Link(f"{_OURS}.mixer_norm", f"{_LLAMA}.post_attention_layernorm"),
+    Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.post_feedforward_layernorm"),
+)
+_QK_NORMS = (
+    Link(f"{_OURS}.attention.query_norm", f"{_LLAMA}.self_attn.q_norm"),
+    Link(f"{_OURS}.attention.key_norm", f"{_LLAMA}.self_attn.k_norm"),
+)
+
+LLAMA = MISTRAL = _LLAMA_COMMON + _PRE_NORMS
+QWEN3 = _LLAMA_COMMON + _PRE_NORMS + _QK_NORMS
+OLMO2 = _LLAMA_COMMON + _POST_NORMS + _QK_NORMS
+
+GPT2 = (
+    Link("embedding.tokens", "transformer.wte"),
+    Link("embedding.positions", "transformer.wpe"),
+    Link(f"{_OURS}.mixer_norm", f"{_GPT2}.ln_1"),
+    Link((f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"), f"{_GPT2}.attn.c_attn",
+         Transposed(QueryKeyValue())),
+    Link(f"{_OURS}.attention.output", f"{_GPT2}.attn.c_proj", Transposed()),
+    Link(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
+    Link(f"{_OURS}.mlp.up", f"{_GPT2}.mlp.c_fc", Transposed()),
+    Link(f"{_OURS}.mlp.down", f"{_GPT2}.mlp.c_proj", Transposed()),
+    Link("final_norm", "transformer.ln_f"),
+    Link("head", "lm_head"),
+)
+
+_MAMBA = "backbone.layers.{n}"
+
+
+def _tensors(kind: str, *names: str) -> tuple[Link, ...]:
+    """Tensors with names of their own, the same on both sides."""
+    return tuple(Link(f"{_OURS}.{kind}.{name}", f"{_MAMBA}.mixer.{name}", suffixes=("",)) for name in names)
+
+
+_MAMBA_COMMON = (
+    Link("embedding.tokens", "backbone.embeddings"),
+    Link(f"{_OURS}.mixer_norm", f"{_MAMBA}.norm"),
+    Link("final_norm", "backbone.norm_f"),
+    Link("head", "lm_head"),
+)
+MAMBA = (
+    *_MAMBA_COMMON,
+    *_tensors("mamba", "A_log", "D"),
+    Link(f"{_OURS}.mamba.dt_bias", f"{_MAMBA}.mixer.dt_proj.bias", suffixes=("",)),
+    Link(f"{_OURS}.mamba.zx", f"{_MAMBA}.mixer.in_proj", Swapped()),
+    Link(f"{_OURS}.mamba.x_conv", f"{_MAMBA}.mixer.conv1d"),
+    Link(f"{_OURS}.mamba.dt_bc", f"{_MAMBA}.mixer.x_proj"),
+    Link(f"{_OURS}.mamba.dt", f"{_MAMBA}.mixer.dt_proj"),
+    Link(f"{_OURS}.mamba.output", f"{_MAMBA}.mixer.out_proj"),
+)
+MAMBA2 = (
+    *_MAMBA_COMMON,
+    *_tensors("mamba2", "A_log", "D", "dt_bias"),
+    Link(tuple(f"{_OURS}.mamba2.{name}" for name in ("zx", "bc", "dt")), f"{_MAMBA}.mixer.in_proj", Mamba2Rows(True)),
+    Link((f"{_OURS}.mamba2.x_conv", f"{_OURS}.mamba2.bc_conv"), f"{_MAMBA}.mixer.conv1d", Mamba2Rows(False)),
+    Link(f"{_OURS}.mamba2.norm", f"{_MAMBA}.mixer.norm"),
+    Link(f"{_OURS}.mamba2.output", f"{_MAMBA}.mixer.out_proj"),
+)

@@ -1,0 +1,77 @@
+"""Writing a Hugging Face folder: sharded safetensors as a stream, and the files beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..container import header
+from ..durable import CHUNK
+from .convert import Step
+
+INDEX = "model.safetensors.index.json"
+
+
+def shapes_of(steps: Iterable[Step], ours: dict[str, tuple[int, ...]]) -> list[tuple[Step, dict[str, tuple[int, ...]]]]:
+    """What each step will write: names and shapes, from the shapes of our tensors."""
+
+    def empty(name: str) -> Tensor:
+        return torch.empty(ours[name], device="meta")
+
+    return [(step, {name: tuple(tensor.shape) for name, tensor in step.to_hf(empty)}) for step in steps]
+
+
+def files_of(
+    planned: list[tuple[Step, dict[str, tuple[int, ...]]]], dtype: torch.dtype, limit: int
+) -> list[list[tuple[Step, dict[str, tuple[int, ...]]]]]:
+    """The steps in files of at most `limit` bytes (a step is never cut, so one alone may be larger)."""
+    files, size = [[]], 0
+    for step, shapes in planned:
+        own = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        if files[-1] and size + own > limit:
+            files.append([])
+            size = 0
+        files[-1].append((step, shapes))
+        size += own
+    return files
+
+
+def write_tensors(folder: Path, planned, dtype: torch.dtype, read, limit: int) -> Iterator[str]:
+    """Write all tensors; the tensors of one step are in memory at a time. Yields the name of each file when it is done.
+
+    Args:
+        planned: as of `shapes_of`.
+        dtype: of the tensors that `read` gives, and of the files.
+        read: gives one of our tensors by its name.
+        limit: bytes of a file.
+    """
+    files, places, total = files_of(planned, dtype, limit), {}, 0
+    for number, content in enumerate(files):
+        name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        shapes = {key: shape for _, each in content for key, shape in each.items()}
+        start, entries = header({key: (dtype, shape) for key, shape in shapes.items()}, {"format": "pt"})
+        with open(folder / name, "wb") as file:
+            file.write(start)
+            for step, _ in content:
+                for key, tensor in step.to_hf(read):
+                    if tensor.dtype != dtype or tuple(tensor.shape) != shapes[key]:
+                        raise ValueError(
+                            f"{key}: {tensor.dtype} {tuple(tensor.shape)} instead of {dtype} {shapes[key]}"
+                        )
+                    _write(file, tensor)
+        places |= dict.fromkeys(shapes, name)
+        total += sum(entry.end - entry.begin for entry in entries.values())
+        yield name
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
+        (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _write(file, tensor: Tensor) -> None:
+    values = tensor.flatten().view(torch.uint8).numpy()
+    for begin in range(0, len(values), CHUNK):
+        file.write(memoryview(values[begin : begin + CHUNK]))

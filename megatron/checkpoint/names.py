@@ -1,0 +1,34 @@
+"""Names on the disk: which directory is a checkpoint, and which is what a killed run left behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+META_NAME = "meta.json"
+MANIFEST_NAME = "manifest.json"
+
+_STEP = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]+)")
+
+
+def step_name(step: int) -> str:
+    """`step_00001000`: sorts by step, up to a hundred million steps."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint directory's name; None for any other name."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def leftover_name(target: Path, kind: str, token: str) -> Path:
+    """A name beside the checkpoint: "tmp" while it is written, "old" while replaced, "trash" while deleted."""
+    return target.with_name(f"{target.name}.{kind}-{token}")
+
+
+def leftover_of(path: Path) -> tuple[str, str] | None:
+    """(checkpoint name, kind) of a name made by `leftover_name`; None for any other."""
+    match = _LEFTOVER.fullmatch(path.name)
+    return (match[1], match[2]) if match and _STEP.fullmatch(match[1]) else None

@@ -1,0 +1,85 @@
+"""When to save. Pure functions of the step and of time; ranks that ask alike get the same answer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..config.sections.output import CheckpointSection
+
+LOG_SPACED = frozenset([0, *(2**power for power in range(10))])  # 0, 1, 2, 4, ..., 512
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """The rules of when to save; see the configuration's `checkpoint` section for their meaning.
+
+    Attributes:
+        every: save at multiples of this many steps (step 0 apart).
+        minutes: save when this much time has passed since the last save.
+        steps: save at these.
+        log_spaced: save at steps 0, 1, 2, 4, ..., 512.
+        at_end: save after the last step.
+    """
+
+    every: int | None = None
+    minutes: float | None = None
+    steps: frozenset[int] = frozenset()
+    log_spaced: bool = False
+    at_end: bool = True
+
+    @classmethod
+    def of(cls, section: CheckpointSection) -> SavePolicy:
+        return cls(section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end)
+
+    def due(
+        self, step: int, *, last_step: int | None = None, seconds_since_save: float = 0.0, stopping: bool = False
+    ) -> str | None:
+        """Why to save after `step` optimizer steps (0: before the first), or None.
+
+        Args:
+            last_step: the run's last step.
+            seconds_since_save: since the last save or the start. Clocks of ranks differ: all must pass rank 0's.
+            stopping: the run was told to stop (a signal, a wall-time limit); all ranks must agree on it.
+        """
+        if stopping:
+            return "the run was told to stop"
+        if self.at_end and last_step is not None and step == last_step:
+            return "the last step"
+        if self.every and step and step % self.every == 0:
+            return f"every {self.every} steps"
+        if step in self.steps:
+            return "in checkpoint.steps"
+        if self.log_spaced and step in LOG_SPACED:
+            return "log-spaced"
+        if self.minutes is not None and seconds_since_save >= 60 * self.minutes:
+            return f"every {self.minutes:g} minutes"
+        return None
+
+
+class StopSignals:
+    """Remembers that a signal asked the run to stop; the loop asks once per step. A second one acts as it always did.
+
+    Use as a context in the main thread: handlers are put back at its end.
+
+    Attributes:
+        received: the signal's name, None as long as there was none.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) -> None:
+        self.received: str | None = None
+        self._signals = tuple(signals)
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._previous = {number: signal.signal(number, self._remember) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _frame: object) -> None:
+        self.received = signal.Signals(number).name
+        signal.signal(number, self._previous[signal.Signals(number)] or signal.SIG_DFL)

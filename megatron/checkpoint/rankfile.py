@@ -1,0 +1,177 @@
+"""What one rank writes: its fragments one after the other, and a table of them at the end of the same file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+
+from .container import DTYPE_NAMES, Entry, header
+from .durable import CHUNK, read_fully, write_fully
+from .errors import CheckpointError
+from .fragment import FragmentSpec
+from .index import checksum
+from .table import DTYPE_ORDER, ROW, Vocabulary
+
+TABLE_NAME = "__table__"
+FILES_PER_FOLDER = 256  # no folder grows with the number of ranks beyond what a file system lists with ease
+
+
+def file_name(rank: int) -> str:
+    """Path of a rank's file inside the checkpoint."""
+    return f"data/{rank // FILES_PER_FOLDER:04d}/rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A written file: all that must be known to trust it.
+
+    Attributes:
+        path: inside the checkpoint.
+        size: bytes.
+        header: checksum of the bytes before the first fragment.
+        table: checksum of the table, which has the checksums of the fragments in turn: every byte is covered.
+        begin, end: where the fragments are.
+    """
+
+    path: str
+    size: int
+    header: str
+    table: str
+    begin: int
+    end: int
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def write_rank_file(
+    root: Path,
+    rank: int,
+    items: Iterable[tuple[FragmentSpec, torch.dtype]],
+    values: Callable[[int], Iterable[torch.Tensor]],
+) -> FileRecord | None:
+    """Write the file of `rank` under `root` and wait until the disk has it.
+
+    Args:
+        items: what is written, with its types.
+        values: gives the elements of the item with that number, as consecutive 1-D host tensors. Called once per
+            item, when its turn has come, so that a caller that reads or computes them never holds more than one.
+
+    Returns:
+        The record, None if the rank has nothing to write.
+
+    Raises:
+        OSError: the disk is full, the folder is gone, ...
+        ValueError: one name stands for two tensors, or the values are not what was announced.
+    """
+    # Wide types first, so that every fragment starts at a multiple of its element size.
+    numbered = [(number, _canonical(spec), dtype) for number, (spec, dtype) in enumerate(items) if spec.length]
+    numbered.sort(key=lambda item: -item[2].itemsize)
+    if not numbered:
+        return None
+    vocabulary, rows = Vocabulary(), np.zeros(len(numbered), ROW)
+    start, entries = _layout(rank, [(spec, dtype) for _, spec, dtype in numbered], vocabulary, rows)
+    path = root / file_name(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_fully(handle, memoryview(start))
+        for row, (number, spec, dtype) in zip(rows, numbered, strict=True):
+            row["checksum"] = _write_values(handle, spec, dtype, values(number))
+        table = rows.tobytes()
+        write_fully(handle, memoryview(table))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    place = entries[TABLE_NAME]
+    return FileRecord(file_name(rank), place.end, checksum(start), checksum(table), len(start), place.begin)
+
+
+def _layout(
+    rank: int, items: list[tuple[FragmentSpec, torch.dtype]], vocabulary: Vocabulary, rows: np.ndarray
+) -> tuple[bytes, dict[str, Entry]]:
+    """The header of a file and where everything goes; fills the vocabulary and the rows, all but their checksums."""
+    names = {_entry_name(spec): (dtype, (spec.length,)) for spec, dtype in items}
+    if len(names) < len(items):
+        raise ValueError(f"rank {rank} gave the same fragment twice: {_twice(spec for spec, _ in items)}")
+    for row, (spec, dtype) in zip(rows, items, strict=True):
+        row["tensor"], row["state"] = vocabulary.tensor(spec.tensor), vocabulary.state(spec.state)
+        row["dtype"] = DTYPE_ORDER.index(DTYPE_NAMES[dtype])
+        row["tensor_rank"], row["tensor_ranks"] = spec.tensor_rank, spec.tensor_ranks
+        row["start"], row["length"] = spec.start, spec.length
+    start, entries = header(
+        {**names, TABLE_NAME: (torch.uint8, (rows.nbytes,))},
+        {"format": "megatron.fragments", "vocabulary": vocabulary.to_json()},
+    )
+    for row, (spec, _) in zip(rows, items, strict=True):
+        row["offset"] = entries[_entry_name(spec)].begin
+    return start, entries
+
+
+def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
+    """The vocabulary (as JSON) and the rows of a written file, checked against its record.
+
+    Raises:
+        CheckpointError: the file does not have the recorded content.
+        OSError: it cannot be read.
+    """
+    path = root / record.path
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        start, table = bytearray(record.begin), bytearray(record.size - record.end)
+        read_fully(handle, memoryview(start), 0)
+        read_fully(handle, memoryview(table), record.end)
+    finally:
+        os.close(handle)
+    for part, found, written in (("header", start, record.header), ("table", table, record.table)):
+        if checksum(bytes(found)) != written:
+            raise CheckpointError(path, f"its {part} does not have the checksum it was written with")
+    described = json.loads(bytes(start[8:]))
+    return described["__metadata__"]["vocabulary"], np.frombuffer(bytes(table), ROW)
+
+
+def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A 1-D tensor in pieces of at most `CHUNK` bytes on the host, so that a device needs no copy of it all."""
+    step = max(1, CHUNK // data.element_size())
+    for start in range(0, data.numel(), step):
+        yield data[start: start + step].detach().cpu()
+
+
+def _write_values(handle: int, spec: FragmentSpec, dtype: torch.dtype, parts: Iterable[torch.Tensor]) -> int:
+    """Write one fragment; returns the checksum of its bytes."""
+    digest, count = xxhash.xxh3_64(), 0
+    for part in parts:
+        if part.dtype != dtype:
+            raise ValueError(f"{spec.label}: announced as {dtype}, but given as {part.dtype}")
+        count += part.numel()
+        if count > spec.length:
+            break
+        content = memoryview(part.contiguous().view(torch.uint8).numpy())
+        digest.update(content)
+        write_fully(handle, content)
+    if count != spec.length:
+        raise ValueError(f"{spec.label}: {spec.length} values were announced, not {count}")
+    return digest.intdigest()
+
+
+def _canonical(spec: FragmentSpec) -> FragmentSpec:
+    """A tensor that is not cut is the same on all tensor parallel ranks: its fragments are those of one."""
+    if spec.tensor.shard is not None or spec.tensor_ranks == 1:
+        return spec
+    return FragmentSpec(spec.tensor, spec.state, 0, 1, spec.start, spec.length)
+
+
+def _entry_name(spec: FragmentSpec) -> str:
+    return f"{spec.state}:{spec.tensor.name}:{spec.tensor_rank}/{spec.tensor_ranks}@{spec.start}"
+
+
+def _twice(specs: Iterable[FragmentSpec]) -> str:
+    seen: set[str] = set()
+    return next(name for name in map(_entry_name, specs) if name in seen or seen.add(name))

@@ -1,0 +1,97 @@
+"""Writing a checkpoint again in the fragments of another layout. Needed for nothing but the shape of the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ..parallel.layout import Layout
+from .durable import write_file
+from .errors import CheckpointError
+from .logical import Stream
+from .ownership import owned
+from .rankfile import FileRecord, write_rank_file
+from .reader import Checkpoint, open_checkpoint
+from .writer import Draft
+
+VERIFY_NAME = "sha256.json"
+KEYS = {"tensor": "tensor", "data": "data", "pipeline": "pipeline", "zero": "zero_stage"}
+
+
+def parse_layout(text: str) -> Layout:
+    """`tensor=4,pipeline=2,data=2,zero=1` as a layout; what is not said is 1 (ZeRO: 0).
+
+    Raises:
+        ValueError: an unknown key, or a value that is not a number in range.
+    """
+    values = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in KEYS or not value.isdigit():
+            raise ValueError(f"--to {text}: {item!r} is not one of {', '.join(f'{known}=N' for known in KEYS)}")
+        values[KEYS[key]] = int(value)
+    layout = Layout(**values)
+    if min(layout.tensor, layout.data, layout.pipeline) < 1 or layout.zero_stage > 3:
+        raise ValueError(f"--to {text}: sizes are at least 1 and ZeRO stages are 0 to 3")
+    return layout
+
+
+def reshape(
+    source: Checkpoint,
+    target: Path,
+    layout: Layout,
+    *,
+    verify: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, dict[str, str]]]:
+    """Write `source` as `layout` would have written it. Memory: a few chunks, however large the tensors are.
+
+    Args:
+        target: the new checkpoint's directory; must not exist.
+        verify: compare SHA-256 of every logical tensor before and after, and write them to `sha256.json` there.
+        progress: is told what is being done.
+
+    Returns:
+        {tensor: {state: {before, after}}} if `verify`, else empty.
+
+    Raises:
+        CheckpointError: the source is damaged, the target exists, or a tensor is not the same afterwards.
+    """
+    if target.exists():
+        raise CheckpointError(target, "it exists already")
+    draft = Draft.begin(target)
+    records: list[FileRecord] = []
+    failure = None
+    try:
+        with Stream(source) as stream:
+            for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
+                progress(f"rank {rank} of {layout.world_size}")
+                specs = [spec for spec, _ in items]
+                record = write_rank_file(
+                    draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number]))
+                records += [record] if record else []
+    except (OSError, ValueError, CheckpointError) as error:
+        failure = error
+    draft.finish(records, failure, replace(source.meta, layout=asdict(layout)))
+    return _compare(source, target, progress) if verify else {}
+
+
+def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) -> dict:
+    result = open_checkpoint(target, verify="checksums")
+    sums: dict[str, dict[str, dict[str, str]]] = {}
+    with Stream(source) as before, Stream(result) as after:
+        for name, state in source.stored:
+            progress(f"verifying {name} ({state})")
+            both = {"before": before.sha256(name, state), "after": after.sha256(name, state)}
+            sums.setdefault(name, {})[state] = both
+    write_file(target / VERIFY_NAME, json.dumps(sums, indent=1).encode())
+    wrong = [
+        f"{name} ({state}) is not the same afterwards"
+        for name, states in sums.items() for state, both in states.items() if both["before"] != both["after"]
+    ]
+    wrong += [f"{name} ({state}) is new" for name, state in result.stored if (name, state) not in source.stored]
+    if wrong:
+        raise CheckpointError(target, wrong)
+    return sums

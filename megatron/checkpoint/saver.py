@@ -1,0 +1,178 @@
+"""Saving as the trainer does it: now or in the background, then upload and retention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..config.sections.output import CheckpointSection
+from .communicator import SOLO, Communicator
+from .errors import CheckpointError
+from .fragment import Fragment
+from .meta import Meta
+from .store import Store
+from .transfer import upload
+from .writer import save
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is over.
+
+    Attributes:
+        path: the checkpoint.
+        stall: seconds the training step stood still for it.
+        seconds: seconds from the call until the disk had it.
+        deleted: names of older checkpoints that retention removed.
+        uploaded: where it was copied to, if anywhere.
+        upload_problem: why it, or an earlier one, could not be copied; it is tried again after the next save.
+    """
+
+    path: Path
+    stall: float
+    seconds: float
+    deleted: list[str]
+    uploaded: str | None = None
+    upload_problem: str | None = None
+
+
+class HostCopy:
+    """Copies of fragments in host memory that is used again at every save: no page faults, no new pinned memory."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, fragments: Iterable[Fragment]) -> list[Fragment]:
+        """Copy everything; the originals may change when this returns."""
+        copies, devices = [], set()
+        for place, fragment in enumerate(fragments):
+            buffer = self._buffer(place, fragment.data)
+            buffer.copy_(fragment.data, non_blocking=True)
+            if fragment.data.is_cuda:
+                devices.add(fragment.data.device)
+            copies.append(Fragment.of(fragment.spec, buffer))
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return copies
+
+    def prepare(self, fragments: Iterable[Fragment]) -> None:
+        """Allocate everything now, pages included, so that the first save is as quick as the later ones."""
+        for place, fragment in enumerate(fragments):
+            self._buffer(place, fragment.data).zero_()
+
+    def _buffer(self, place: int, data: torch.Tensor) -> torch.Tensor:
+        if place == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        buffer = self._buffers[place]
+        if buffer.dtype != data.dtype or buffer.shape != data.shape or buffer.is_pinned() != data.is_cuda:
+            buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+            self._buffers[place] = buffer
+        return buffer
+
+
+class Saver:
+    """Saves steps of a run into its folder.
+
+    Args:
+        directory: folder of checkpoints.
+        section: the configuration's `checkpoint` section.
+        communicator: used from a thread when saving in the background or uploading, so nobody else may use its group.
+    """
+
+    def __init__(self, directory: str | Path, section: CheckpointSection, communicator: Communicator = SOLO) -> None:
+        self.store = Store(directory, communicator)
+        self._section = section
+        self._communicator = communicator
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[Saved] | None = None
+        self._ended: list[Saved] = []
+        self._owed: list[Path] = []
+        self._upload_problem: str | None = None
+        self._host = HostCopy()
+
+    def prepare(self, fragments: Iterable[Fragment]) -> None:
+        """Get the host memory of background saves ready; optional, before the first step."""
+        if self._section.asynchronous:
+            self._host.prepare(fragments)
+
+    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float:
+        """Save a step; all ranks call. Returns the seconds for which the training stood still.
+
+        In the background the step waits for the end of the previous save, if it still runs, and for the copy to host
+        memory. What then goes wrong is raised by the next `poll`, `save` or `close`.
+        """
+        began = time.perf_counter()
+        self._settle()
+        if self._section.asynchronous:
+            copies = self._host.take(fragments)
+            stall = time.perf_counter() - began
+            self._pending = self._thread.submit(self._write, step, copies, meta, began, stall)
+            return stall
+        path = save(self.store.directory, step, fragments, meta, self._communicator)
+        stall = time.perf_counter() - began
+        self._pending = self._thread.submit(self._finish, path, stall, stall)
+        return stall
+
+    def poll(self) -> list[Saved]:
+        """The saves that ended since the last call. Call at every step.
+
+        Raises:
+            CheckpointError: one failed.
+        """
+        if self._pending is not None and self._pending.done():
+            self._settle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self) -> list[Saved]:
+        """Like `poll`, but waits for a save that still runs."""
+        self._settle()
+        return self.poll()
+
+    def close(self) -> list[Saved]:
+        """Wait for everything and stop the thread.
+
+        Raises:
+            CheckpointError: a save failed, or a checkpoint could still not be uploaded.
+        """
+        try:
+            ended = self.wait()
+            if self._owed:
+                names = ", ".join(path.name for path in self._owed)
+                raise CheckpointError(self._section.upload, f"never uploaded: {names}. {self._upload_problem}")
+            return ended
+        finally:
+            self._thread.shutdown()
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._ended.append(pending.result())
+
+    def _write(self, step: int, copies: list[Fragment], meta: Meta, began: float, stall: float) -> Saved:
+        path = save(self.store.directory, step, copies, meta, self._communicator)
+        return self._finish(path, stall, time.perf_counter() - began)
+
+    def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
+        uploaded = self._upload(path) if self._section.upload else None
+        deleted = self.store.retain(
+            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed})
+        return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
+
+    def _upload(self, path: Path) -> str | None:
+        """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
+        run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
+        owed, self._owed, self._upload_problem = [*self._owed, path], [], None
+        uploaded = None
+        for each in owed:
+            try:
+                uploaded = upload(each, self._section.upload, self._communicator)
+            except CheckpointError as error:
+                self._owed.append(each)
+                self._upload_problem = str(error)
+        return uploaded if path not in self._owed else None

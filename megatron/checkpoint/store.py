@@ -1,0 +1,195 @@
+"""A folder of checkpoints: which to resume from, which to keep, and what killed runs left behind.
+
+One run writes to a folder at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .communicator import SOLO, Communicator
+from .durable import move, remove
+from .errors import CheckpointError
+from .names import leftover_of, step_of
+from .reader import Checkpoint, open_checkpoint
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run starts from.
+
+    Attributes:
+        checkpoint: the opened checkpoint, None to start anew.
+        skipped: newer checkpoints that were passed over, with the reason.
+        reason: one sentence that says what was chosen and why.
+    """
+
+    checkpoint: Checkpoint | None
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    reason: str = ""
+
+
+class Store:
+    """The checkpoints in a folder.
+
+    Args:
+        directory: the folder; it need not exist yet.
+        communicator: the ranks that work on it together; all call every method.
+    """
+
+    def __init__(self, directory: str | Path, communicator: Communicator = SOLO) -> None:
+        self.directory = Path(directory)
+        self.communicator = communicator
+
+    def paths(self) -> list[Path]:
+        """Directories with a checkpoint's name, oldest step first. They may be damaged."""
+        if not self.directory.is_dir():
+            return []
+        found = [path for path in self.directory.iterdir() if step_of(path) is not None and path.is_dir()]
+        return sorted(found, key=step_of)
+
+    # -- resume ----------------------------------------------------------------------------------------------------
+
+    def resume(self, how: str = "auto", *, verify: str = "checksums") -> Resume:
+        """The checkpoint to go on from.
+
+        Args:
+            how: "auto": the newest intact one here, if there is any; "none": start anew; otherwise the path of a
+                checkpoint, or of a folder of them (then its newest intact one).
+            verify: how far to trust the disk; see `open_checkpoint`.
+
+        Raises:
+            CheckpointError: the one asked for is not there, damaged or cannot be resumed; or there are checkpoints
+                here and none is intact. A run never starts anew because it could not read.
+        """
+        if how == "none":
+            return Resume(None, reason="started anew: checkpoint.resume is none")
+        if how == "auto":
+            return self._newest_intact(verify)
+        path = Path(how)
+        if step_of(path) is None and Store(path, self.communicator)._listing():
+            found = Store(path, self.communicator)._newest_intact(verify)
+            return Resume(found.checkpoint, found.skipped, f"{found.reason}, as checkpoint.resume asks")
+        if not path.is_dir():
+            raise CheckpointError(path, f"checkpoint.resume asks for it, but it does not exist; {self._offer(path)}")
+        checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
+        if not checkpoint.meta.resumable:
+            raise CheckpointError(path, "it has only weights; name it in checkpoint.initialize_from to start from them")
+        return Resume(checkpoint, reason=f"resumed from {path} (step {checkpoint.step}), as checkpoint.resume asks")
+
+    def _listing(self) -> list[Path]:
+        """Rank 0's view of the folder, so that all ranks walk through the same names."""
+        names = [str(path) for path in self.paths()] if self.communicator.rank == 0 else None
+        return [Path(name) for name in self.communicator.gather(names)[0]]
+
+    def _newest_intact(self, verify: str) -> Resume:
+        skipped = []
+        for path in reversed(self._listing()):
+            try:
+                checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
+            except CheckpointError as error:
+                skipped.append((path, "; ".join(error.problems)))
+                continue
+            if not checkpoint.meta.resumable:
+                skipped.append((path, "it has only weights"))
+                continue
+            note = "".join(f"; skipped {bad.name}: {why}" for bad, why in skipped)
+            reason = f"resumed from {path} (step {checkpoint.step}), the newest intact one{note}"
+            return Resume(checkpoint, skipped, reason)
+        if skipped:
+            raise CheckpointError(self.directory, [
+                "there are checkpoints, but none can be resumed; "
+                "repair or move them away, or set checkpoint.resume to none",
+                *(f"{path.name}: {why}" for path, why in skipped),
+            ])
+        return Resume(None, reason=f"started anew: no checkpoint in {self.directory}")
+
+    def _offer(self, path: Path) -> str:
+        beside = Store(path.parent).paths()
+        if not beside:
+            return f"there is no checkpoint in {path.parent}"
+        return f"{path.parent} has {', '.join(found.name for found in beside[-5:])}"
+
+    # -- housekeeping ----------------------------------------------------------------------------------------------
+
+    def clean(self) -> list[str]:
+        """Remove what killed saves and deletions left; put back a checkpoint that was being replaced.
+
+        Call when a run starts, before it resumes. Rank 0 does it, the others wait.
+
+        Returns:
+            What was done, on every rank.
+        """
+        return self._on_rank_0(self._clean)
+
+    def retain(
+        self, keep_last: int | None, keep_every: int | None = None, *, protect: Collection[str] = ()
+    ) -> list[str]:
+        """Delete all but the newest `keep_last` complete checkpoints and those at multiples of `keep_every` steps.
+
+        The newest complete one always stays. One that lacks something is not deleted and does not count.
+
+        Args:
+            protect: names that stay for another reason.
+
+        Returns:
+            Names of the deleted, on every rank.
+        """
+        if keep_last is None:
+            return []
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint stays")
+        return self._on_rank_0(lambda: self._retain(keep_last, keep_every, protect))
+
+    def _on_rank_0(self, work: Callable[[], list[str]]) -> list[str]:
+        answer = None
+        if self.communicator.rank == 0:
+            try:
+                answer = [work(), None]
+            except (OSError, CheckpointError) as error:
+                answer = [[], str(error)]
+        done, failure = self.communicator.gather(answer)[0]
+        if failure:
+            raise CheckpointError(self.directory, failure)
+        return done
+
+    def _clean(self) -> list[str]:
+        done = []
+        for path in sorted(self.directory.iterdir()) if self.directory.is_dir() else []:
+            leftover = leftover_of(path)
+            if leftover is None:
+                continue
+            name, kind = leftover
+            whole = path.with_name(name)
+            if kind == "old" and not whole.exists():
+                move(path, whole)
+                done.append(f"{name} put back: a run was killed while replacing it")
+            else:
+                shutil.rmtree(path)
+                done.append(f"{path.name} removed: a run was killed while {_DOING[kind]} {name}")
+        return done
+
+    def _retain(self, keep_last: int, keep_every: int | None, protect: Collection[str]) -> list[str]:
+        complete = [path for path in self.paths() if _is_complete(path)]
+        doomed = [
+            path for path in complete[:-keep_last]
+            if path.name not in protect and not (keep_every and step_of(path) % keep_every == 0)
+        ]
+        for path in doomed:
+            remove(path, uuid.uuid4().hex[:12])
+        return [path.name for path in doomed]
+
+
+_DOING = {"tmp": "writing", "old": "replacing", "trash": "deleting"}
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        open_checkpoint(path, verify="sizes")
+    except CheckpointError:
+        return False
+    return True

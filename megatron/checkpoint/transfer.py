@@ -1,0 +1,119 @@
+"""Checkpoints elsewhere: to and from any fsspec URL (s3://, gs://, file://, memory://), with retries."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+
+from .communicator import SOLO, Communicator
+from .durable import move
+from .errors import CheckpointError
+from .index import INDEX_NAME
+from .names import MANIFEST_NAME, META_NAME, leftover_name
+from .reader import open_checkpoint
+from .writer import describe, read_manifest
+
+
+def upload(
+    path: Path,
+    url: str,
+    communicator: Communicator = SOLO,
+    *,
+    attempts: int = 5,
+    wait: float = 1.0,
+) -> str:
+    """Copy a checkpoint to `<url>/<name of its directory>`; the ranks share the files.
+
+    The manifest goes last, so what has a manifest there is whole.
+
+    Args:
+        attempts: tries per file.
+        wait: seconds before the second try; doubles with each.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        CheckpointError: on every rank, with each file that could not be copied.
+    """
+    target = f"{url.rstrip('/')}/{path.name}"
+    names, problems = [], []
+    try:
+        names = [record.path for record in read_manifest(path)[0]] + [INDEX_NAME, META_NAME]
+    except CheckpointError as error:
+        problems = [str(error)]
+    for name in names[communicator.rank:: communicator.size]:
+        problems += _persistent(lambda name=name: _put(path / name, f"{target}/{name}"), name, attempts, wait)
+    problems = [problem for found in communicator.gather(problems) for problem in found]
+    if not problems and communicator.rank == 0:
+        problems = _persistent(
+            lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
+    problems = communicator.gather(problems)[0]
+    if problems:
+        raise CheckpointError(target, ["it was not uploaded", *problems])
+    return target
+
+
+def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float = 1.0) -> Path:
+    """Copy a checkpoint from a URL into a folder of checkpoints, and verify every byte.
+
+    Raises:
+        CheckpointError: it is not there, could not be copied, or is damaged.
+    """
+    target = Path(directory) / url.rstrip("/").rsplit("/", 1)[-1]
+    if target.exists():
+        raise CheckpointError(target, "it exists already")
+    draft = leftover_name(target, "tmp", uuid.uuid4().hex[:12])
+    draft.mkdir(parents=True)
+    try:
+        _fetch(url, [MANIFEST_NAME], draft, attempts, wait)
+        records, parts = read_manifest(draft)
+        _fetch(url, [*parts, *(record.path for record in records)], draft, attempts, wait)
+        open_checkpoint(draft, verify="checksums")
+        move(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:
+    problems = []
+    for name in names:
+        (draft / name).parent.mkdir(parents=True, exist_ok=True)
+        problems += _persistent(lambda name=name: _get(f"{url.rstrip('/')}/{name}", draft / name), name, attempts, wait)
+    if problems:
+        raise CheckpointError(url, ["it was not downloaded", *problems])
+
+
+def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float) -> list[str]:
+    """Try several times; returns the last error, if every try failed."""
+    for attempt in range(attempts):
+        try:
+            work()
+            return []
+        except Exception as error:  # every store has its own exceptions; what is left after the last try is reported
+            failure = error
+            if attempt + 1 < attempts:
+                time.sleep(wait * 2**attempt)
+    return [f"{name}: {describe(failure)} ({attempts} tries)"]
+
+
+def _put(source: Path, url: str) -> None:
+    """Copy a file and look whether it arrived in full."""
+    system, target = fsspec.core.url_to_fs(url)
+    system.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
+    system.put_file(str(source), target)
+    system.invalidate_cache()
+    size, arrived = source.stat().st_size, system.size(target)
+    if arrived != size:
+        raise OSError(f"{arrived} of {size} bytes arrived")
+
+
+def _get(url: str, target: Path) -> None:
+    system, source = fsspec.core.url_to_fs(url)
+    system.get_file(source, str(target))

@@ -1,0 +1,217 @@
+"""DeepSpeed's universal checkpoints: a folder per parameter, `zero/<name>/{fp32,exp_avg,exp_avg_sq,step}.pt`.
+
+Each file of values is a dictionary: the whole parameter as `param`, and how tensor parallel ranks cut it: `cat_dim`
+and, for equally large parts that are each cut alone, `param_n_sub_params` (deepspeed's universal_checkpoint.py).
+`step.pt` is a number. Optimizers with other states have files of their names; DeepSpeed's loader takes any.
+DeepSpeed's native checkpoints become this by its own `python -m deepspeed.checkpoint.ds_to_universal`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.config.yaml_source import parse
+from megatron.parallel.shard import LogicalTensor
+
+from .errors import CheckpointError
+from .fragment import MASTER, WEIGHT, FragmentSpec
+from .meta import Meta
+from .reader import Checkpoint
+from .writer import write_tensors
+
+FP32, STEP, PARAM = "fp32", "step", "param"
+STATE_OF = {FP32: MASTER}  # their file -> our state; others have the same name
+FILE_OF = {MASTER: FP32}
+
+
+def read_names(path: Path) -> dict[str, str]:
+    """A YAML file of `our name: their name`.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    values, _, problems = parse(path.read_text(encoding="utf-8"), lambda _line: None)
+    if problems or not isinstance(values, dict):
+        raise ValueError(f"{path}: it is no YAML mapping of our names to theirs")
+    wrong = [name for name, value in values.items() if not isinstance(value, str)]
+    if wrong:
+        raise ValueError(f"{path}: {wrong[0]} has no name, but {values[wrong[0]]!r}")
+    return values
+
+
+def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = None) -> int:
+    """Write a checkpoint's masters and optimizer states, one tensor at a time.
+
+    Args:
+        out: a folder that does not exist; DeepSpeed calls it by its tag (`global_step10_universal`).
+        names: our name -> theirs, for all tensors; None keeps our names.
+
+    Returns:
+        The number of parameters.
+
+    Raises:
+        CheckpointError: it exists, a tensor has no name, two have the same, or there is no fp32 value of one.
+    """
+    theirs = _named(checkpoint, names)
+    if out.exists():
+        raise CheckpointError(out, "it exists already")
+    states: dict[str, set[str]] = {name: set() for name in checkpoint.tensors}
+    for name, state in checkpoint.stored:
+        states[name].add(state)
+    bare = [f"{name} has no fp32 master" for name, found in states.items() if not _has_fp32(checkpoint, name, found)]
+    if bare:
+        raise CheckpointError(checkpoint.path, bare)
+    for name, found in states.items():
+        folder = out / "zero" / theirs[name]
+        folder.mkdir(parents=True)
+        tensor = checkpoint.tensors[name]
+        for state in sorted(found - {WEIGHT} | {MASTER}):
+            values = checkpoint.read(FragmentSpec.whole(tensor, state), torch.float32).data.view(tensor.shape)
+            torch.save({PARAM: values, **_cut(tensor)}, folder / f"{FILE_OF.get(state, state)}.pt")
+        if "step" in checkpoint.meta.optimizer:
+            torch.save(torch.tensor(float(checkpoint.meta.optimizer["step"])), folder / f"{STEP}.pt")
+    return len(states)
+
+
+def _has_fp32(checkpoint: Checkpoint, name: str, states: set[str]) -> bool:
+    return MASTER in states or checkpoint.stored.get((name, WEIGHT)) == torch.float32
+
+
+def _named(checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str, str]:
+    if names is None:
+        return {name: name for name in checkpoint.tensors}
+    problems = [f"{name} has no name in the mapping" for name in checkpoint.tensors if name not in names]
+    problems += [f"the mapping has {name}, which is not in the checkpoint" for name in names
+                 if name not in checkpoint.tensors]
+    problems += _doubled(names)
+    if problems:
+        raise CheckpointError(checkpoint.path, problems)
+    return dict(names)
+
+
+def _doubled(names: Mapping[str, str]) -> list[str]:
+    seen: dict[str, str] = {}
+    return [f"{ours} and {seen[theirs]} are both called {theirs}" for ours, theirs in names.items()
+            if seen.setdefault(theirs, ours) != ours]
+
+
+def _cut(tensor: LogicalTensor) -> dict[str, int]:
+    """What DeepSpeed's loader needs to cut the tensor as our layouts do; nothing where its loader cannot."""
+    if tensor.shard is None:
+        return {}
+    parts = tensor.shard.parts or (tensor.shape[tensor.shard.dim],)
+    if len(set(parts)) > 1:
+        return {"cat_dim": tensor.shard.dim}
+    return {"cat_dim": tensor.shard.dim, **({"param_n_sub_params": len(parts)} if len(parts) > 1 else {})}
+
+
+class Universal:
+    """An opened universal checkpoint.
+
+    Attributes:
+        names: of its parameters, as DeepSpeed calls them.
+
+    Raises:
+        CheckpointError: it has no parameters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "zero"
+        self.names = sorted(path.parent.relative_to(self.folder).as_posix() for path in self.folder.rglob(f"{FP32}.pt"))
+        if not self.names:
+            raise CheckpointError(folder, f"it has no zero/<parameter>/{FP32}.pt; native checkpoints become "
+                                          "universal by: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                                          "CHECKPOINT/TAG --output_folder CHECKPOINT/TAG_universal")
+
+    def states(self, name: str) -> list[str]:
+        """The states of a parameter, as we call them."""
+        files = sorted(path.stem for path in (self.folder / name).glob("*.pt") if path.stem != STEP)
+        return [STATE_OF.get(file, file) for file in files]
+
+    def read(self, name: str, state: str) -> Tensor:
+        """The values of one state; the file is mapped, not read.
+
+        Raises:
+            CheckpointError: the file is damaged, or has no values.
+        """
+        path = self.folder / name / f"{FILE_OF.get(state, state)}.pt"
+        values = _load(path)
+        values = values.get(PARAM) if isinstance(values, dict) else values
+        if not isinstance(values, Tensor):
+            raise CheckpointError(path, f"it has no tensor {PARAM!r}")
+        return values
+
+    def step(self) -> int | None:
+        """The optimizer's step; None if none was kept.
+
+        Raises:
+            CheckpointError: parameters have different ones.
+        """
+        found = {float(_load(path)): path for path in sorted(self.folder.rglob(f"{STEP}.pt"))}
+        if len(found) > 1:
+            raise CheckpointError(self.folder, [f"{path} says {step:g}" for step, path in found.items()])
+        return int(next(iter(found))) if found else None
+
+
+def _load(path: Path):
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def restore(
+    source: Universal, out: Path, tensors: Mapping[str, LogicalTensor], config: str, *, names: Mapping[str, str] | None,
+    step: int | None = None,
+) -> Meta:
+    """Write a universal checkpoint as one of ours, one tensor at a time.
+
+    Args:
+        out: directory of the checkpoint, which does not exist.
+        tensors: the logical tensors of the model, by our names.
+        config: text of its resolved configuration.
+        names: our name -> theirs; None where they are called the same.
+        step: completed updates of the run; by default the optimizer's.
+
+    Raises:
+        CheckpointError: parameters are missing or left over, have another shape, or not all the same states.
+    """
+    if out.exists():
+        raise CheckpointError(out, "it exists already")
+    theirs = {name: name for name in tensors} if names is None else dict(names)
+    problems = [f"missing: {name} ({theirs.get(name, 'no name in the mapping')})" for name in tensors
+                if theirs.get(name) not in source.names]
+    problems += [f"left over: {name}" for name in source.names
+                 if name not in {theirs[each] for each in tensors if each in theirs}]
+    problems += _doubled({name: theirs[name] for name in tensors if name in theirs})
+    if problems:
+        raise CheckpointError(source.folder, problems)
+    problems = [f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
+                for name, tensor in tensors.items() for state in source.states(theirs[name])
+                if tuple(found := source.read(theirs[name], state).shape) != tensor.shape]
+    if problems:
+        raise CheckpointError(source.folder, problems)
+    updates = source.step()
+    done = updates if step is None else step
+    whole = all(len(source.states(theirs[name])) > 1 for name in tensors)
+    if done is None and whole:
+        raise CheckpointError(source.folder, "it does not say how many updates were done; give --step")
+    meta = Meta(step=done or 0, config=config, resumable=whole, extra={"imported": "DeepSpeed universal"},
+                optimizer={} if updates is None else {"step": float(updates)})
+    items = [(FragmentSpec.whole(tensor, state), torch.float32)
+             for name, tensor in tensors.items() for state in source.states(theirs[name])]
+    write_tensors(out, items, _values(source, theirs, items), meta)
+    return meta
+
+
+def _values(source: Universal, theirs: Mapping[str, str], items) -> Callable[[int], Iterator[Tensor]]:
+    def values(number: int) -> Iterator[Tensor]:
+        spec = items[number][0]
+        yield source.read(theirs[spec.tensor.name], spec.state).float().contiguous().flatten()
+
+    return values

@@ -1,0 +1,235 @@
+"""Writing a checkpoint: complete or absent.
+
+Every rank writes one file into `step_00001000.tmp-<token>`, waits for the disk, and tells the others how it went.
+Rank 0 then merges the tables of the files into the index, writes what else belongs to the checkpoint, the manifest
+last, and renames the directory. No tensor is sent to anybody. A run that is killed leaves a directory whose name is
+not a checkpoint's; an error on any rank is raised on all, and leaves what was there before as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from .communicator import SOLO, Communicator
+from .durable import move, sync_directory, write_file
+from .errors import CheckpointError
+from .fragment import Fragment, FragmentSpec
+from .index import INDEX_NAME, Index, checksum
+from .meta import Meta
+from .names import MANIFEST_NAME, META_NAME, leftover_name, step_name
+from .rankfile import FileRecord, host_chunks, read_table, write_rank_file
+from .table import coverage_problems
+
+FORMAT = 1
+READERS = 32  # threads that read the tables of the ranks' files: thousands of small reads, mostly waiting
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    fragments: Iterable[Fragment],
+    meta: Meta,
+    communicator: Communicator = SOLO,
+) -> Path:
+    """Save one step; every rank calls with what it owns.
+
+    Args:
+        directory: folder of checkpoints, visible to all ranks.
+        step: optimizer steps done.
+        fragments: what this rank owns. Together the ranks must own each element of each state once.
+        meta: the rest of the run's state; rank 0's is kept.
+
+    Returns:
+        The checkpoint's directory. A checkpoint of the same step that was there is replaced.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write, or elements are missing or written twice.
+    """
+    if meta.step != step:
+        raise ValueError(f"the meta data of step {meta.step} cannot be saved as step {step}")
+    target = Path(directory) / step_name(step)
+    draft = Draft.begin(target, communicator)
+    records, failure = [], None
+    try:
+        owned = list(fragments)
+        record = write_rank_file(
+            draft.root, communicator.rank, [(fragment.spec, fragment.data.dtype) for fragment in owned],
+            lambda number: host_chunks(owned[number].data),
+        )
+        records = [record] if record else []
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it; `finish` raises it
+        failure = error
+    draft.finish(records, failure, meta, communicator)
+    return target
+
+
+def write_tensors(
+    target: Path,
+    items: Sequence[tuple[FragmentSpec, torch.dtype]],
+    values: Callable[[int], Iterable[torch.Tensor]],
+    meta: Meta,
+) -> Path:
+    """One process writes a whole checkpoint, tensor by tensor, and holds no more than it is given at a time.
+
+    Args:
+        target: the checkpoint's directory.
+        items: what is written, with its types.
+        values: gives the elements of the item with that number, as consecutive 1-D host tensors. Called once per item,
+            in the order of the items (those of wider types first, if types differ).
+
+    Raises:
+        CheckpointError: it could not be written, or the items do not cover each tensor exactly once.
+    """
+    draft = Draft.begin(target)
+    records, failure = [], None
+    try:
+        record = write_rank_file(draft.root, 0, items, values)
+        records = [record] if record else []
+    except Exception as error:  # raised by `finish`, after what was written is gone
+        failure = error
+    draft.finish(records, failure, meta)
+    return target
+
+
+class Draft:
+    """A checkpoint that is being written.
+
+    Attributes:
+        target: what it will be called.
+        root: what it is called until then.
+    """
+
+    def __init__(self, target: Path, token: str) -> None:
+        self.target = target
+        self.token = token
+        self.root = leftover_name(target, "tmp", token)
+
+    @classmethod
+    def begin(cls, target: Path, communicator: Communicator = SOLO) -> Draft:
+        """Rank 0 makes the directory; everybody learns its name."""
+        answer = None
+        if communicator.rank == 0:
+            draft = cls(target, uuid.uuid4().hex[:12])
+            try:
+                draft.root.mkdir(parents=True)
+                answer = [draft.token, None]
+            except OSError as error:
+                answer = [None, str(error)]
+        token, failure = communicator.gather(answer)[0]
+        if failure:
+            raise CheckpointError(target, f"cannot be created: {failure}")
+        return cls(target, token)
+
+    def finish(
+        self, records: list[FileRecord], failure: Exception | None, meta: Meta, communicator: Communicator = SOLO
+    ) -> None:
+        """Commit if every rank succeeded, or take everything back and raise on every rank.
+
+        Args:
+            records: the files that this rank wrote.
+            failure: why it could not.
+        """
+        reports = communicator.gather([[record.to_dict() for record in records], failure and describe(failure)])
+        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
+        if communicator.rank == 0:
+            if not problems:
+                problems = self._try_commit([FileRecord(**item) for items, _ in reports for item in items], meta)
+            if problems:
+                shutil.rmtree(self.root, ignore_errors=True)
+        problems = communicator.gather(problems)[0]
+        if problems:
+            raise CheckpointError(
+                self.target, ["it was not saved; earlier checkpoints are untouched", *problems]
+            ) from failure
+
+    def _try_commit(self, records: list[FileRecord], meta: Meta) -> list[str]:
+        try:
+            self.commit(records, meta)
+        except CheckpointError as error:
+            return error.problems
+        except Exception as error:  # the other ranks wait for the answer; every rank raises it
+            return [describe(error)]
+        return []
+
+    def commit(self, records: list[FileRecord], meta: Meta) -> None:
+        """Write index, meta data and manifest, and give the directory its name.
+
+        Raises:
+            CheckpointError: the fragments do not cover each tensor exactly once.
+            OSError, ValueError: as they come.
+        """
+        with ThreadPoolExecutor(READERS) as pool:
+            index = Index.merge(list(pool.map(lambda record: read_table(self.root, record), records)))
+        problems = coverage_problems(index.rows, index.vocabulary)
+        if problems:
+            raise CheckpointError(self.target, problems)
+        contents = {INDEX_NAME: index.to_bytes(), META_NAME: meta.to_bytes()}
+        for name, content in contents.items():
+            write_file(self.root / name, content)
+        for folder in sorted({(self.root / record.path).parent for record in records}):
+            sync_directory(folder)
+        if records:
+            sync_directory(self.root / "data")
+        write_file(self.root / MANIFEST_NAME, manifest_bytes(records, contents))
+        sync_directory(self.root)
+        self._rename()
+
+    def _rename(self) -> None:
+        """Take the final name. One of the same step steps aside first; a kill in between is mended by `Store.clean`."""
+        aside = leftover_name(self.target, "old", self.token)
+        if self.target.exists():
+            move(self.target, aside)
+        try:
+            move(self.root, self.target)
+        except OSError:
+            if aside.exists() and not self.target.exists():
+                move(aside, self.target)
+            raise
+        if aside.exists():
+            shutil.rmtree(aside)
+
+
+def describe(error: Exception) -> str:
+    """An error in one line that says what kind it is."""
+    return f"{type(error).__name__}: {error}" if not isinstance(error, (OSError, CheckpointError)) else str(error)
+
+
+def manifest_bytes(records: list[FileRecord], contents: dict[str, bytes]) -> bytes:
+    """What the checkpoint consists of, with sizes and checksums, its own included (of the `content` text)."""
+    content = json.dumps({
+        "format": FORMAT,
+        "files": [record.to_dict() for record in records],
+        "parts": {name: {"size": len(data), "checksum": checksum(data)} for name, data in contents.items()},
+    })
+    return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
+
+
+def read_manifest(root: Path) -> tuple[list[FileRecord], dict[str, dict]]:
+    """The files of the ranks and the other parts.
+
+    Raises:
+        CheckpointError: the manifest is lost or damaged.
+    """
+    path = root / MANIFEST_NAME
+    try:
+        outer = json.loads(path.read_bytes())
+        content = outer["content"]
+        if checksum(content.encode()) != outer["checksum"]:
+            raise CheckpointError(path, "it does not have the checksum it was written with")
+        inner = json.loads(content)
+        if inner["format"] != FORMAT:
+            raise CheckpointError(path, f"format {inner['format']}; this version reads format {FORMAT}")
+        return [FileRecord(**values) for values in inner["files"]], inner["parts"]
+    except FileNotFoundError as error:
+        raise CheckpointError(path, "it is missing, so this is not a complete checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(path, f"it cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(path, f"damaged: {error!r}") from error

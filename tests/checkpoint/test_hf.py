@@ -1,0 +1,214 @@
+"""Exchange with Hugging Face: round trips are bitwise, what does not fit is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.hf import convert
+from megatron.checkpoint.hf.config import architecture_of, dims_of, hf_config, model_values
+from megatron.config import resolve
+from megatron.config.pattern import parse
+from megatron.model.stack import build_model
+from tests.model.parity import named, randomise, relative, settings_of, twin
+from tests.model.test_parity import CASES, LLAMA_LIKE, TINY, YARN
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_there_and_back(name: str, tmp_path):
+    """Theirs -> ours -> a new configuration and model of theirs: the same weights, bit by bit, and the same logits."""
+    torch.manual_seed(0)
+    theirs = hf.AutoModelForCausalLM.from_config(CASES[name]).eval()
+    randomise(theirs, 7)
+    model, steps, _ = twin(theirs)
+    ours = {key: parameter.detach() for key, parameter in named(model).items()}
+
+    architecture, config = hf_config(settings_of(theirs.config), theirs.config.model_type)
+    assert architecture is architecture_of(theirs.config)
+    theirs.save_pretrained(tmp_path)
+    disk = load_file(tmp_path / "model.safetensors")
+    written = dict(convert.to_hf(steps, ours.__getitem__))
+    assert set(written) == set(disk)
+    assert all(written[key].equal(disk[key]) and written[key].is_contiguous() for key in disk)
+
+    again = hf.AutoModelForCausalLM.from_config(config).eval()
+    aliases = {disk: memory for memory, disk in architecture.aliases.items()}
+    left = again.load_state_dict({aliases.get(key, key): tensor for key, tensor in written.items()}, strict=False)
+    assert not left.unexpected_keys
+    assert set(left.missing_keys) <= (
+        {architecture.head, *architecture.aliases} if config.tie_word_embeddings else set()
+    )
+    again.tie_weights()
+    tokens = torch.randint(CASES[name].vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert relative(again(tokens).logits, theirs(tokens).logits) < 1e-6
+
+    back = dict(convert.from_hf(architecture, steps, written, written.__getitem__))
+    assert set(back) == set(ours) and all(back[key].equal(ours[key]) for key in ours)
+
+
+def steps_of(config) -> list[convert.Step]:
+    model = build_model(config, device="meta")
+    architecture, _ = hf_config(config)
+    return convert.plan(architecture, named(model), len(parse(config.model.layers)), dims_of(config.model))
+
+
+def test_leftover_and_missing_tensors_are_named():
+    theirs = hf.GPTNeoXConfig(**TINY, intermediate_size=64)
+    steps, architecture = steps_of(settings_of(theirs)), architecture_of(theirs)
+    names = [name for step in steps for name in step.theirs]
+    present = {*names, "gpt_neox.layers.0.attention.bias", "gpt_neox.layers.1.attention.rotary_emb.inv_freq"}
+    assert set(convert.match(architecture, steps, present, {}.get)) == set(names)
+    present = present - {"embed_out.weight"} | {"gpt_neox.layers.2.mlp.dense_4h_to_h.weight", "value_head.weight"}
+    with pytest.raises(CheckpointError) as error:
+        convert.match(architecture, steps, present, {}.get)
+    assert error.value.problems == [
+        "missing: embed_out.weight",
+        "left over: gpt_neox.layers.2.mlp.dense_4h_to_h.weight",
+        "left over: value_head.weight",
+    ]
+
+
+def test_a_tied_head_must_be_the_embedding():
+    theirs = hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA_LIKE, tie_word_embeddings=True))
+    _, steps, state = twin(theirs)
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    state["lm_head.weight"] += 1
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        dict(convert.from_hf(architecture_of(theirs.config), steps, state, state.__getitem__))
+
+
+def test_names_without_the_prefix_and_with_masks():
+    """The published GPT-2 files have neither the prefix nor a head, and carry masks."""
+    theirs = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=61, n_positions=24, n_embd=16, n_layer=2, n_head=2))
+    _, steps, state = twin(theirs)
+    old = {name.removeprefix("transformer."): tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(2)}
+    found = dict(convert.from_hf(architecture_of(theirs.config), steps, old, old.__getitem__))
+    assert found["embedding.tokens.weight"].equal(state["transformer.wte.weight"])
+    assert found["layers.1.mlp.up.weight"].equal(state["transformer.h.1.mlp.c_fc.weight"].T)
+
+
+BASE = {
+    "layers": "(attention/mlp) x2",
+    "hidden_size": 32,
+    "vocab_size": 61,
+    "attention": {"heads": 4, "qkv_bias": True, "output_bias": True},
+    "mlp": {"bias": True},
+    "residual": {"form": "parallel"},
+}
+LLAMA = {
+    "layers": "(attention/mlp) x2",
+    "hidden_size": 32,
+    "vocab_size": 61,
+    "norm": {"type": "rmsnorm"},
+    "attention": {"heads": 4},
+    "mlp": {"gated": True, "activation": "silu"},
+}
+
+
+def merged(base: dict, over: dict) -> dict:
+    return {
+        **base,
+        **{
+            key: merged(base[key], value) if isinstance(value, dict) and key in base else value
+            for key, value in over.items()
+        },
+    }
+
+
+def run(model: dict):
+    return resolve({"model": model, "training": {"steps": 1, "sequence_length": 16}})
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        (BASE, "gpt_neox"),
+        (merged(BASE, {"residual": {"form": "sequential"}}), "gpt_neox"),
+        (LLAMA, "llama"),
+        (merged(LLAMA, {"attention": {"window": 8}}), "mistral"),
+        (merged(LLAMA, {"attention": {"qk_norm": "head"}}), "qwen3"),
+        (merged(LLAMA, {"attention": {"qk_norm": "full"}, "residual": {"norm": "post"}}), "olmo2"),
+        (
+            merged(
+                LLAMA,
+                {
+                    "layers": "attention/mlp attention@w/mlp",
+                    "variants": {"w": {"window": 4}},
+                    "attention": {"qk_norm": "head"},
+                },
+            ),
+            "qwen3",
+        ),
+        (
+            merged(
+                BASE,
+                {
+                    "residual": {"form": "sequential"},
+                    "attention": {"position": "none"},
+                    "embedding": {"position": "learned", "tied": True},
+                    "dropout": 0.1,
+                },
+            ),
+            "gpt2",
+        ),
+    ],
+)
+def test_the_architecture_is_found(model: dict, name: str):
+    assert hf_config(run(model))[0].name == name
+
+
+@pytest.mark.parametrize(
+    "base, change, key",
+    [
+        (BASE, {"attention": {"softcap": 30.0}}, "model.attention.softcap"),
+        (BASE, {"attention": {"scale": 0.5}}, "model.attention.scale"),
+        (BASE, {"attention": {"kv_heads": 2}}, "model.attention.kv_heads"),
+        (BASE, {"attention": {"head_dim": 16}}, "model.attention.head_dim"),
+        (BASE, {"attention": {"output_bias": False}}, "model.attention.qkv_bias"),
+        (BASE, {"attention": {"window": 8}}, "model.attention.window"),
+        (BASE, {"attention": {"position": "alibi"}}, "model.attention.position"),
+        (BASE, {"mlp": {"bias": False}}, "model.mlp.bias"),
+        (BASE, {"residual": {"shared_norm": True}}, "model.residual.shared_norm"),
+        (BASE, {"residual": {"multiplier": 0.5}}, "model.residual.multiplier"),
+        (BASE, {"embedding": {"multiplier": 5.0}}, "model.embedding.multiplier"),
+        (BASE, {"embedding": {"norm": True}}, "model.embedding.norm"),
+        (BASE, {"head": {"multiplier": 0.5}}, "model.head.multiplier"),
+        (BASE, {"head": {"softcap": 20.0}}, "model.head.softcap"),
+        (BASE, {"head": {"bias": True}}, "model.head.bias"),
+        (BASE, {"norm": {"bias": False}}, "model.norm.bias"),
+        (BASE, {"norm": {"type": "nonparametric"}}, "model.norm.type"),
+        (LLAMA, {"attention": {"rotary": {"fraction": 0.5}}}, "model.attention.rotary.fraction"),
+        (LLAMA, {"layers": "attention/mlp mlp"}, "model.layers"),
+        (
+            LLAMA,
+            {"layers": "attention/mlp attention/mlp@wide", "variants": {"wide": {"hidden_size": 300}}},
+            "model.mlp.hidden_size",
+        ),
+    ],
+)
+def test_what_is_in_the_way_is_named(base: dict, change: dict, key: str):
+    with pytest.raises(CheckpointError) as error:
+        hf_config(run(merged(base, change)))
+    assert any(problem.startswith(key) for problem in error.value.problems), error.value
+
+
+@pytest.mark.parametrize(
+    "config, word",
+    [
+        (
+            hf.LlamaConfig(**LLAMA_LIKE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "dynamic",
+        ),
+        (hf.LlamaConfig(**LLAMA_LIKE, rope_parameters={**YARN, "truncate": False}), "truncate"),
+        (hf.LlamaConfig(**LLAMA_LIKE, hidden_act="mish"), "mish"),
+        (hf.GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (hf.BloomConfig(), "bloom"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused(config, word: str):
+    with pytest.raises(CheckpointError, match=word):
+        model_values(config)

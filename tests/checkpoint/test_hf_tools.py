@@ -1,0 +1,211 @@
+"""to_hf and from_hf: folders that transformers opens, checkpoints that are bitwise the same after a round trip."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megatron.checkpoint import MASTER, WEIGHT, Fragment, FragmentSpec, Meta, open_checkpoint, save
+from megatron.checkpoint.hf import export as exporting
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.importer import import_model
+from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.reshape import parse_layout, reshape
+from megatron.config.layers import Source
+from megatron.config.resolve import combine
+from megatron.model.generate import Sampling, complete
+from megatron.model.stack import build_model
+from megatron.training.text import load_model
+from tests.model.parity import named, randomise, relative
+from tests.model.test_parity import CASES
+from tests.paths import ROOT
+
+V, S = 61, 24
+MODELS = {
+    "gpt_neox": {
+        "residual": {"form": "parallel"},
+        "attention": {"heads": 4, "rotary": {"fraction": 0.5}, "qkv_bias": True, "output_bias": True},
+        "mlp": {"bias": True},
+    },
+    "qwen3": {
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "head"},
+        "embedding": {"tied": True},
+        "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+    },
+    "gpt2": {
+        "embedding": {"position": "learned", "tied": True},
+        "mlp": {"activation": "gelu_tanh", "bias": True},
+        "attention": {"heads": 4, "position": "none", "qkv_bias": True, "output_bias": True},
+    },
+}
+
+
+def tool(name: str) -> ModuleType:
+    spec = spec_from_file_location(f"hf_tool_{name}", ROOT / "tools" / "checkpoint" / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict | None = None):
+    """(the checkpoint of a randomised model, the model)."""
+    values = {
+        "model": {"layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": V, **change},
+        "training": {"steps": 10, "sequence_length": S},
+        "tokenizer": tokenizer or {"type": "none"},
+    }
+    resolved = combine([Source(values)], ranks=1, check_inputs=False, name="small")
+    model = build_model(resolved.config)
+    randomise(model, 5)
+    fragments = []
+    for parameter in named(model).values():
+        flat = parameter.detach().flatten()
+        if bf16:
+            fragments.append(Fragment(parameter.logical, WEIGHT, 0, 1, 0, flat.bfloat16()))
+        fragments.append(Fragment(parameter.logical, MASTER, 0, 1, 0, flat))
+    path = save(folder, 7, fragments, Meta(step=7, config=resolved.text(), data={"tokens": 12345}))
+    return open_checkpoint(path), model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+def test_any_layout_opens_in_transformers(name: str, layout: str, tmp_path):
+    source, model = checkpoint_of(tmp_path, MODELS[name])
+    reshape(source, tmp_path / "step_00000008", parse_layout(layout))
+    cut = open_checkpoint(tmp_path / "step_00000008")
+    done = export(cut, tmp_path / "out", limit=20_000)
+    assert done.architecture.name == name and len(done.files) > 1
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.randint(V, (2, S), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(model.eval().logits(tokens), theirs(tokens).logits) < 1e-5
+    proof = prove(cut, tmp_path / "out", done.dtype)
+    assert proof.holds and proof.same_choice
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_bitwise(name: str, tmp_path):
+    source, model = checkpoint_of(tmp_path, MODELS[name])
+    export(source, tmp_path / "out")
+    resolved = import_model(tmp_path / "out", tmp_path / "again")
+    again = open_checkpoint(tmp_path / "again", verify="checksums")
+    for key, parameter in named(model).items():
+        spec = FragmentSpec.whole(again.tensors[key], WEIGHT)
+        assert again.read(spec).data.equal(parameter.detach().flatten()), key
+    assert set(again.tensors) == set(named(model)) and not again.meta.resumable
+    assert resolved.config.training.sequence_length == S
+
+
+def test_types(tmp_path):
+    """By default the weights as they were used, or the masters on request."""
+    source, model = checkpoint_of(tmp_path, MODELS["gpt_neox"], bf16=True)
+    for wanted, dtype in ((None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)):
+        folder = tmp_path / f"out_{wanted}"
+        assert export(source, folder, dtype=wanted).dtype == dtype
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            found = file.get_tensor("gpt_neox.layers.1.attention.dense.weight")
+        assert found.equal(model.blocks[1].mixer.output.weight.detach().to(dtype))
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def byte_tokenizer(path):
+    vocabulary = {"<|endoftext|>": 0, **{chr(97 + index): index + 1 for index in range(26)}, "?": 27}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(path))
+
+
+def test_tokenizer_card_and_greedy_text(tmp_path):
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    source, model = checkpoint_of(
+        tmp_path, MODELS["gpt_neox"], tokenizer={"type": "huggingface", "path": str(tmp_path / "tokenizer.json")}
+    )
+    done = export(source, tmp_path / "out")
+    assert done.notes == []
+    tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("abc")["input_ids"] == [1, 2, 3] and tokenizer.eos_token_id == 0
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "12,345" in card and "GPTNeoXForCausalLM" in card and "| step | 7 of 10 |" in card
+
+    prompt = [1, 2, 3, 4]
+    ours = list(complete(model.eval(), prompt, 12, Sampling(0.0, 0, 1.0, 0), end=None, device=torch.device("cpu")))
+    wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[
+        0, 4:
+    ].tolist()
+    assert ours == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_published_forms_are_imported(case: str, tmp_path):
+    """A folder as transformers writes it, into a checkpoint whose model gives the same logits."""
+    theirs = hf.AutoModelForCausalLM.from_config(CASES[case]).eval()
+    randomise(theirs, 3)
+    theirs.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    status = tool("from_hf").main(
+        [str(tmp_path / "model"), str(tmp_path / "ckpt"), "--sequence-length", str(S), "--verify", "--json"]
+    )
+    assert status == 0
+    model, _ = load_model(tmp_path / "ckpt", torch.device("cpu"))
+    tokens = torch.randint(V, (2, S), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert relative(model.logits(tokens), theirs(tokens).logits) < 1e-5
+
+
+def test_the_tools_say_what_is_wrong(tmp_path, capsys):
+    source, _ = checkpoint_of(tmp_path, {"attention": {"heads": 4, "softcap": 3.0}})
+    assert tool("to_hf").main([str(source.path), str(tmp_path / "out")]) == 2
+    assert "model.attention.softcap = 3.0 cannot be expressed" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    assert tool("to_hf").main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert "there is no such checkpoint" in capsys.readouterr().err
+
+    theirs = hf.AutoModelForCausalLM.from_config(CASES["neox parallel"])
+    theirs.save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "intermediate_size": 80}))
+    assert tool("from_hf").main([str(tmp_path / "model"), str(tmp_path / "ckpt")]) == 2
+    error = capsys.readouterr().err
+    assert "gpt_neox.layers.1.mlp.dense_h_to_4h.weight: layers.1.mlp.up.weight would be (96, 32), not (80, 32)" in error
+    assert not list(tmp_path.glob("ckpt*"))
+
+
+def test_to_hf_of_a_run_verifies(tmp_path, capsys):
+    checkpoint_of(tmp_path / "run" / "checkpoints", MODELS["qwen3"], bf16=True)
+    assert tool("to_hf").main([str(tmp_path / "run"), str(tmp_path / "out"), "--verify", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["architecture"] == "Qwen3ForCausalLM" and told["dtype"] == "bfloat16" and told["relative"] < 1e-5
+
+
+def test_one_module_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    """While a folder is written, no tensor of the step before is alive, however many layers there are."""
+    source, _ = checkpoint_of(tmp_path, {**MODELS["gpt_neox"], "layers": "(attention/mlp) x8"})
+    plain, alive, largest = exporting.reader, {}, []
+
+    def counted(checkpoint, dtype):
+        read = plain(checkpoint, dtype)
+
+        def one(name):
+            tensor = read(name)
+            alive[name] = weakref.ref(tensor.untyped_storage())
+            largest.append(sum(source.tensors[key].shape[0] for key, each in alive.items() if each() is not None))
+            return tensor
+
+        return one
+
+    monkeypatch.setattr(exporting, "reader", counted)
+    export(source, tmp_path / "out")
+    assert len(largest) == len(source.tensors) and max(largest) <= 2 * 128, (
+        "rows alive: of the widest module and the one before"
+    )

@@ -1,0 +1,211 @@
+"""Saving in the background, upload, and how errors come out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from megatron.checkpoint import CheckpointError, Fragment, Meta, open_checkpoint
+from megatron.checkpoint import saver as saver_module
+from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.store import Store
+from megatron.checkpoint.transfer import download, upload
+from megatron.config.sections.output import CheckpointSection
+from megatron.parallel.layout import Layout
+from megatron.parallel.shard import LogicalTensor, Role
+from tests.checkpoint.model import Model, Together, fragments, meta
+
+VECTOR = LogicalTensor("vector", (1000,), Role.NORM)
+
+
+def fragment(value: float) -> Fragment:
+    return Fragment(VECTOR, "master", 0, 1, 0, torch.full((1000,), value))
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds back the writing of background saves until it is set."""
+    event, original = threading.Event(), saver_module.save
+
+    def held(*arguments):
+        assert event.wait(20)
+        return original(*arguments)
+
+    monkeypatch.setattr(saver_module, "save", held)
+    return event
+
+
+def test_background_save_has_the_values_of_its_moment(tmp_path, gate):
+    """Training goes on and changes the tensors while the disk is busy."""
+    live = fragment(1.0)
+    saver = Saver(tmp_path, CheckpointSection(asynchronous=True))
+    saver.save(1, [live], Meta(1))
+    live.data.fill_(2.0)
+    assert saver.poll() == [] and list(tmp_path.iterdir()) == []
+    gate.set()
+    (saved,) = saver.wait()
+    assert saved.path.name == "step_00000001" and 0 <= saved.stall <= saved.seconds
+    assert torch.equal(open_checkpoint(saved.path).read(live.spec).data, torch.ones(1000))
+    assert saver.close() == []
+
+
+def test_a_second_save_waits_and_nothing_is_forgotten(tmp_path, gate):
+    saver = Saver(tmp_path, CheckpointSection(asynchronous=True))
+    assert saver.save(1, [fragment(1.0)], Meta(1)) < 5
+    threading.Timer(0.3, gate.set).start()
+    stall = saver.save(2, [fragment(2.0)], Meta(2))
+    assert stall > 0.1
+    assert [saved.path.name for saved in saver.close()] == ["step_00000001", "step_00000002"]
+    assert open_checkpoint(tmp_path / "step_00000002").read(fragment(0).spec).data[0] == 2
+
+
+def test_an_error_in_the_background_comes_out_at_the_next_step(tmp_path):
+    (tmp_path / "folder").write_text("in the way")
+    saver = Saver(tmp_path / "folder", CheckpointSection(asynchronous=True))
+    saver.save(1, [fragment(1.0)], Meta(1))
+    with pytest.raises(CheckpointError, match="cannot be created"):
+        for _ in range(100):
+            saver.poll()
+            time.sleep(0.02)
+    (tmp_path / "folder").unlink()
+    saver.save(2, [fragment(1.0)], Meta(2))
+    assert [saved.path.name for saved in saver.close()] == ["step_00000002"]
+
+
+def test_the_stall_is_a_copy_and_not_the_disk(tmp_path, monkeypatch):
+    """A disk that takes a second costs the step no more than copying; the second save copies into warm memory."""
+    original = saver_module.save
+    monkeypatch.setattr(saver_module, "save", lambda *arguments: (time.sleep(1.0), original(*arguments))[1])
+    big = LogicalTensor("big", (8 << 20,), Role.NORM)
+    live = Fragment(big, "master", 0, 1, 0, torch.ones(8 << 20))
+    saver = Saver(tmp_path, CheckpointSection(asynchronous=True))
+    saver.prepare([live])
+    saver.save(1, [live], Meta(1))
+    (first,) = saver.wait()
+    assert first.seconds >= 1.0 and first.stall < 0.5
+    assert torch.equal(open_checkpoint(first.path).read(live.spec).data, live.data)
+    assert saver.save(2, [live], Meta(2)) < 0.5
+    saver.close()
+
+
+def test_ranks_save_in_the_background_together(tmp_path):
+    model, layout = Model(seed=9), Layout(tensor=2, data=2, zero_stage=1)
+
+    def work(member):
+        saver = Saver(tmp_path, CheckpointSection(asynchronous=True, keep_last=1), member)
+        for step in (1, 2, 3):
+            saver.save(step, fragments(model, layout, member.rank), meta(step))
+        return [(saved.path.name, saved.deleted) for saved in saver.close()]
+
+    expected = [("step_00000001", []), ("step_00000002", ["step_00000001"]), ("step_00000003", ["step_00000002"])]
+    assert Together(4).run(work) == [expected] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
+    checkpoint = open_checkpoint(tmp_path / "step_00000003", verify="checksums")
+    for each in fragments(model, Layout(), 0):
+        assert torch.equal(checkpoint.read(each.spec).data, each.data)
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path) -> str:
+    return f"file://{tmp_path}/bucket/run" if request.param == "file" else f"memory://bucket{tmp_path.name}/run"
+
+
+def test_upload_and_back(tmp_path, url):
+    model, layout = Model(seed=1), Layout(tensor=2, pipeline=2)
+
+    def work(member):
+        saver = Saver(tmp_path / "here", CheckpointSection(upload=url), member)
+        saver.save(7, fragments(model, layout, member.rank), meta(7))
+        return saver.close()
+
+    results = Together(4).run(work)
+    assert [saved.uploaded for (saved,) in results] == [f"{url}/step_00000007"] * 4
+    path = download(f"{url}/step_00000007", tmp_path / "there")
+    originals = sorted(each for each in (tmp_path / "here/step_00000007").rglob("*") if each.is_file())
+    for original in originals:
+        assert (path / original.relative_to(tmp_path / "here/step_00000007")).read_bytes() == original.read_bytes()
+    assert Store(tmp_path / "there").resume().checkpoint.step == 7
+    with pytest.raises(CheckpointError, match="exists already"):
+        download(f"{url}/step_00000007", tmp_path / "there")
+    with pytest.raises(CheckpointError, match=r"manifest.json: .*\(2 tries\)"):
+        download(f"{url}/step_00000008", tmp_path / "there", attempts=2, wait=0.01)
+    assert [each.name for each in (tmp_path / "there").iterdir()] == ["step_00000007"]
+
+
+@pytest.fixture
+def unreliable(monkeypatch):
+    """A store that loses its connection the first `failures` times."""
+    state = {"failures": 0, "calls": []}
+    original = LocalFileSystem.put_file
+
+    def put(self, source, target, **more):
+        state["calls"].append(Path(target).name)
+        if state["failures"] > 0:
+            state["failures"] -= 1
+            raise ConnectionError("connection lost")
+        return original(self, source, target, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put)
+    return state
+
+
+def test_upload_tries_again_and_the_manifest_goes_last(tmp_path, unreliable):
+    saver = Saver(tmp_path / "here", CheckpointSection())
+    saver.save(1, [fragment(1.0)], Meta(1))
+    (saved,) = saver.close()
+    unreliable["failures"] = 3
+    upload(saved.path, f"file://{tmp_path}/there", attempts=4, wait=0.001)
+    assert unreliable["calls"][-1] == "manifest.json" and len(unreliable["calls"]) == 4 + 3
+    assert open_checkpoint(tmp_path / "there/step_00000001", verify="checksums").step == 1
+
+
+def test_an_upload_that_arrives_in_part_is_noticed(tmp_path, monkeypatch):
+    saver = Saver(tmp_path / "here", CheckpointSection())
+    saver.save(1, [fragment(1.0)], Meta(1))
+    (saved,) = saver.close()
+    monkeypatch.setattr(
+        LocalFileSystem, "put_file", lambda self, source, target, **more: Path(target).write_bytes(b"x"))
+    with pytest.raises(CheckpointError, match="1 of .* bytes arrived"):
+        upload(saved.path, f"file://{tmp_path}/there", attempts=2, wait=0.001)
+
+
+def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypatch):
+    """A checkpoint that could not be copied is kept from retention, and copied after the next save."""
+    monkeypatch.setattr(saver_module, "upload", lambda *arguments: upload(*arguments, attempts=2, wait=0.001))
+    saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1))
+    unreliable["failures"] = 10**6
+    for step in (1, 2):
+        saver.save(step, [fragment(step)], Meta(step))
+        (saved,) = saver.wait()
+        assert saved.uploaded is None and "connection lost" in saved.upload_problem and saved.deleted == []
+    unreliable["failures"] = 0
+    saver.save(3, [fragment(3.0)], Meta(3))
+    (saved,) = saver.close()
+    assert saved.upload_problem is None and saved.deleted == ["step_00000001", "step_00000002"]
+    for step in (1, 2, 3):
+        assert open_checkpoint(tmp_path / f"there/step_0000000{step}", verify="checksums").step == step
+
+
+def test_never_uploaded_is_an_error_in_the_end(tmp_path, unreliable, monkeypatch):
+    monkeypatch.setattr(saver_module, "upload", lambda *arguments: upload(*arguments, attempts=1))
+    saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there"))
+    unreliable["failures"] = 10**6
+    saver.save(1, [fragment(1.0)], Meta(1))
+    with pytest.raises(CheckpointError, match=r"(?s)never uploaded: step_00000001.*connection lost"):
+        saver.close()
+
+
+def test_memory_urls_are_really_elsewhere(tmp_path):
+    saver = Saver(tmp_path, CheckpointSection(upload=f"memory://elsewhere{tmp_path.name}"))
+    saver.save(1, [fragment(1.0)], Meta(1))
+    saver.close()
+    assert fsspec.filesystem("memory").exists(f"/elsewhere{tmp_path.name}/step_00000001/manifest.json")

@@ -1,0 +1,174 @@
+"""Exchange with DeepSpeed: its own loader reads what we write, and we read what its own converter writes."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.checkpoint import CheckpointError, Meta, open_checkpoint, save
+from megatron.checkpoint.fragment import FragmentSpec
+from tests.checkpoint.brute import local_shard
+from tests.checkpoint.model import Model, fragments
+from tests.paths import ROOT
+from tests.workers import run as on_ranks
+
+TINY = """
+model: {layers: "(attention/mlp) x2", hidden_size: 32, vocab_size: 64, attention: {heads: 4, kv_heads: 2},
+        mlp: {gated: true, bias: true}}
+training: {steps: 3, sequence_length: 16, micro_batch_size: 2, global_batch_size: 4}
+optimizer: {lr: 1e-2}
+data: {synthetic: copy}
+tokenizer: {type: none}
+launch: {device: cpu}
+zero: {stage: 1}
+"""
+
+
+def tool(name: str):
+    spec = spec_from_file_location(f"universal_{name}", ROOT / "tools" / "checkpoint" / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def values_of(path: Path) -> dict[tuple[str, str], torch.Tensor]:
+    checkpoint = open_checkpoint(path, verify="checksums")
+    return {(name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data.view(
+        checkpoint.tensors[name].shape) for name, state in checkpoint.stored}
+
+
+def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], list[tuple]]:
+    """Train with ZeRO 1 on these workers, save with DeepSpeed, convert with DeepSpeed.
+
+    Returns:
+        Our names of the parameters and DeepSpeed's, and what this rank owns: name, shape, state, start, values.
+    """
+    from argparse import Namespace
+
+    import torch.distributed as dist
+    from deepspeed.checkpoint import ds_to_universal
+
+    from megatron.config import load
+    from megatron.data.loader import build_loader
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+    from megatron.training.engine import build_engine, prepare_deepspeed
+
+    config = load([config_file], [], ranks=ranks).config
+    device = torch.device("cpu")
+    prepare_deepspeed(device)
+    mesh = Mesh.build(Layout.of(config, ranks))
+    engine = build_engine(config, mesh, device, values=True)
+    loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=ranks)
+    for step in range(config.training.steps):
+        engine.step(loader.step(step), 1e-2)
+    loader.close()
+    theirs = engine.state.engine
+    theirs.save_checkpoint(folder, tag="native", client_state={"universal_checkpoint_info": {}})
+    dist.barrier()
+    if mesh.rank == 0:
+        ds_to_universal.main(Namespace(
+            input_folder=f"{folder}/native", output_folder=f"{folder}/universal", num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False))
+    dist.barrier()
+    names = {parameter.logical.name: name for name, parameter in theirs.module.named_parameters()}
+    return names, [(each.tensor.name, each.tensor.shape, each.state, each.start, each.data.numpy().copy())
+                   for each in engine.state.fragments()]
+
+
+def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_path: Path, capsys) -> None:
+    config, names = tmp_path / "tiny.yml", tmp_path / "names.yml"
+    config.write_text(TINY)
+    found = on_ranks(2, native, str(tmp_path), str(config), 2)
+    names.write_text(json.dumps(found[0][0]))
+    words = [str(tmp_path / "universal"), str(tmp_path / "ours"), "--config", str(config), "--names", str(names)]
+    assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
+    ours, compared = values_of(tmp_path / "ours"), 0
+    for name, shape, state, start, values in (each for _, own in found for each in own):
+        assert ours[name, state].shape == shape
+        assert ours[name, state].flatten()[start : start + len(values)].equal(torch.from_numpy(values))
+        compared += len(values)
+    assert compared == sum(value.numel() for value in ours.values())
+    meta = open_checkpoint(tmp_path / "ours").meta
+    assert (meta.step, meta.optimizer, meta.resumable) == (3, {"step": 3.0}, True)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
+    from megatron.checkpoint.universal import Universal, restore
+    from megatron.parallel.layout import Layout
+
+    model = Model(optimizer=optimizer)
+    path = save(tmp_path, 7, fragments(model, Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
+    assert tool("to_deepspeed").main([str(path), str(tmp_path / "theirs")]) == 0
+    tensors = open_checkpoint(path).tensors
+    restore(Universal(tmp_path / "theirs"), tmp_path / "back", tensors, "", names=None)
+    back, before = values_of(tmp_path / "back"), values_of(path)
+    assert back.keys() == {key for key in before if key[1] != "weight"}
+    assert all(value.equal(before[key]) for key, value in back.items())
+
+
+def test_deepspeeds_own_loader_cuts_it_as_our_layouts_do(tmp_path: Path) -> None:
+    from deepspeed.checkpoint.universal_checkpoint import load_hp_checkpoint_state
+
+    from megatron.parallel.layout import Layout
+
+    model = Model()
+    path = save(tmp_path, 7, fragments(model, Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
+    assert tool("to_deepspeed").main([str(path), str(tmp_path / "theirs")]) == 0
+    compared = 0
+    for tensor in (each for each in model.tensors if each.shape):  # its loader knows no scalars
+        for ranks in (1, 2, 3):
+            parts = (tensor.shard.parts or (tensor.shape[tensor.shard.dim],)) if tensor.shard else ()
+            if len(set(parts)) > 1 or any(part % ranks for part in parts):
+                continue  # DeepSpeed's loader only knows equal cuts of equal parts
+            for rank in range(ranks):
+                wanted = model.shard(tensor, "master", rank, ranks)
+                state, step = loaded(load_hp_checkpoint_state, tmp_path / "theirs", model, tensor, rank, ranks)
+                assert step == 7 and state["fp32"].equal(wanted[1:])
+                assert state["exp_avg"].equal(model.shard(tensor, "exp_avg", rank, ranks)[1:])
+                compared += 1
+    assert compared > 60
+
+
+def loaded(load, folder: Path, model: Model, tensor, rank: int, ranks: int):
+    """What DeepSpeed's loader gives a rank whose fragment begins at the second element of its shard."""
+    whole = model.values[tensor.name, "master"]
+    shape = local_shard(whole.numpy(), tensor, rank, ranks).shape
+    length = max(whole.numel() and int(torch.Size(shape).numel()) - 1, 0)
+    parameter = torch.nn.Parameter(torch.empty(shape))
+    target = torch.empty(length)
+    parameter._hp_mapping = SimpleNamespace(
+        lp_fragment_address=SimpleNamespace(start=1 if length else 0, numel=length), get_hp_fragment=lambda: target)
+    step = MethodType(load, parameter)(str(folder / "zero" / tensor.name), rank, ranks)
+    return {"fp32": target, **parameter._hp_mapping.optim_fragment}, step
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path, capsys) -> None:
+    from megatron.checkpoint.universal import Universal
+
+    config = tmp_path / "tiny.yml"
+    config.write_text(TINY)
+    folder = tmp_path / "theirs" / "zero"
+    (folder / "final_norm.weight").mkdir(parents=True)
+    (folder / "other").mkdir()
+    torch.save({"param": torch.ones(3)}, folder / "final_norm.weight" / "fp32.pt")
+    torch.save({"param": torch.ones(3)}, folder / "other" / "fp32.pt")
+
+    def complaint() -> str:
+        assert tool("from_deepspeed").main([str(folder.parent), str(tmp_path / "out"), "--config", str(config)]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    said = complaint()
+    assert "left over: other" in said and "missing: embedding.tokens.weight" in said
+    torch.save({"param": Path("x")}, folder / "other" / "fp32.pt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Universal(folder.parent).read("other", "master")
+    (folder / "other" / "fp32.pt").unlink(), (folder / "final_norm.weight" / "fp32.pt").unlink()
+    assert "ds_to_universal" in complaint()

@@ -1,0 +1,50 @@
+#!/usr/bin/env python
+"""Write a universal checkpoint of DeepSpeed as one of ours, optimizer states included, for any layout.
+
+python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml
+python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000
+
+A native checkpoint becomes universal by DeepSpeed's own `python -m deepspeed.checkpoint.ds_to_universal`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.hf.importer import logical_tensors
+from megatron.checkpoint.universal import Universal, read_names, restore
+from megatron.config import ConfigError, load
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="the folder that has zero/")
+    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's configuration")
+    parser.add_argument("--names", type=Path, metavar="FILE", help="YAML: our name of each tensor, and theirs")
+    parser.add_argument("--step", type=int, help="completed updates of the run (default: the optimizer's)")
+    options = parser.parse_args(arguments)
+    try:
+        resolved = load(options.config, ["parallel.tensor=1", "parallel.pipeline=1"], ranks=1, check_inputs=False)
+        names = read_names(options.names) if options.names else None
+        source = Universal(options.source)
+        meta = restore(source, options.out, logical_tensors(resolved), resolved.text(), names=names, step=options.step)
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        print(f"from_deepspeed: {error}", file=sys.stderr)
+        return 2
+    key = "resume" if meta.resumable else "initialize_from"
+    print(f"wrote {options.out} (step {meta.step}); a run takes it with checkpoint.{key}={options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

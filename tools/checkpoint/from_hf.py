@@ -1,0 +1,63 @@
+#!/usr/bin/env python
+"""Write a Hugging Face model as a checkpoint that a run can be initialised from (checkpoint.initialize_from).
+
+python tools/checkpoint/from_hf.py path/to/model OUT --verify
+python tools/checkpoint/from_hf.py EleutherAI/pythia-70m OUT
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.hf.importer import import_model, locate
+from megatron.checkpoint.hf.verify import prove
+from megatron.config import ConfigError
+from megatron.config.frozen import thaw
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a local folder, or a name on the hub")
+    parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
+    parser.add_argument("--sequence-length", type=int, help="tokens of a sample (default: the model's own longest)")
+    parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    try:
+        folder = locate(options.model)
+        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        resolved = import_model(folder, options.out, sequence_length=options.sequence_length, progress=tell)
+        proof = prove(open_checkpoint(options.out), folder, None) if options.verify else None
+    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+        print(f"from_hf: {error}", file=sys.stderr)
+        return 2
+    model = thaw(resolved.config.model.model_dump(exclude_defaults=True))
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "out": str(options.out),
+                    "model": model,
+                    **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
+                }
+            )
+        )
+    else:
+        print(f"wrote {options.out}; a run takes it with checkpoint.initialize_from={options.out}")
+        if proof:
+            print(f"verified: {proof}")
+    return 0 if proof is None or proof.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+#!/usr/bin/env python
+"""Write a checkpoint again as another layout would have written it.
+
+    python tools/checkpoint/reshape.py runs/x/checkpoints/step_00001000 OUT --to tensor=4,pipeline=2,zero=1 --verify
+
+A run does not need this: it resumes from any checkpoint on any layout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+import json
+import resource
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="directory of the checkpoint to read")
+    parser.add_argument("out", type=Path, help="directory of the new checkpoint; must not exist")
+    parser.add_argument("--to", required=True, metavar="LAYOUT",
+                        help="tensor=N,pipeline=N,data=N,zero=N; what is not said is 1 (zero: 0)")
+    parser.add_argument("--verify", action="store_true",
+                        help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    try:
+        layout = parse_layout(options.to)
+        source = open_checkpoint(options.checkpoint, verify="checksums")
+        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        sums = reshape(source, options.out, layout, verify=options.verify, progress=tell)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"reshape: {error}", file=sys.stderr)
+        return 2
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if options.json:
+        print(json.dumps({"out": str(options.out), "layout": options.to, "peak_bytes": peak, "sha256": sums}))
+        return 0
+    print(f"wrote {options.out}: step {source.step} in the files of {layout.world_size} ranks; "
+          f"peak memory {peak / 2**20:.0f} MiB")
+    if options.verify:
+        count = sum(map(len, sums.values()))
+        print(f"verified: {count} logical tensors have the same SHA-256 before and after ({VERIFY_NAME})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

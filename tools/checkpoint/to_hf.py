@@ -1,0 +1,94 @@
+#!/usr/bin/env python
+"""Write the model of a checkpoint, of any layout, as a Hugging Face folder.
+
+python tools/checkpoint/to_hf.py runs/x/checkpoints/step_00001000 OUT --verify
+python tools/checkpoint/to_hf.py runs/x OUT --dtype bfloat16          the newest checkpoint of a run
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.hf.architectures import ARCHITECTURES
+from megatron.checkpoint.hf.export import GIBIBYTE, TYPES, export
+from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.store import Store
+from megatron.config import ConfigError
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
+    parser.add_argument("out", type=Path, help="the folder to write; must not exist")
+    parser.add_argument(
+        "--architecture", choices=sorted(ARCHITECTURES), help="default: the first that can express the model"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)"
+    )
+    parser.add_argument("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
+    parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser.parse_args(arguments)
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest in it."""
+    if (path / "manifest.json").exists():
+        return path
+    for folder in (path / "checkpoints", path):
+        found = Store(folder).paths()
+        if found:
+            return found[-1]
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        checkpoint = open_checkpoint(find(options.checkpoint), verify="checksums")
+        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        done = export(
+            checkpoint,
+            options.out,
+            name=options.architecture,
+            dtype=options.dtype,
+            limit=int(options.shard_size * GIBIBYTE),
+            progress=tell,
+        )
+        proof = prove(checkpoint, options.out, done.dtype) if options.verify else None
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"to_hf: {error}", file=sys.stderr)
+        return 2
+    dtype = str(done.dtype).removeprefix("torch.")
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "out": str(done.folder),
+                    "architecture": done.architecture.class_name,
+                    "dtype": dtype,
+                    "files": done.files,
+                    "notes": done.notes,
+                    **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
+                }
+            )
+        )
+    else:
+        print(f"wrote {done.folder}: {done.architecture.class_name}, {dtype}, {len(done.files)} files of weights")
+        print("\n".join([*(f"note: {note}" for note in done.notes), *([f"verified: {proof}"] if proof else [])]))
+    return 0 if proof is None or proof.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
