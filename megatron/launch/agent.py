@@ -1,0 +1,425 @@
+"""The agent: one per host, it starts the host's ranks, passes on what they say, and ends them.
+
+It is started by a command that is the same for every job; what to do comes over its input, which then stays open:
+its end means that the launcher is gone. One thread and one event loop, so that nothing can race.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from . import devices, network
+from .code_version import code_version
+from .protocol import Lines, decode, encode, encode_text
+from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment
+from .specification import Specification
+from .status import FORWARDED_SIGNALS, STOP_SIGNALS
+
+OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
+HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown
+BEAT = 5.0  # seconds between signs of life
+AFTER_LOSS = 10.0  # seconds that the ranks' end may take beyond the grace
+
+
+class Agent:
+    """The event loop of one host.
+
+    Args:
+        source, target: descriptors on which the launcher writes and reads.
+        index: which host this is, where the specification does not say it.
+    """
+
+    def __init__(self, source: int, target: int, index: int | None = None) -> None:
+        self.source, self.target, self.index = source, target, index
+        self.job: Specification | None = None
+        self.ranks: list[RankProcess] = []
+        self.lines, self.outgoing, self.dropped = Lines(), bytearray(), False
+        self.selector = selectors.DefaultSelector()
+        self.heard = self.beat_at = time.monotonic()
+        self.orphans_at = time.monotonic() + BEAT
+        self.kill_at: float | None = None
+        self.killing = False
+        self.connected, self.finished, self.told_tail = True, False, False
+        self.recent_signals: dict[int, float] = {}
+        self.folder: tempfile.TemporaryDirectory | None = None
+
+    # ---- the loop
+
+    def run(self) -> int:
+        """Serve until all ranks have ended; returns the agent's own exit status."""
+        become_subreaper()
+        wake = self._catch_signals()
+        os.set_blocking(self.source, False)
+        os.set_blocking(self.target, False)
+        self.selector.register(self.source, selectors.EVENT_READ, self._from_launcher)
+        self.selector.register(wake, selectors.EVENT_READ, self._from_signals)
+        try:
+            while not self.finished:
+                for key, mask in self.selector.select(self._pause()):
+                    if mask & selectors.EVENT_WRITE:
+                        self._flush()
+                    if mask & selectors.EVENT_READ:
+                        key.data()
+                self._tick()
+            self._last_flush()
+        finally:
+            self._sweep()
+            if self.folder:
+                self.folder.cleanup()
+        return 0
+
+    def _pause(self) -> float:
+        return 0.05 if self.kill_at or any(s.held for r in self.ranks for s in r.streams) else 1.0
+
+    def _catch_signals(self) -> socket.socket:
+        """Signals become bytes on a socket: no code runs inside a handler."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        self._wake = (ours, theirs)
+        for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        return ours
+
+    def _from_signals(self) -> None:
+        try:
+            numbers = set(self._wake[0].recv(4096))
+        except BlockingIOError:
+            return
+        for number in numbers & {int(each) for each in FORWARDED_SIGNALS}:
+            self._pass_on(number)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._reap()
+        for rank in self.ranks:
+            for stream in rank.streams:
+                if stream.held and rank.alive and now - stream.held_since > HOLD:
+                    self._show(rank, stream, b"".join(stream.held))
+                    stream.held.clear()
+        if self.kill_at is not None and now >= self.kill_at:
+            self.kill_at, self.killing = None, True
+            self._signal_all(signal.SIGKILL)
+        if now - self.beat_at > BEAT:
+            self.beat_at = now
+            self._send({"type": "beat"})
+        silence = self.job.heartbeat if self.job else 0.0
+        if self.connected and silence and now - self.heard > silence:
+            self._launcher_lost()
+        if self.ranks and not any(rank.alive for rank in self.ranks):
+            self._send({"type": "done"})
+            self.finished = True
+
+    # ---- the launcher's side
+
+    def _from_launcher(self) -> None:
+        try:
+            data = os.read(self.source, 1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._launcher_lost()
+            return
+        self.heard = time.monotonic()
+        for line in self.lines.feed(data):
+            message = decode(line)
+            if message:
+                self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        try:
+            if kind == "specification":
+                self._prepare(message)
+            elif kind == "start":
+                self._start(message)
+            elif kind == "signal":
+                self._pass_on(int(message["number"]))
+            elif kind == "stop":
+                self._signal_all(signal.SIGTERM)
+                self._kill_after(float(message["grace"]))
+            elif kind == "kill":
+                self._kill_after(0.0)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _prepare(self, message: dict[str, Any]) -> None:
+        """Take the job, and tell the launcher what it needs to know of this host."""
+        if message["index"] is not None:
+            self.index = int(message["index"])
+        self.job = Specification.from_message(message)
+        if self.index is None or not 0 <= self.index < len(self.job.hosts):
+            raise ValueError(f"this host's index {self.index} is not one of the job's {len(self.job.hosts)} hosts")
+        if not Path(self.job.directory).is_dir():
+            raise FileNotFoundError(f"no folder {self.job.directory} on this host (launch.working_directory)")
+        for each in network.addresses():
+            self._send({"type": "address", "address": [each.interface, each.address, each.prefix]})
+        self._send(
+            {
+                "type": "ready",
+                "hostname": socket.gethostname(),
+                "time": time.time(),
+                "port": network.free_port(),
+                "code": code_version(),
+            }
+        )
+
+    def _start(self, message: dict[str, Any]) -> None:
+        """Start all ranks of this host."""
+        job, host = self.job, self.job.hosts[self.index]
+        base = {
+            **os.environ,
+            **job.environment,
+            **devices.visibility(host.slots, {**os.environ, **job.environment}, job.device),
+        }
+        base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
+        base.setdefault("PYTHONUNBUFFERED", "1")
+        interface, address = message["places"].get(str(self.index), ("", message["master_address"]))
+        base |= {"JOB_SLOTS": str(len(host.slots)), "JOB_ADDRESS": address}
+        if interface:
+            base.setdefault("GLOO_SOCKET_IFNAME", interface)
+        base |= {"JOB_CONFIG": self._write_configuration(), "JOB_CONFIG_SHA256": job.sha256}
+        logs = Path(job.directory, job.logs) if job.logs else None
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        master = (message["master_address"], int(message["master_port"]))
+        first, size = job.first_rank(self.index), len(host.slots)
+        places = (
+            [(self.index, 0, 1, len(job.hosts))]
+            if job.wrapper
+            else [(first + local, local, size, job.world_size) for local in range(size)]
+        )
+        for number, local, local_size, world in places:
+            rank = RankProcess(
+                number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None
+            )
+            environment = rank_environment(base, number, local, local_size, world, master)
+            cores = None if job.wrapper else devices.cores_of(local, size, host.slots[local], job.bind)
+            rank.start(
+                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None)
+            )
+            self.ranks.append(rank)
+            for stream in rank.streams:
+                self.selector.register(
+                    stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
+                )
+
+    def _write_configuration(self) -> str:
+        """The resolved configuration as a file that only this user can read; returns its path."""
+        self.folder = tempfile.TemporaryDirectory(prefix="job-")
+        path = os.path.join(self.folder.name, "config.yml")
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(self.job.configuration)
+        return path
+
+    def _launcher_lost(self) -> None:
+        """Nobody listens any more: let the ranks finish as after a stop signal, then end."""
+        if self.connected:
+            self.connected = False
+            self.outgoing.clear()
+            self.selector.unregister(self.source)
+        if not self.ranks:
+            self.finished = True
+            return
+        self._signal_all(signal.SIGTERM)
+        self._kill_after(self.job.grace)
+
+    def _give_up(self, reason: str) -> None:
+        """Nothing can be started here: say why, and end."""
+        self._send({"type": "problem", "text": reason})
+        self._signal_all(signal.SIGKILL)
+        self.finished = True
+
+    # ---- the ranks' side
+
+    def _from_rank(self, rank: RankProcess, stream: Stream) -> bool:
+        """Read once; returns whether there may be more."""
+        data = stream.read()
+        if data is None:
+            if stream.source in self.selector.get_map():
+                self.selector.unregister(stream.source)
+            return False
+        if not data:
+            return False
+        lines = rank.keep(stream, data)
+        if self.job.console == "all" and not (self.job.plain and rank.rank == 0):
+            if lines:
+                self._show(rank, stream, b"".join(line + b"\n" for line in lines))
+        elif rank.rank == 0 or self.job.wrapper:
+            self._show_or_hold(rank, stream, data)
+        return True
+
+    def _show_or_hold(self, rank: RankProcess, stream: Stream, data: bytes) -> None:
+        """Show what the speaking rank says, but keep a traceback back: if the rank ends, the launcher shows it once."""
+        if not stream.held and stream.number == 2:
+            found = TRACEBACK.search(data)
+            if found:
+                data, rest = data[: found.start()], data[found.start() :]
+                stream.held_since = time.monotonic()
+                stream.held.append(rest)
+        elif stream.held:
+            stream.held.append(data)
+            return
+        if data:
+            self._show(rank, stream, data)
+
+    def _show(self, rank: RankProcess, stream: Stream, data: bytes) -> None:
+        if len(self.outgoing) > OUTPUT_LIMIT:
+            self.dropped = True
+            return
+        if self.dropped:
+            self.dropped = False
+            data = b"[... the launcher did not read; what is missing here is in the log files ...]\n" + data
+        message = {"type": "output", "host": self.index, "rank": rank.rank, "stream": stream.number}
+        for line in encode_text(message, data.decode("utf-8", "surrogateescape")):
+            self._queue(line)
+
+    def _reap(self) -> None:
+        """Take note of ranks that have ended, and of orphans of theirs."""
+        for rank in self.ranks:
+            if rank.alive and (status := rank.process.poll()) is not None:
+                self._ended(rank, status)
+        if time.monotonic() < self.orphans_at:
+            return
+        self.orphans_at = time.monotonic() + BEAT
+        known = {rank.process.pid for rank in self.ranks}
+        for pid in children():
+            if pid not in known:
+                try:
+                    os.waitpid(pid, os.WNOHANG)
+                except ChildProcessError:
+                    pass  # ended and waited for since we looked
+
+    def _ended(self, rank: RankProcess, status: int) -> None:
+        for stream in rank.streams:
+            while self._from_rank(rank, stream):
+                pass
+            if stream.held and status == 0:
+                self._show(rank, stream, b"".join(stream.held))
+            stream.held.clear()
+            if stream.source in self.selector.get_map():
+                self.selector.unregister(stream.source)
+        try:
+            os.killpg(rank.process.pid, signal.SIGKILL)  # what it left in its session
+        except ProcessLookupError:
+            pass
+        rank.finish(status)
+        if status != 0 and not self.told_tail:
+            self.told_tail = True
+            for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, rank.last_words()):
+                self._queue(line)
+        self._send(
+            {
+                "type": "exit",
+                "rank": rank.rank,
+                "status": status,
+                "time": rank.failed_at,
+                "now": time.time(),
+                "late": self.killing and status == -signal.SIGKILL,
+            }
+        )
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal to all ranks at once; but once only, though it may come from the launcher and from Slurm."""
+        now = time.monotonic()
+        if now - self.recent_signals.get(number, -10.0) < 0.5:
+            return
+        self.recent_signals[number] = now
+        self._send({"type": "signalled", "number": number})
+        self._signal_all(number)
+        if number in STOP_SIGNALS:
+            self._kill_after(self.job.grace if self.job else 0.0)
+            if not self.ranks:
+                self.finished = True
+
+    def _signal_all(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.signal(number)
+
+    def _kill_after(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self.kill_at = at if self.kill_at is None else min(at, self.kill_at)
+
+    def _sweep(self) -> None:
+        """Kill and wait for every descendant that is left, adopted orphans included."""
+        deadline = time.monotonic() + AFTER_LOSS
+        while (left := children()) and time.monotonic() < deadline:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                except (ProcessLookupError, ChildProcessError):
+                    pass  # it ended by itself
+
+    # ---- what is sent
+
+    def _send(self, message: dict[str, Any]) -> None:
+        message = {**message, "host": self.index}
+        if "text" in message:
+            for line in encode_text({k: v for k, v in message.items() if k != "text"}, message["text"]):
+                self._queue(line)
+        else:
+            self._queue(encode(message))
+
+    def _queue(self, line: bytes) -> None:
+        if self.connected:
+            self.outgoing += line
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self.outgoing:
+                del self.outgoing[: os.write(self.target, self.outgoing[:65536])]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody reads any more; the end of the input tells the rest
+            self.outgoing.clear()
+        self._watch_target(bool(self.outgoing))
+
+    def _watch_target(self, writing: bool) -> None:
+        """Ask to be told when the launcher can take more, while there is more."""
+        if self.target == self.source:
+            if self.connected:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+                self.selector.modify(self.source, events, self._from_launcher)
+        elif writing and self.target not in self.selector.get_map():
+            self.selector.register(self.target, selectors.EVENT_WRITE, self._flush)
+        elif not writing and self.target in self.selector.get_map():
+            self.selector.unregister(self.target)
+
+    def _last_flush(self) -> None:
+        deadline = time.monotonic() + AFTER_LOSS
+        while self.outgoing and time.monotonic() < deadline:
+            self._flush()
+            time.sleep(0.01)
+
+
+def main(arguments: list[str]) -> int:
+    """`deepy.py --agent [--index N or VARIABLE] [--ticket PATH or VARIABLE]`."""
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    index = options.get("--index")
+    number = None if index is None else int(os.environ.get(index, index))
+    if "--ticket" in options:
+        from .ticket import connect
+
+        link = connect(options["--ticket"], number or 0)
+        return Agent(link.fileno(), link.fileno(), number).run()
+    target = os.dup(1)
+    os.dup2(2, 1)  # whatever prints by accident must not mix with our messages
+    return Agent(0, target, number).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""deepy.py: from a command line to a run, and back to an exit status.
+
+Everything that can be wrong with the configuration is found here, before any process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
+# Options that are short for a key of the configuration.
+KEYS = {
+    "ranks": ("N", "launch.ranks: processes on each host"),
+    "hostfile": ("FILE", "launch.hostfile: hosts, one `name slots=N` per line"),
+    "include": ("HOSTS", "launch.include: hosts and slots to use, `a@b:0,1`"),
+    "exclude": ("HOSTS", "launch.exclude: hosts and slots to leave out"),
+    "runner": ("NAME", "launch.runner: auto, local, ssh, pdsh, openmpi, mpich, slurm or torchrun"),
+    "master-address": ("ADDRESS", "launch.master_address: address of rank 0"),
+    "master-port": ("PORT", "launch.master_port: port of rank 0"),
+    "interface": ("NAME", "launch.interface: network interface for collectives"),
+    "restarts": ("N", "launch.restarts: starts after failures"),
+    "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The launcher's own options: those before the script."""
+    made = argparse.ArgumentParser(
+        prog="deepy.py",
+        usage=USAGE,
+        allow_abbrev=False,
+        description="Start a script on as many ranks as the run has, here or on many hosts.",
+        epilog="Exit status: 0 only if all went well; 2 for mistakes in the configuration; 128 + n after signal n; "
+        "255 if a host was lost; "
+        "otherwise that of the rank that failed first.",
+    )
+    for name, (what, meaning) in KEYS.items():
+        made.add_argument(f"--{name}", metavar=what, help=meaning)
+    made.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print what would run on every host; start nothing",
+    )
+    made.add_argument(
+        "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
+    )
+    made.add_argument("--submit", action="store_true", help="with --sbatch: submit the script too")
+    made.add_argument(
+        "--print",
+        choices=("sbatch", "pbs", "k8s"),
+        dest="template",
+        help="print a job script or manifest for this run",
+    )
+    made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
+    made.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py a.yml ... key.path=value ...")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """The whole launcher; returns its exit status."""
+    if argv[:1] == ["--agent"]:
+        from .agent import main as serve
+
+        return serve(argv[1:])
+    from ..config.problems import ConfigError
+    from .arguments import ArgumentError
+    from .hosts import HostError
+    from .status import CONFIG_ERROR
+
+    options = parser().parse_args(argv)  # a wrong option ends with status 2
+    try:
+        return _serve(options)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+    except (ArgumentError, HostError) as error:
+        sys.stderr.write("".join(f"deepy: {line}\n" for line in str(error).splitlines()))
+    return CONFIG_ERROR
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from .arguments import ArgumentError
+
+    if options.logs:
+        from .logs import merged
+
+        for line in merged(Path(options.logs)):
+            sys.stdout.write(line)
+        return 0
+    if not options.words:
+        raise ArgumentError(f"no script given; usage: {USAGE}")
+    from .plan import make_plan
+
+    plan = make_plan(
+        options.words[0],
+        options.words[1:],
+        overrides_of(options),
+        dict(os.environ),
+        later=bool(options.template or options.sbatch),
+    )
+    if options.template or options.sbatch:
+        from .templates import job_script, submit
+
+        if options.template:
+            sys.stdout.write(job_script(options.template, plan))
+            return 0
+        return submit(plan, really=options.submit)
+    if options.dry_run:
+        from .dry_run import describe
+
+        sys.stdout.write(describe(plan))
+        return 0
+    from .supervisor import supervise
+
+    return supervise(plan)
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """The options that stand for keys, as overrides."""
+    given = vars(options)
+    names = {name: name.replace("-", "_") for name in KEYS}
+    return [f"launch.{key}={_quoted(given[key])}" for name, key in names.items() if given[key] is not None]
+
+
+def _quoted(text: str) -> str:
+    """A word as YAML reads it: numbers and plain names as they are, anything else in quotes."""
+    plain = text.replace("_", "").replace("-", "").replace(".", "").replace("/", "").isalnum() and text.isascii()
+    return text if plain and not _is_address(text) else "'" + text.replace("'", "''") + "'"
+
+
+def _is_address(text: str) -> bool:
+    return text.count(".") == 3 or text.lower() in ("null", "true", "false", "yes", "no", "on", "off")

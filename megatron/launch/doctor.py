@@ -1,0 +1,299 @@
+"""The doctor: looks at every host before a long run does, and says what is wrong in a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import forwarding, network
+from .choose import Choice
+from .code_version import code_version, root
+from .connection import Command
+from .hints import hint
+from .launcher import Launcher, Result, Settings
+from .specification import Host, Specification
+
+GIB = 1 << 30
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table: how bad, what was looked at, what was found, on which hosts."""
+
+    grade: str
+    check: str
+    value: str
+    hosts: tuple[str, ...] = ()
+    advice: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        return {
+            "grade": self.grade,
+            "check": self.check,
+            "value": self.value,
+            "hosts": list(self.hosts),
+            "advice": self.advice,
+        }
+
+
+class Collector:
+    """Takes the place of the console: keeps what each rank says."""
+
+    def __init__(self) -> None:
+        self.text: dict[tuple[int, int], str] = {}
+
+    def show(self, host: str, rank: int, stream: int, text: str) -> None:
+        self.text[rank, stream] = self.text.get((rank, stream), "") + text
+
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """The JSON line of each rank that gave one."""
+        found = {}
+        for (rank, stream), text in self.text.items():
+            lines = [line for line in text.splitlines() if line.startswith("{")]
+            if stream == 1 and lines:
+                found[rank] = json.loads(lines[-1])
+        return found
+
+
+class Doctor:
+    """Examines the hosts of a choice.
+
+    Args:
+        choice: the runner and the hosts.
+        start: builds the runner's commands for a job.
+        python: interpreter on the hosts.
+        timeout: seconds until every host must have answered.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        start: Callable[[Specification], list[Command]],
+        python: str | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self.choice, self.commands, self.timeout = choice, start, timeout
+        self.python = python or sys.executable
+        self.names = [host.name for host in choice.hosts]
+
+    def examine(self) -> list[Finding]:
+        """All findings, in the order of the table."""
+        folder = Path(f".doctor-{secrets.token_hex(4)}").resolve()
+        folder.mkdir(mode=0o700)
+        try:
+            (folder / "token").write_text("seen")
+            launcher, result, collector = self._run(("facts", str(folder)))
+            back = {int(path.suffix[1:]) for path in folder.glob("seen.*")}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        findings = [
+            Finding(
+                FAIL,
+                "reachable",
+                each.reason or each.text.strip().rpartition("\n")[2],
+                (each.host,),
+                hint(f"{each.reason}\n{each.text}", each.status) or "",
+            )
+            for each in result.failures
+        ]
+        answers = collector.answers()
+        if len(answers) < len(self.names):
+            return findings or [Finding(FAIL, "reachable", "no answer", tuple(self.names))]
+        findings.append(Finding(OK, "reachable", f"by {self.choice.transport}", tuple(self.names)))
+        for index, answer in answers.items():
+            answer["shared"] = answer["shared"] and index in back
+            answer["code"] = launcher.hosts[index].code
+        findings += judge([answers[index] for index in range(len(self.names))], self.names)
+        findings += judge_clocks([host.offset for host in launcher.hosts], self.names)
+        return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
+
+    def _run(
+        self,
+        words: tuple[str, ...],
+        slots: tuple[int, ...] = (0,),
+        address: str | None = None,
+    ) -> tuple[Launcher, Result, Collector]:
+        """Run the probe on every host."""
+        top = str(root())
+        job = Specification(
+            hosts=tuple(Host(name, slots) for name in self.names),
+            command=(self.python, "-u", "-m", "megatron.launch.probe", *words),
+            directory=os.getcwd(),
+            environment={**forwarding.forwarded(os.environ, []), "PYTHONPATH": top, "OMP_NUM_THREADS": "1"},
+            code=code_version(),
+            console="all",
+            grace=5.0,
+            heartbeat=30.0,
+            bind="none",
+        )
+        settings = Settings(master_address=address, start_timeout=self.timeout, check_code=False)
+        launcher, collector = Launcher(job, self.commands(job), settings), Collector()
+        launcher.console, launcher.quiet = collector, True
+        return launcher, launcher.run(), collector
+
+    def _networks(self, launcher: Launcher, accelerators: int) -> list[Finding]:
+        """A small all-reduce over every network that all hosts have."""
+        single = len(self.names) == 1
+        if single:
+            networks = [("loopback", "127.0.0.1")]
+        else:
+            networks = [
+                (f"{chosen[0].interface} {chosen[0].network}", chosen[0].address)
+                for chosen in network.shared_networks([host.addresses for host in launcher.hosts])
+            ]
+        if not networks:
+            return [
+                Finding(
+                    FAIL,
+                    "network",
+                    "no network that all hosts share",
+                    tuple(self.names),
+                    "set launch.master_address and launch.interface, if routers join the hosts' networks",
+                )
+            ]
+        backends = ["gloo", "nccl"] if accelerators else ["gloo"]
+        slots = (0, 1) if single and accelerators != 1 else (0,)
+        return [self._reduce(backend, name, address, slots) for name, address in networks for backend in backends]
+
+    def _reduce(self, backend: str, name: str, address: str, slots: tuple[int, ...]) -> Finding:
+        _, result, collector = self._run(("reduce", backend), slots, address)
+        check = f"all-reduce {backend}"
+        if result.first:
+            text = result.first.text.strip()
+            return Finding(
+                FAIL,
+                check,
+                f"{name}: {(text or result.first.reason).rpartition(chr(10))[2]}",
+                (result.first.host,),
+                hint(text + result.first.reason, result.first.status) or "",
+            )
+        answers = collector.answers()
+        if not all(answer["right"] for answer in answers.values()):
+            return Finding(
+                FAIL,
+                check,
+                f"{name}: a wrong sum",
+                tuple(self.names),
+                "do not train on this: memory or network damage data",
+            )
+        slowest = max(answer["seconds"] for answer in answers.values())
+        size = next(iter(answers.values()))["bytes"]
+        return Finding(
+            OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names)
+        )
+
+
+def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
+    """What the hosts' facts mean. Versions must be equal; limits must be large enough."""
+    findings = []
+    for check in ("python", "torch", "deepspeed", "transformers", "pydantic", "tokenizers", "driver", "code"):
+        findings += _equal(check, [answer[check] for answer in answers], names)
+    findings += _equal("accelerators", [answer["accelerators"] for answer in answers], names, WARN)
+    for check, low, unit, advice in (
+        ("open files", 4096, 1, "ulimit -n 65536 (limits.conf, or LimitNOFILE of the service)"),
+        ("shm", GIB, GIB, "docker run --shm-size=8g, or mount a larger tmpfs on /dev/shm"),
+        ("shm free", GIB // 4, GIB, "remove what is left in /dev/shm"),
+        ("disk free", 10 * GIB, GIB, "checkpoints need room: choose another run.dir"),
+        ("memory", 4 * GIB, GIB, ""),
+    ):
+        findings += _enough(check, [answer[check] for answer in answers], low, unit, names, advice)
+    if any(answer["accelerators"] for answer in answers):
+        findings += _enough(
+            "locked memory",
+            [_limit(answer["locked memory"]) for answer in answers],
+            64 << 20,
+            GIB,
+            names,
+            "ulimit -l unlimited: RDMA needs it",
+        )
+    apart = tuple(name for name, answer in zip(names, answers) if not answer["shared"])
+    findings.append(
+        Finding(
+            WARN,
+            "shared folder",
+            "the current folder is not the same disk",
+            apart,
+            "checkpoints and data must be on a disk that all hosts see; pdsh needs it too",
+        )
+        if apart
+        else Finding(OK, "shared folder", "the same everywhere", tuple(names))
+    )
+    return findings
+
+
+def _limit(value: int) -> float:
+    return float("inf") if value < 0 else value
+
+
+def _equal(check: str, values: list[Any], names: list[str], grade: str = FAIL) -> list[Finding]:
+    """One line if all are equal, one per value if not. What is missing is never all right."""
+    groups: dict[Any, list[str]] = {}
+    for value, name in zip(values, names):
+        groups.setdefault(value, []).append(name)
+    findings = []
+    for value, hosts in groups.items():
+        bad = FAIL if value == "missing" else grade if len(groups) > 1 else OK
+        shown = str(value)[:16] if check == "code" else str(value)
+        advice = (
+            ""
+            if bad == OK
+            else "pip install -r requirements/base.txt"
+            if value == "missing"
+            else "make it the same on all hosts"
+        )
+        findings.append(Finding(bad, check, shown, tuple(hosts), advice))
+    return findings
+
+
+def _enough(check: str, values: list[float], low: float, unit: int, names: list[str], advice: str) -> list[Finding]:
+    few = [(value, name) for value, name in zip(values, names) if value < low]
+
+    def shown(value: float) -> str:
+        return "unlimited" if value == float("inf") else f"{value / unit:.1f} GiB" if unit > 1 else f"{value:.0f}"
+
+    if few:
+        return [
+            Finding(WARN, check, f"{shown(value)}, less than {shown(low)}", (name,), advice) for value, name in few
+        ]
+    return [Finding(OK, check, f"{shown(min(values))} or more", tuple(names))]
+
+
+def judge_clocks(offsets: list[float], names: list[str]) -> list[Finding]:
+    """Offsets are the launcher's clock minus the host's, in seconds, the way of a message included."""
+    wrong = [(offset, name) for offset, name in zip(offsets, names) if abs(offset) > 2.0]
+    if wrong:
+        return [
+            Finding(
+                WARN,
+                "clock",
+                f"{-offset:+.1f} s",
+                (name,),
+                "start an NTP service: logs of hosts do not fit together",
+            )
+            for offset, name in wrong
+        ]
+    return [Finding(OK, "clock", f"within {max(max(map(abs, offsets)), 0.01):.2f} s", tuple(names))]
+
+
+def table(findings: Iterable[Finding], total: int) -> str:
+    """The findings for people."""
+    lines = []
+    for each in findings:
+        hosts = (
+            f"all {total} hosts"
+            if len(each.hosts) == total > 1
+            else ", ".join(each.hosts[:6]) + (" ..." if len(each.hosts) > 6 else "")
+        )
+        lines.append(f"{each.grade:>4}  {each.check:<16} {each.value:<48} {hosts}".rstrip())
+        if each.advice and each.grade != OK:
+            lines.append(f"{'':22} -> {each.advice}")
+    return "\n".join(lines)

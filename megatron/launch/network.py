@@ -1,0 +1,106 @@
+"""Addresses of this machine, and the network that all hosts of a run share."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "kube", "tunl")
+
+
+@dataclass(frozen=True)
+class Address:
+    """An address of a network interface, with the length of its network's prefix."""
+
+    interface: str
+    address: str
+    prefix: int
+
+    @property
+    def network(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+        return ipaddress.ip_network(f"{self.address}/{self.prefix}", strict=False)
+
+
+def addresses() -> list[Address]:
+    """This machine's addresses, IPv4 before IPv6, without link-local ones."""
+    return [each for each in _ipv4() + _ipv6() if not ipaddress.ip_address(each.address).is_link_local]
+
+
+def _ipv4() -> list[Address]:
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                address = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]
+                mask = fcntl.ioctl(any_socket, _SIOCGIFNETMASK, request)[20:24]
+            except OSError:  # an interface without an IPv4 address
+                continue
+            found.append(Address(name, socket.inet_ntoa(address), int.from_bytes(mask, "big").bit_count()))
+    return found
+
+
+def _ipv6() -> list[Address]:
+    table = Path("/proc/net/if_inet6")
+    if not table.exists():
+        return []
+    found = []
+    for line in table.read_text().splitlines():
+        digits, _, prefix, _, _, name = line.split()
+        found.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), int(prefix, 16)))
+    return found
+
+
+def free_port(address: str = "") -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.create_server((address, 0)) as server:
+        return server.getsockname()[1]
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface by which this machine reaches another; None where that is loopback, or nobody knows the name."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only asks the routing table
+            mine = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((each.interface for each in addresses() if each.address == mine and each.interface != "lo"), None)
+
+
+def shared_network(
+    hosts: list[list[Address]], interface: str | None = None, preferred: str | None = None
+) -> list[Address] | None:
+    """One address per host, all in one network.
+
+    Args:
+        hosts: the addresses of each host.
+        interface: look at this interface only; the networks may then differ, because routers can join them.
+        preferred: an address of the first host; its network is taken if all hosts have it.
+
+    Returns:
+        The address of each host, or None where they share no network. Loopback and the private networks of
+        containers never count, and neither does a network in which two hosts have the same address.
+    """
+    if interface:
+        named = [next((each for each in host if each.interface == interface), None) for host in hosts]
+        return None if any(each is None for each in named) else named
+    found = shared_networks(hosts)
+    return next((chosen for chosen in found if chosen[0].address == preferred), found[0] if found else None)
+
+
+def shared_networks(hosts: list[list[Address]]) -> list[list[Address]]:
+    """Every network that all hosts are in, as the address of each host in it; in the order of the first host's."""
+    usable = [[each for each in host if not each.interface.startswith(_VIRTUAL)] for host in hosts]
+    found = []
+    for candidate in usable[0]:
+        chosen = [next((each for each in host if each.network == candidate.network), None) for host in usable]
+        chosen[0] = candidate
+        if all(chosen) and len({each.address for each in chosen}) == len(hosts):
+            found.append(chosen)
+    return found

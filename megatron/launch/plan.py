@@ -1,0 +1,206 @@
+"""A run as it will start: the resolved configuration, the hosts, and what every agent is told."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import arguments, forwarding
+from .arguments import ArgumentError, Arguments
+from .choose import Choice, choose, some_hosts
+from .code_version import code_now, code_version
+from .connection import Command
+from .hosts import HostError
+from .launcher import Settings
+from .runners.torchrun import wrapped
+from .settings import launch_section
+from .specification import Specification
+
+if TYPE_CHECKING:
+    from ..config.resolve import Resolved
+    from ..config.sections.layout import LaunchSection
+
+# Scripts that read a trained model: the run's training data need not be there any more.
+WITHOUT_DATA = ("eval.py", "generate.py")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before the first process starts.
+
+    Attributes:
+        script: path of the script.
+        taken: its arguments, the launcher's options added as overrides.
+        resolved: the configuration, resolved for the run's number of ranks.
+        choice: the runner and the hosts.
+        job: what the agents are told.
+        settings: how the launcher behaves.
+    """
+
+    script: str
+    taken: Arguments
+    resolved: Resolved
+    choice: Choice
+    job: Specification
+    settings: Settings
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What follows the script on a command line that starts the same run."""
+        own = self.taken.own
+        return (
+            *self.taken.files,
+            *self.taken.overrides,
+            *(("--", *own) if own and not own[0].startswith("-") else own),
+        )
+
+    @property
+    def launch(self) -> LaunchSection:
+        return self.resolved.config.launch
+
+    @property
+    def logs(self) -> Path:
+        return Path(self.job.directory, self.resolved.config.run.dir, "logs")
+
+
+def make_plan(
+    script: str,
+    words: Sequence[str],
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    later: bool = False,
+) -> Plan:
+    """Resolve and check everything about a run.
+
+    Args:
+        script: the script that every rank executes.
+        words: its arguments: files, overrides, its own options.
+        overrides: the launcher's options, as overrides.
+        environment: of the launcher.
+        later: the run will start in a scheduler's job (`launch.batch`), on hosts that are not known yet.
+
+    Raises:
+        ConfigError, HostError, ArgumentError: mistakes of the user.
+    """
+    taken = _arguments(script, words)
+    taken = replace(taken, overrides=(*taken.overrides, *overrides))
+    launch = launch_section(taken.files, taken.overrides)
+    return _plan(script, taken, some_hosts(launch) if later else choose(launch, environment), environment)
+
+
+def _plan(
+    script: str, taken: Arguments, choice: Choice, environment: Mapping[str, str], extra: Sequence[str] = ()
+) -> Plan:
+    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for."""
+    from .. import config as configuration
+
+    resolved = configuration.load(
+        taken.files,
+        [*taken.overrides, *extra],
+        ranks=choice.ranks,
+        check_inputs=Path(script).name not in WITHOUT_DATA,
+    )
+    launch = resolved.config.launch
+    # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
+    check_code = launch.check_code and choice.transport != "local"
+    settings = Settings(
+        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code
+    )
+    job = _specification(script, taken.own, resolved, choice, environment)
+    return Plan(script, taken, resolved, choice, job, settings)
+
+
+def without(plan: Plan, lost: set[str], environment: Mapping[str, str]) -> Plan:
+    """The same run on the hosts that are left: fewer data parallel ranks, the same global batch.
+
+    Raises:
+        ConfigError: the layout or the batch does not allow that many ranks.
+        HostError: no host is left, or rank 0's address was given and its host is lost.
+    """
+    hosts = tuple(host for host in plan.choice.hosts if host.name not in lost)
+    if not hosts:
+        raise HostError("no host is left")
+    if plan.settings.master_address and plan.choice.hosts[0].name in lost:
+        raise HostError("launch.master_address belongs to a host that is lost")
+    size = plan.resolved.config.training.global_batch_size
+    same_batch = ["training.accumulation=null", f"training.global_batch_size={size}"]
+    return _plan(plan.script, plan.taken, replace(plan.choice, hosts=hosts), environment, same_batch)
+
+
+def _arguments(script: str, words: Sequence[str]) -> Arguments:
+    from .command_line import KEYS
+
+    if not script.endswith(".py") or script.startswith("-"):
+        raise ArgumentError(f"expected a script (SCRIPT.py), found {script!r}")
+    if not Path(script).is_file():
+        raise ArgumentError(f"there is no script {script}")
+    taken = arguments.split(words)
+    launchers = (*KEYS, "dry-run", "sbatch", "submit", "print", "logs")
+    late = [word for word in taken.own if word.startswith("--") and word[2:].partition("=")[0] in launchers]
+    if late:
+        raise ArgumentError(f"{late[0]} is an option of deepy.py: write it before {script}")
+    if not taken.files:
+        raise ArgumentError(f"no configuration file: deepy.py {script} a.yml ...")
+    return taken
+
+
+def _specification(
+    script: str, own: Sequence[str], resolved: Resolved, choice: Choice, environment: Mapping[str, str]
+) -> Specification:
+    config = resolved.config
+    launch, here = config.launch, choice.transport == "local"
+    variables = {} if here else forwarding.forwarded(environment, launch.forward)
+    if launch.environment_file:
+        try:
+            variables |= forwarding.read_file(launch.environment_file)
+        except (OSError, ValueError) as error:
+            raise HostError(f"launch.environment_file: {error}") from error
+    directory = launch.working_directory or os.getcwd()
+    interface = {
+        name: launch.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if launch.interface
+    }
+    job = Specification(
+        hosts=choice.hosts,
+        command=(launch.python or sys.executable, "-u", os.path.join(directory, script), *own),
+        directory=directory,
+        environment={**interface, **variables, **launch.environment},
+        configuration=resolved.text(),
+        code=code_version(),
+        logs=str(Path(config.run.dir, "logs")),
+        console=launch.console,
+        plain=here,
+        terminal=_terminal() if here else (None, None),
+        grace=launch.grace,
+        heartbeat=0.0 if here else launch.heartbeat,
+        device=launch.device,
+        bind=launch.bind,
+        ticket_file=str(Path(directory, config.run.dir, f".ticket-{secrets.token_hex(4)}")),
+    )
+    return wrapped(job, launch, secrets.token_hex(4)) if choice.runner == "torchrun" else job
+
+
+def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """The size of the terminal behind standard output and standard error, where that is one."""
+    columns, rows = shutil.get_terminal_size()
+    return tuple((rows, columns) if stream.isatty() else None for stream in (sys.stdout, sys.stderr))
+
+
+def again(plan: Plan, attempt: int) -> Specification:
+    """What the agents are told at a later start."""
+    environment = {**plan.job.environment, "JOB_ATTEMPT": str(attempt)}
+    code = code_now() if attempt else plan.job.code  # hosts must have what this one has now
+    return replace(plan.job, attempt=attempt, environment=environment, code=code)
+
+
+def commands(plan: Plan) -> list[Command]:
+    """What the chosen runner starts."""
+    from .runners import RUNNERS
+
+    return RUNNERS[plan.choice.transport](plan.job, plan.launch)

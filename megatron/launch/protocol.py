@@ -1,0 +1,73 @@
+"""What launcher and agents say to each other: one JSON object per line, over pipes or a socket.
+
+Launcher to agent: `specification` (first), `start`, `signal`, `stop`, `kill`, `beat`. Agent to launcher: `address`,
+`ready`, `output`, `exit`, `tail`, `signalled`, `done`, `problem`, `beat`. Every message of an
+agent names its host by index.
+
+Lines of an agent stay under 1000 bytes: srun carries output in messages of 1024 bytes, and a longer line of one
+host could be torn by one of another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+VERSION = 1
+LIMIT = 1000  # bytes of one line from an agent, its newline included
+MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or mpirun is told apart
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """One message as one line."""
+    return (
+        MARK
+        + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
+        + b"\n"
+    )
+
+
+def encode_text(message: dict[str, Any], text: str) -> Iterator[bytes]:
+    """A message with a `text` of any length, cut into as many lines as the limit asks for."""
+    line = encode({**message, "text": text})
+    if len(line) <= LIMIT or len(text) <= 1:
+        yield line
+        return
+    middle = len(text) // 2
+    yield from encode_text(message, text[:middle])
+    yield from encode_text(message, text[middle:])
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The message of a line without its newline, or None where the line is not one of ours."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        message = json.loads(line[len(MARK) :].decode("utf-8", "surrogateescape"))
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) and "type" in message else None
+
+
+class Lines:
+    """Collects bytes as they come and gives them back as whole lines."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, without their newlines."""
+        if b"\n" not in data:
+            self._parts.append(data)
+            return []
+        self._parts.append(data)
+        *lines, rest = b"".join(self._parts).split(b"\n")
+        self._parts = [rest] if rest else []
+        return lines
+
+    def rest(self) -> bytes:
+        """What is left without a newline; forgets it."""
+        rest = b"".join(self._parts)
+        self._parts = []
+        return rest

@@ -1,0 +1,16 @@
+"""This machine, without a network: one agent as a child of the launcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..connection import Command
+from ..specification import Specification
+from .agent_command import agent_command
+
+if TYPE_CHECKING:
+    from ...config.sections.layout import LaunchSection
+
+
+def commands(job: Specification, launch: LaunchSection) -> list[Command]:
+    return [Command(tuple(agent_command(launch.python)), (0,), index=0)]

@@ -1,0 +1,32 @@
+"""Hosts reached by pdsh: one command for all. pdsh carries no input, so the agents call the launcher.
+
+What they need for that is in a file, which must be on a disk that all hosts share; the ssh runner needs none.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from ..connection import Command
+from ..specification import Specification
+from .agent_command import agent_command
+from .ssh import ssh_options
+
+if TYPE_CHECKING:
+    from ...config.sections.layout import LaunchSection
+
+FAN_OUT = 1024
+
+
+def commands(job: Specification, launch: LaunchSection) -> list[Command]:
+    # pdsh itself replaces %n by the host's number, and %% by a percent sign.
+    agent = shlex.join(agent_command(launch.python)).replace("%", "%%")
+    ticket = job.ticket_file
+    remote = f"exec {agent} --index %n --ticket {shlex.quote(ticket).replace('%', '%%')}"
+    names = ",".join(host.name for host in job.hosts)
+    arguments = ("pdsh", "-S", "-R", "ssh", "-f", str(FAN_OUT), "-w", names, remote)
+    environment = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": shlex.join(ssh_options(launch))}
+    return [
+        Command(arguments, tuple(range(len(job.hosts))), dials=True, ticket_file=ticket, environment=environment)
+    ]

@@ -1,0 +1,40 @@
+"""torchrun on every host: our agent starts one torchrun per host, and torchrun starts, and restarts, the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..specification import Specification
+
+if TYPE_CHECKING:
+    from ...config.sections.layout import LaunchSection
+
+# Addresses and the number of slots are known when the agent starts it; everything else is an argument. torchrun would
+# guess from host names which host is the first and under which address it is known, and be wrong on many machines.
+_SHELL = (
+    'case "$RANK" in 0) first=true;; *) first=false;; esac; '
+    'exec "$0" -u -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" '
+    '--rdzv-conf="is_host=$first" --local-addr="$JOB_ADDRESS" --nproc-per-node="$JOB_SLOTS" "$@"'
+)
+# Without this a restart on several hosts reads the previous attempt's addresses and never recovers.
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+
+
+def wrapped(job: Specification, launch: LaunchSection, name: str) -> Specification:
+    """The job with torchrun between the agents and the ranks."""
+    python, *rest = job.command
+    script = rest[1:]  # without -u
+    options = [
+        f"--nnodes={len(job.hosts)}",
+        f"--rdzv-id={name}",
+        f"--max-restarts={launch.restarts}",
+        f"--signals-to-handle={SIGNALS}",
+    ]
+    return replace(
+        job,
+        wrapper=True,
+        command=("/bin/sh", "-c", _SHELL, python, *options, *script),
+        environment={**ENVIRONMENT, **job.environment},
+    )

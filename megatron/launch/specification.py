@@ -1,0 +1,106 @@
+"""What an agent must know to start its ranks. It travels as one JSON line, never as an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import protocol
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and the devices it gives to the run.
+
+    Attributes:
+        name: as the runner reaches it.
+        slots: indices of its devices (or plain places, on CPU), one rank each.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Specification:
+    """The whole job, the same for every host.
+
+    Attributes:
+        hosts: all hosts; their order numbers the ranks.
+        command: the argument list that every rank executes.
+        directory: folder in which ranks start.
+        environment: variables set for every rank, over what the agent inherits.
+        configuration: the text of the resolved configuration.
+        code: digest of the launcher's source code.
+        logs: folder of the ranks' log files, relative to `directory`.
+        console: "first" (rank 0 speaks, the others write log files) or "all".
+        plain: whether rank 0's output goes to the console as it is, without a prefix.
+        terminal: rows and columns of the launcher's terminal for (stdout, stderr); None where that is not one.
+        grace: seconds between a stop signal and the kill.
+        heartbeat: seconds of silence after which the other side is taken for lost; 0 is never.
+        device: "auto", "cpu" or "cuda".
+        bind: "none", "numa" or "cores".
+        wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
+            RANK, WORLD_SIZE and the like are its business.
+        attempt: 0 for the first start, then counting restarts.
+        ticket_file: where agents that call the launcher find out how, if the runner needs a file for that.
+    """
+
+    hosts: tuple[Host, ...]
+    command: tuple[str, ...]
+    directory: str
+    environment: dict[str, str] = field(default_factory=dict)
+    configuration: str = ""
+    code: str = ""
+    logs: str | None = None
+    console: str = "first"
+    plain: bool = False
+    terminal: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
+    grace: float = 60.0
+    heartbeat: float = 0.0
+    device: str = "auto"
+    bind: str = "none"
+    wrapper: bool = False
+    attempt: int = 0
+    ticket_file: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(host.slots) for host in self.hosts)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.configuration.encode()).hexdigest()
+
+    def first_rank(self, index: int) -> int:
+        """The global rank of the first slot of host `index`."""
+        return sum(len(host.slots) for host in self.hosts[:index])
+
+    def to_message(self, index: int | None) -> dict[str, Any]:
+        """The message for host `index`; None where one message goes to all and each agent knows its index."""
+        return {
+            "type": "specification",
+            "version": protocol.VERSION,
+            "index": index,
+            "job": dataclasses.asdict(self),
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Specification:
+        """The specification in a message.
+
+        Raises:
+            ValueError: another version of the protocol, or not a specification.
+        """
+        if message.get("version") != protocol.VERSION or message.get("type") != "specification":
+            raise ValueError(
+                f"the launcher speaks version {message.get('version')} of the protocol, this host's code "
+                f"version {protocol.VERSION}: bring both to the same code"
+            )
+        job = dict(message["job"])
+        job["hosts"] = tuple(Host(each["name"], tuple(each["slots"])) for each in job["hosts"])
+        job["command"] = tuple(job["command"])
+        job["terminal"] = tuple(tuple(size) if size else None for size in job["terminal"])
+        return cls(**job)

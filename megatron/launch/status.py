@@ -1,0 +1,89 @@
+"""Exit statuses, and which of many ends is the one to tell."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+CONFIG_ERROR = 2
+HOST_LOST = 255
+STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPED = "stopped by the launcher"  # the reason of a rank that ended because another had failed
+FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The bad end of a rank, or the loss of a host.
+
+    Attributes:
+        time: seconds since the epoch, by the launcher's clock, when it failed.
+        host: name of the host.
+        rank: global rank; None where the host as a whole was lost or could not start.
+        status: exit status as `wait` gives it: negative for a signal.
+        reason: why, where no rank says it.
+        text: the end of what the rank said.
+    """
+
+    time: float
+    host: str
+    rank: int | None
+    status: int
+    reason: str = ""
+    text: str = ""
+
+
+def exit_status(status: int) -> int:
+    """A wait status as a shell would give it: 128 + n for signal n."""
+    return 128 - status if status < 0 else status
+
+
+def signal_of(status: int) -> signal.Signals | None:
+    """The signal that a status (-n or 128 + n) tells of."""
+    number = -status if status < 0 else status - 128
+    try:
+        return signal.Signals(number) if number > 0 else None
+    except ValueError:
+        return None
+
+
+def describe(status: int) -> str:
+    """A status in words: "status 1", "SIGKILL (137)"."""
+    name = signal_of(status)
+    return f"{name.name} ({exit_status(status)})" if name else f"status {status}"
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that came first. A rank's own end beats the loss of its host at the same moment."""
+    return min(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0), default=None)
+
+
+def stopped(status: int, sent: Iterable[int]) -> bool:
+    """Whether a rank's status only says that it obeyed one of the signals `sent`."""
+    return any(status in (-number, 128 + number) for number in sent)
+
+
+def outcome(failures: list[Failure], sent: Iterable[int]) -> tuple[int, Failure | None]:
+    """The status of the whole run, and the failure to show.
+
+    Args:
+        failures: every bad end.
+        sent: signals that the launcher was told to pass on.
+
+    Returns:
+        (0, None) if all went well; (128 + n, None) if ranks ended by signal n that the launcher passed on, or at once
+        because it came twice, and nothing else went wrong; otherwise the first failure's status and that failure.
+    """
+    sent = tuple(sent)
+    harmless = [
+        each
+        for each in failures
+        if sent and each.rank is not None and (each.reason == STOPPED or stopped(each.status, sent))
+    ]
+    first = first_failure(each for each in failures if each not in harmless)
+    if first is None:
+        obeyed = first_failure(each for each in harmless if stopped(each.status, sent))
+        return (exit_status(obeyed.status) if obeyed else 128 + sent[-1] if harmless else 0), None
+    return (HOST_LOST if first.rank is None else exit_status(first.status)), first

@@ -1,0 +1,132 @@
+"""One run from its first start to its end, restarts included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from ..config.problems import ConfigError
+from ..report.ledger import Ledger
+from .code_version import code_now
+from .console import report, say
+from .hosts import HostError
+from .launcher import Launcher, Result
+from .plan import Plan, again, commands, without
+from .status import CONFIG_ERROR, describe
+from .ticket import VARIABLE, Desk, write_file
+
+LONGEST_DELAY = 600.0
+STEADY = 600.0  # a start that lived this long ends the row of failures
+
+
+def supervise(plan: Plan) -> int:
+    """Run a plan to its end; returns the exit status."""
+    _announce(plan)
+    allowed = 0 if plan.choice.runner == "torchrun" else plan.launch.restarts  # torchrun restarts by itself
+    attempt, in_a_row = 0, 0
+    while True:
+        result = start(plan, attempt)
+        if result.status == 0:
+            return 0
+        _explain(plan, result)
+        if not worth_another(result, attempt, allowed):
+            return result.status
+        attempt += 1
+        in_a_row = 1 if result.seconds > STEADY else in_a_row + 1
+        delay = min(plan.launch.restart_delay * 2 ** (in_a_row - 1), LONGEST_DELAY)
+        plan = _on_hosts_that_are_left(plan, result)
+        say(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
+        _into_the_ledger(plan, result, attempt)
+        try:
+            time.sleep(delay)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+
+def worth_another(result: Result, attempt: int, allowed: int) -> bool:
+    """Whether to start again: not after a signal to the launcher, nor after a mistake that would be there again.
+
+    The first start must have come as far as the ranks: hosts that never answered are a mistake, not a failure.
+    """
+    if attempt >= allowed or result.signals or (attempt == 0 and not result.started):
+        return False
+    return result.status != CONFIG_ERROR
+
+
+def _on_hosts_that_are_left(plan: Plan, result: Result) -> Plan:
+    """The plan without the hosts that were lost, where the layout allows it; otherwise all of them again."""
+    lost = {each.host for each in result.failures if each.rank is None}
+    if not lost:
+        return plan
+    names = ", ".join(sorted(lost))
+    try:
+        smaller = without(plan, lost, os.environ)
+    except (ConfigError, HostError) as error:
+        say(f"cannot go on without {names}, so all hosts are tried again: {error}")
+        return plan
+    say(
+        f"going on without {names}: {smaller.choice.ranks} ranks in place of {plan.choice.ranks}, the same global batch"
+    )
+    return smaller
+
+
+def _into_the_ledger(plan: Plan, result: Result, attempt: int) -> None:
+    """Note the restart while nobody else writes there."""
+    first, run = result.first, Path(plan.job.directory, plan.resolved.config.run.dir)
+    if first is None or not run.is_dir():  # a run whose directory is on other machines keeps its ledger there
+        return
+    ledger = Ledger(run / "ledger.jsonl")
+    ledger.write(
+        "restart",
+        attempt=attempt,
+        status=result.status,
+        rank=first.rank,
+        host=first.host,
+        reason=first.reason or describe(first.status),
+        code=code_now()[:16],
+        hosts=[host.name for host in plan.choice.hosts],
+    )
+    ledger.close()
+
+
+def start(plan: Plan, attempt: int) -> Result:
+    """One start of all ranks, with agents of its own and a port of its own."""
+    job, todo = again(plan, attempt), commands(plan)
+    if job.code != plan.job.code:
+        say("the source code has changed since this run was started: what follows is computed by other code")
+    if not any(each.dials for each in todo):
+        return Launcher(job, todo, plan.settings).run()
+    desk = Desk()
+    files = [write_file(Path(each.ticket_file), desk.ticket()) for each in todo if each.ticket_file]
+    todo = [replace(each, environment={**each.environment, VARIABLE: desk.ticket()}) for each in todo]
+    try:
+        return Launcher(job, todo, plan.settings, desk).run()
+    finally:
+        desk.close()
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _announce(plan: Plan) -> None:
+    hosts = plan.choice.hosts
+    where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
+    say(
+        f"runner {plan.choice.runner} ({plan.choice.reason}): {plan.choice.ranks} ranks on {where}; "
+        f"logs in {plan.job.logs}"
+    )
+    summary = plan.resolved.summary()
+    if summary:
+        say(summary)
+
+
+def _explain(plan: Plan, result: Result) -> None:
+    if result.first is None:
+        say(f"stopped by a signal; exit status {result.status}")
+        return
+    others = [each for each in result.failures if each is not result.first]
+    sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs) + "\n")
+    sys.stderr.flush()

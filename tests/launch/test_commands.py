@@ -1,0 +1,379 @@
+"""What each runner would start, as data: golden commands, and nothing that grows over the system's limits."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml as pyyaml
+
+from megatron.config.sections.layout import LaunchSection
+from megatron.launch.command_line import main, overrides_of, parser
+from megatron.launch.runners import RUNNERS, torchrun
+from megatron.launch.specification import Host, Specification
+from tests.paths import ROOT
+
+from .running import CONFIG
+
+AGENT = [sys.executable, "-u", str(ROOT / "deepy.py"), "--agent"]
+LIMIT = 128 * 1024  # of one argument, on Linux
+RUN = ["local", "ssh", "pdsh", "openmpi", "mpich", "slurm"]
+
+
+@pytest.fixture(autouse=True)
+def plain_place(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if "." not in name else None)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+def job(number, slots=2, configuration="x"):
+    hosts = tuple(Host(f"node{index:04d}", tuple(range(slots))) for index in range(number))
+    return Specification(
+        hosts,
+        ("python", "train.py"),
+        "/work dir",
+        {"API_KEY": "hushhush"},
+        configuration,
+        ticket_file="/run dir/.ticket-1",
+    )
+
+
+def build(runner, number=2, **keys):
+    return RUNNERS[runner](
+        job(number), LaunchSection(hostfile=None if runner in ("local", "slurm") else "hosts", **keys)
+    )
+
+
+def test_local():
+    (command,) = RUNNERS["local"](job(1), LaunchSection())
+    assert list(command.arguments) == AGENT and command.hosts == (0,) and command.index == 0 and not command.dials
+
+
+def test_ssh_with_a_port_and_options():
+    first, second = build("ssh", ssh_port=2222, ssh_options=["-o", "IdentityFile=/k"])
+    assert first.arguments[:5] == ("ssh", "-o", "IdentityFile=/k", "-p", "2222")
+    assert first.arguments[-2:] == ("node0000", "exec " + shlex.join(AGENT))
+    assert [each.index for each in (first, second)] == [0, 1] and "BatchMode=yes" in first.arguments
+
+
+def test_pdsh():
+    (command,) = build("pdsh", ssh_port=2222)
+    assert command.arguments == (
+        "pdsh",
+        "-S",
+        "-R",
+        "ssh",
+        "-f",
+        "1024",
+        "-w",
+        "node0000,node0001",
+        f"exec {shlex.join(AGENT)} --index %n --ticket '/run dir/.ticket-1'",
+    )
+    assert command.dials and command.ticket_file == "/run dir/.ticket-1" and command.hosts == (0, 1)
+    assert "-p 2222" in command.environment["PDSH_SSH_ARGS_APPEND"]
+
+
+def test_openmpi():
+    (command,) = build("openmpi", interface="ib0", ssh_port=2222)
+    assert list(command.arguments) == [
+        "mpirun",
+        "--host",
+        "node0000,node0001",
+        "-np",
+        "2",
+        "--map-by",
+        "ppr:1:node",
+        "--bind-to",
+        "none",
+        "-x",
+        "JOB_TICKET",
+        "--mca",
+        "oob_tcp_if_include",
+        "ib0",
+        "--mca",
+        "plm_rsh_args",
+        "-p 2222",
+        *AGENT,
+        "--index",
+        "OMPI_COMM_WORLD_RANK",
+        "--ticket",
+        "JOB_TICKET",
+    ]
+    assert command.dials and not command.ticket_file
+
+
+def test_mpich():
+    (command,) = build("mpich")
+    assert list(command.arguments) == [
+        "mpiexec",
+        "-hosts",
+        "node0000,node0001",
+        "-n",
+        "2",
+        "-ppn",
+        "1",
+        *AGENT,
+        "--index",
+        "PMI_RANK",
+        "--ticket",
+        "JOB_TICKET",
+    ]
+
+
+def test_slurm():
+    (command,) = build("slurm", 16)
+    words = list(command.arguments)
+    assert words[:6] == ["srun", "-N", "16", "-n", "16", "--ntasks-per-node=1"] and words[-6:] == [
+        *AGENT,
+        "--index",
+        "SLURM_NODEID",
+    ]
+    assert command.index is None and not command.dials
+    (command,) = build("slurm", 2)
+    assert "--nodelist=node0000,node0001" in command.arguments
+
+
+def test_torchrun_wraps_the_job_and_not_the_runner():
+    wrapped = torchrun.wrapped(job(2), LaunchSection(restarts=3), "abc")
+    assert wrapped.wrapper and wrapped.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert wrapped.command[:2] == ("/bin/sh", "-c")
+    assert {"--nnodes=2", "--rdzv-id=abc", "--max-restarts=3"} <= set(wrapped.command)
+    assert any(word.startswith("--signals-to-handle=") and "SIGUSR1" in word for word in wrapped.command)
+
+
+def test_the_shell_of_torchrun_gives_exact_arguments(tmp_path):
+    """The line runs a stand-in for Python that prints what it is given."""
+    fake = tmp_path / "fake python"
+    fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done\n')
+    fake.chmod(0o755)
+    nasty = ["a b", "it's", "", "$HOME", "`id`", "x;id", "*"]
+    base = Specification((Host("a", (0, 1)),), (str(fake), "-u", "train.py", *nasty), "/")
+    command = torchrun.wrapped(base, LaunchSection(), "n").command
+    environment = {
+        "RANK": "0",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "5",
+        "JOB_SLOTS": "2",
+        "JOB_ADDRESS": "10.0.0.1",
+    }
+    words = (
+        subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode().split("\0")[:-1]
+    )
+    assert words[:3] == ["-u", "-m", "torch.distributed.run"] and words[-8:] == ["train.py", *nasty]
+    assert {"--rdzv-endpoint=10.0.0.1:5", "--nproc-per-node=2", "--rdzv-conf=is_host=true"} <= set(words)
+
+
+@pytest.mark.parametrize("runner", RUN)
+def test_a_thousand_hosts_and_a_huge_configuration(runner):
+    number = 1 if runner == "local" else 1024
+    commands = RUNNERS[runner](job(number, 8, "x" * 5_000_000), LaunchSection(hostfile="hosts"))
+    assert sorted(index for command in commands for index in command.hosts) == list(range(number))
+    for command in commands:
+        assert all(len(word) < LIMIT for word in command.arguments)
+        assert sum(map(len, command.arguments)) < 2 * LIMIT
+        text = " ".join([*command.arguments, *command.environment.values()])
+        assert "hushhush" not in text and "xxxx" not in text
+
+
+@pytest.mark.parametrize("runner", RUN)
+def test_the_same_command_for_every_job(runner):
+    first = RUNNERS[runner](job(2), LaunchSection(hostfile="hosts"))
+    other = Specification(
+        job(2).hosts, ("python", "other.py", "--x"), "/elsewhere", {"A": "b"}, "y", ticket_file="/run dir/.ticket-1"
+    )
+    assert first == RUNNERS[runner](other, LaunchSection(hostfile="hosts"))
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    (tmp_path / "a.yml").write_text(CONFIG)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_options_stand_for_keys():
+    options = parser().parse_args(
+        [
+            "--ranks",
+            "4",
+            "--hostfile",
+            "my hosts",
+            "--master-address",
+            "10.0.0.1",
+            "--interface",
+            "ib0",
+            "t.py",
+            "--ranks",
+            "2",
+        ]
+    )
+    assert overrides_of(options) == [
+        "launch.ranks=4",
+        "launch.hostfile='my hosts'",
+        "launch.master_address='10.0.0.1'",
+        "launch.interface=ib0",
+    ]
+    assert options.words == ["t.py", "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "no script"),
+        (["nope.py", "a.yml"], "no script nope.py"),
+        (["a.yml"], "expected a script"),
+        (["train.py"], "no configuration file"),
+        (["train.py", "a.yml", "--ranks", "2"], "before train.py"),
+        (["train.py", "a.yml", "what"], "'what'"),
+        (["--hostfile", "nowhere", "train.py", "a.yml"], "nowhere"),
+        (["--hostfile", "hosts", "--include", "x", "train.py", "a.yml"], "no host 'x'"),
+        (["train.py", "a.yml", "training.stepz=1"], "stepz"),
+        (["train.py", "a.yml", "launch.rank=1"], "launch.rank"),
+        (["--ranks", "two", "train.py", "a.yml"], "launch.ranks"),
+        (["train.py", "b.yml"], "b.yml"),
+        (["--runner", "slurm", "train.py", "a.yml"], "allocation"),
+        (["--sbatch", "train.py", "a.yml"], "--ranks"),
+        (["--ranks", "3", "train.py", "a.yml", "parallel.tensor=2"], "parallel.tensor"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_message(place, capsys, words, part):
+    assert main(words) == 2
+    assert part in capsys.readouterr().err
+    assert not (place / "runs").exists()
+
+
+def test_dry_run_tells_everything_but_secrets(place, capsys):
+    assert (
+        main(
+            [
+                "--dry-run",
+                "--hostfile",
+                "hosts",
+                "train.py",
+                "a.yml",
+                "launch.environment.WANDB_API_KEY=hushhush",
+                "launch.environment.A='1'",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    for part in (
+        "4 ranks on 2 hosts",
+        "ssh -T",
+        "node1",
+        "node2",
+        "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2",
+        "A=1",
+        "JOB_CONFIG_SHA256",
+    ):
+        assert part in out, part
+    assert "hushhush" not in out and not (place / "runs").exists()
+
+
+BATCH = [
+    "launch.batch.nodes=4",
+    "launch.batch.time='12:00:00'",
+    "launch.batch.account=acc",
+    "launch.batch.partition=gpu",
+]
+
+
+def test_slurm_job_script(place, capsys):
+    assert main(["--ranks", "8", "--print", "sbatch", "train.py", "a.yml", *BATCH]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "--nodes=4",
+        "--ntasks-per-node=1",
+        "--time=12:00:00",
+        "--account=acc",
+        "--partition=gpu",
+        "--gpus-per-node=8",
+        "--signal=USR1@300",
+        "--requeue",
+        "scontrol requeue",
+    ):
+        assert part in out, part
+    assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
+    line = next(line for line in out.splitlines() if "deepy.py" in line)
+    assert shlex.split(line)[1:5] == [str(ROOT / "deepy.py"), "--runner", "slurm", "train.py"]
+    assert (
+        "--gpus-per-node"
+        not in (
+            main(["--ranks", "2", "--print", "sbatch", "train.py", "a.yml", "launch.device=cpu"]),
+            capsys.readouterr().out,
+        )[1]
+    )
+
+
+def test_a_job_script_is_checked_for_all_its_ranks(place, capsys):
+    words = [
+        "--ranks",
+        "8",
+        "--print",
+        "sbatch",
+        "train.py",
+        "a.yml",
+        "launch.batch.nodes=4",
+        "training.global_batch_size=96",
+    ]
+    assert main(words) == 2, "96 is not a multiple of 2 * 32"
+    assert main([*words[:-1], "training.global_batch_size=128"]) == 0
+    capsys.readouterr()
+
+
+def test_pbs_job_script(place, capsys):
+    assert main(["--ranks", "4", "--print", "pbs", "train.py", "a.yml", *BATCH]) == 0
+    out = capsys.readouterr().out
+    assert "#PBS -l select=4:mpiprocs=1:ngpus=4" in out and "#PBS -l walltime=12:00:00" in out and "slots=4" in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
+
+
+def test_kubernetes_manifest(place, capsys):
+    assert (
+        main(["--ranks", "8", "--print", "k8s", "train.py", "a.yml", *BATCH, "launch.environment.NCCL_DEBUG=INFO"])
+        == 0
+    )
+    service, work = pyyaml.safe_load_all(capsys.readouterr().out)
+    assert (
+        service["metadata"]["name"] == work["metadata"]["name"] == "launched"
+        and service["spec"]["clusterIP"] == "None"
+    )
+    pod = work["spec"]["template"]["spec"]
+    assert work["spec"]["completions"] == 4 and pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert {"name": "NCCL_DEBUG", "value": "INFO"} in pod["containers"][0]["env"]
+    assert "--node-rank=$JOB_COMPLETION_INDEX" in pod["containers"][0]["command"][2]
+
+
+def test_sbatch_writes_the_script(place, capsys):
+    assert main(["--ranks", "2", "--sbatch", "train.py", "a.yml", "launch.device=cpu"]) == 0
+    path = place / "runs" / "launched" / "job.sbatch"
+    assert path.is_file() and capsys.readouterr().out == f"sbatch {path}\n"
+
+
+def test_logs_are_merged_by_time(place, capsys):
+    folder = place / "runs" / "x" / "logs"
+    folder.mkdir(parents=True)
+    (folder / "rank_0000.log").write_text("2026-01-01T00:00:00.100Z a\n2026-01-01T00:00:02.000Z c\n")
+    (folder / "rank_0001.log").write_text("2026-01-01T00:00:01.000Z b\nwithout time\n2026-01-01T00:00:03.000Z d\n")
+    assert main(["--logs", "runs/x"]) == 0
+    assert [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        "[0] a",
+        "[1] b",
+        "[1] without time",
+        "[0] c",
+        "[1] d",
+    ]
+    assert main(["--logs", "runs/none"]) == 2

@@ -1,0 +1,150 @@
+"""Messages, specifications, tickets: what is sent arrives as it was."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.launch import protocol
+from megatron.launch.console import Console
+from megatron.launch.protocol import LIMIT, Lines, decode, encode, encode_text
+from megatron.launch.specification import Host, Specification
+from megatron.launch.ticket import Desk, connect, write_file
+
+TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=3000)
+
+
+@given(TEXT)
+def test_text_of_any_kind_and_length(text):
+    text = text.encode("utf-8", "replace").decode()
+    lines = list(encode_text({"type": "output", "host": 7, "rank": 3, "stream": 1}, text))
+    assert "".join(decode(line[:-1])["text"] for line in lines) == text
+    assert all(len(line) <= LIMIT and line.count(b"\n") == 1 for line in lines)
+
+
+@given(st.binary(max_size=3000))
+def test_bytes_of_any_kind(data):
+    lines = encode_text(
+        {"type": "output", "host": 0, "rank": 0, "stream": 2}, data.decode("utf-8", "surrogateescape")
+    )
+    assert "".join(decode(line[:-1])["text"] for line in lines).encode("utf-8", "surrogateescape") == data
+
+
+@given(st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b"")), max_size=20), st.integers(1, 17))
+def test_lines_do_not_depend_on_how_bytes_come(lines, step):
+    stream, collected, feeder = b"".join(line + b"\n" for line in lines) + b"rest", [], Lines()
+    for start in range(0, len(stream), step):
+        collected += feeder.feed(stream[start : start + step])
+    assert collected == lines and feeder.rest() == b"rest" and feeder.rest() == b""
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"srun: error: x", b"\x1e", b"\x1enot json", b"\x1e[1]", b"\x1e{}", b'{"type":"done"}']
+)
+def test_chatter_is_told_from_messages(line):
+    assert decode(line) is None
+
+
+ANY = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40)
+
+
+@settings(max_examples=50)
+@given(st.lists(ANY, max_size=20), st.dictionaries(ANY, ANY, max_size=8), ANY)
+def test_a_specification_comes_back(words, variables, configuration):
+    job = Specification(
+        (Host("a", (0, 2)), Host("b", (1,))),
+        ("python", *words),
+        "/x y",
+        variables,
+        configuration,
+        terminal=((24, 80), None),
+        grace=1.5,
+        wrapper=True,
+        attempt=2,
+    )
+    message = decode(encode(job.to_message(1))[:-1])
+    assert Specification.from_message(message) == job and message["index"] == 1
+    assert Specification.from_message(message).sha256 == job.sha256
+
+
+def test_ranks_are_numbered_through_the_hosts():
+    job = Specification((Host("a", (0, 1)), Host("b", (3,)), Host("c", (0, 1, 2))), (), "/")
+    assert [job.first_rank(index) for index in range(3)] == [0, 2, 3] and job.world_size == 6
+
+
+def test_another_version_is_refused(monkeypatch):
+    message = Specification((Host("a", (0,)),), (), "/").to_message(0)
+    monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)
+    with pytest.raises(ValueError, match="version"):
+        Specification.from_message(message)
+
+
+def call(desk, *arguments):
+    """Connect in a thread, admit here."""
+    result = []
+
+    def caller():
+        try:
+            result.append(connect(*arguments))
+        except OSError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    links = desk.admit()
+    thread.join()
+    return links, result[0]
+
+
+def test_an_agent_with_the_ticket_is_let_in(tmp_path):
+    desk = Desk()
+    path = write_file(tmp_path / "ticket", desk.ticket(["127.0.0.1"]))
+    assert path.stat().st_mode & 0o777 == 0o600
+    links, socket = call(desk, str(path), 5)
+    assert links[0].hosts == (5,)
+    links[0].send({"type": "start"})
+    assert decode(socket.recv(100).rstrip(b"\n")) == {"type": "start"}
+    socket.close()
+    desk.close()
+
+
+def test_an_agent_with_another_secret_is_not(tmp_path):
+    desk, other = Desk(), Desk()
+    other.socket.close()
+    ticket = desk.ticket(["127.0.0.1"]).replace(desk.secret, other.secret)
+    links, error = call(desk, str(write_file(tmp_path / "ticket", ticket)), 0, 0.0)
+    assert links == [] and isinstance(error, OSError)
+    desk.close()
+
+
+def test_a_launcher_without_the_secret_is_not_obeyed(tmp_path):
+    """Somebody else listens on the launcher's port: he must not be able to tell an agent what to run."""
+    desk = Desk()
+    ticket = desk.ticket(["127.0.0.1"])
+    desk.secret = "0" * 64
+    desk_thread = threading.Thread(target=desk.admit)
+    desk_thread.start()
+    with pytest.raises(ConnectionError):
+        connect(str(write_file(tmp_path / "ticket", ticket)), 0, 0.0)
+    desk_thread.join()
+    desk.close()
+
+
+def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
+    class Sink(io.StringIO):
+        buffer = property(lambda self: self)
+
+        def write(self, data):
+            return super().write(data.decode())
+
+    sink = Sink()
+    monkeypatch.setattr("sys.stdout", sink)
+    console = Console(plain=False)
+    console.show("a", 0, 1, "one\ntw")
+    console.show("b", 5, 1, "five\n")
+    console.show("a", 0, 1, "o\n")
+    assert sink.getvalue() == "[a:0] one\n[b:5] five\n[a:0] two\n"
