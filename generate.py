@@ -1,0 +1,15 @@
+"""Text from a checkpoint: `python generate.py RUN_OR_CHECKPOINT --prompt "def main(" --tokens 100`."""
+
+import sys
+
+from megatron.launch.environment import guarded
+
+
+def main() -> int:
+    from megatron.training.text import main as generate
+
+    return generate(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, the ledger, curves, the console."""

@@ -1,0 +1,105 @@
+"""What the person who watches a run sees: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+def short(number: float) -> str:
+    """Four digits at most and a unit prefix: 12.3k, 4.56M."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2d 03:04:05."""
+    days, rest = divmod(int(round(seconds)), 86400)
+    hours, rest = divmod(rest, 3600)
+    clock = f"{hours:02d}:{rest // 60:02d}:{rest % 60:02d}" if days else f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
+def training_line(record: Mapping[str, Any], total: int) -> str:
+    """One training record as text; a value that is not there is left out."""
+    parts = [f"step {record['step']:>{len(str(total))}}", f"{(record['step'] + 1) / max(total, 1):6.1%}"]
+    shown = (
+        ("loss", lambda v: f"loss {v:.4f}"),
+        ("lr", lambda v: f"lr {v:.3e}"),
+        ("grad_norm", lambda v: f"grad {v:.3f}"),
+        ("tokens_per_second", lambda v: f"{short(v)} tok/s"),
+        ("tflops", lambda v: f"{v:.3g} TFLOP/s"),
+        ("mfu", lambda v: f"MFU {v:.1%} of {record['peak_tflops']:g} TFLOP/s"),
+        ("memory_bytes", lambda v: f"mem {v / 2**30:.2f} GiB"),
+        ("eta_seconds", lambda v: f"ETA {duration(v)}"),
+    )
+    parts += [form(record[name]) for name, form in shown if record.get(name) is not None]
+    if record.get("skipped"):
+        parts.append("skipped: overflow")
+    return "  ".join(parts)
+
+
+def validation_line(record: Mapping[str, Any]) -> str:
+    sets = "  ".join(
+        f"{name}: loss {values['loss']:.4f} perplexity {values['perplexity']:.2f}"
+        for name, values in record["validation"].items())
+    return f"validation after {record['step']} steps  {sets}"
+
+
+class Console:
+    """The console sink.
+
+    Args:
+        mode: auto (live on a terminal), live, plain or quiet.
+        total: steps of the whole run.
+        file: where to write; standard output by default.
+    """
+
+    def __init__(self, mode: str, total: int, file: TextIO | None = None) -> None:
+        self.file = sys.stdout if file is None else file
+        self.total = total
+        self.mode = ("live" if self.file.isatty() else "plain") if mode == "auto" else mode
+        self._live = None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        if self.mode == "quiet":
+            return
+        if "validation" in record:
+            self.say(validation_line(record))
+        elif self.mode == "live":
+            self._show(record)
+        else:
+            self.say(training_line(record, self.total))
+
+    def say(self, text: str) -> None:
+        """Print a message; on a terminal it scrolls by above the live line."""
+        if self.mode == "quiet":
+            return
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self.file, flush=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        from rich.console import Console as Terminal
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(ProgressBar(total=self.total, completed=record["step"] + 1, width=12),
+                     Text(training_line(record, self.total)))
+        if self._live is None:
+            terminal = Terminal(file=self.file, force_terminal=True)
+            self._live = Live(grid, console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+            self._live.start()
+        self._live.update(grid, refresh=True)

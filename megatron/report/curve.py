@@ -1,0 +1,79 @@
+"""The loss curve and the closing words of a run, from its metrics.jsonl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .console import duration, short
+from .figures import save_lines
+from .jsonl import read_lines
+from .plot import draw
+
+
+@dataclass
+class History:
+    """The records of a run: training lines, and the (step, loss) points of each validation set."""
+
+    training: list[dict[str, Any]] = field(default_factory=list)
+    validation: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | Path) -> History:
+        """Read a metrics.jsonl.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: a line is damaged.
+        """
+        history = cls()
+        for record in read_lines(path):
+            if "loss" in record:
+                history.training.append(record)
+            for name, values in record.get("validation", {}).items():
+                if values["loss"] is not None:
+                    history.validation.setdefault(name, []).append((record["step"], values["loss"]))
+        return history
+
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """The training loss and the validation losses by name, as points."""
+        training = [(record["step"], record["loss"]) for record in self.training if record["loss"] is not None]
+        named = {f"validation: {name}": points for name, points in self.validation.items()}
+        return {"training": training, **named}
+
+
+def save_loss_curve(history: History, path: str | Path, title: str) -> None:
+    """Draw loss.png."""
+    curves = history.curves()
+    marked = [name for name in curves if name != "training"]
+    save_lines(path, curves, title=title, x="step", y="loss (nats per token)", marked=marked)
+
+
+def terminal_loss_curve(history: History, *, width: int = 72, height: int = 14) -> str:
+    """The loss curve as text."""
+    return draw(history.curves(), width=width, height=height, title="loss (nats per token) by step")
+
+
+def summary(history: History, *, seconds: float, reason: str) -> str:
+    """The closing words: what was reached and at what speed.
+
+    Args:
+        seconds: wall time of this process's loop.
+        reason: why it ended.
+    """
+    if not history.training:
+        return f"{reason} after {duration(seconds)}; no step was logged"
+    first, last = history.training[0], history.training[-1]
+    lines = [f"{reason} after {duration(seconds)}: {last['step'] + 1} steps, {short(last['tokens'])} tokens"]
+    if first["loss"] is not None and last["loss"] is not None:
+        lines.append(f"training loss    {first['loss']:.4f} (step {first['step']}) -> "
+                     f"{last['loss']:.4f} (step {last['step']})")
+    for name, points in history.validation.items():
+        best = min(points, key=lambda point: point[1])
+        lines.append(f"validation loss  {points[-1][1]:.4f} ({name}, after {points[-1][0]} steps; "
+                     f"best {best[1]:.4f} after {best[0]})")
+    rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))
+    if rates:
+        lines.append(f"median speed     {short(rates[len(rates) // 2])} tokens/s")
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""ledger.jsonl: what happened to a run, in order, never rewritten.
+
+Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
+checkpoint, superseded, skipped, rollback, stop, error, end. After a resume the same steps may come again: the last
+entry about a step is the one that the weights saw.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .jsonl import encode, read_lines
+
+BATCHES_PER_LINE = 100
+
+
+def hash_text(value: int) -> str:
+    """A 64-bit batch hash as it is written everywhere: 16 hexadecimal digits."""
+    return f"{value % 2**64:016x}"
+
+
+class Ledger:
+    """An append-only file of events. Each is on disk when `write` returns."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+", encoding="utf-8")
+        self._end_broken_line()
+        self._first = 0
+        self._hashes: list[str] = []
+
+    def _end_broken_line(self) -> None:
+        """A process killed while it wrote leaves half a line; what follows must not be glued to it."""
+        with open(self.path, "rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            if not size:
+                return
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                content = self.path.read_bytes()
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append an event with its facts (JSON values)."""
+        self.flush()
+        self._append({"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
+
+    def batch(self, step: int, hash_of_batch: int) -> None:
+        """Note the hash of a step's global batch; steps come in order, lines of up to 100 of them are written."""
+        if self._hashes and step != self._first + len(self._hashes):
+            self.flush()
+        if not self._hashes:
+            self._first = step
+        self._hashes.append(hash_text(hash_of_batch))
+        if len(self._hashes) == BATCHES_PER_LINE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the batches that are still held back."""
+        if self._hashes:
+            hashes, self._hashes = self._hashes, []
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        self._file.write(encode(entry) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def read_ledger(path: str | Path) -> list[dict[str, Any]]:
+    """All events, oldest first."""
+    return list(read_lines(path))
+
+
+def batch_hashes(path: str | Path) -> dict[int, str]:
+    """The hash of the batch that each step's update used; where a step was repeated, the last one."""
+    hashes: dict[int, str] = {}
+    for entry in read_lines(path):
+        if entry["event"] == "batches":
+            hashes.update(enumerate(entry["hashes"], start=entry["first_step"]))
+    return hashes

@@ -1,0 +1,32 @@
+"""The TensorBoard sink."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .jsonl import flatten
+
+
+class TensorBoard:
+    """Writes the numbers of each record as scalars named by their path.
+
+    Args:
+        folder: where the event files go.
+        start: completed updates; earlier runs' points from there on are hidden.
+    """
+
+    def __init__(self, folder: str | Path, start: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is wanted
+
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=start or None)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in flatten(record).items():
+            if name != "step":
+                self._writer.add_scalar(name, value, global_step=record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,1 @@
+"""How a run learns: the loop, its hooks, the engine, optimizers and schedules."""

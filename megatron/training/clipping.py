@@ -1,0 +1,50 @@
+"""The gradient norm over all axes and clipping by it, for stage 0, where DeepSpeed's own is per pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import Mesh
+
+
+class GlobalClipping:
+    """Scales gradients so that their global norm is at most `limit`; runs just before the optimizer's step.
+
+    Attributes:
+        norm: of the last step, before clipping; a 0-d tensor.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh, limit: float):
+        self.parameters, self.mesh, self.limit = list(parameters), mesh, limit
+        self.norm: Tensor | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> GlobalClipping:
+        optimizer.register_step_pre_hook(lambda *_: self())
+        return self
+
+    def __call__(self) -> None:
+        self.norm = self._norm()
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.limit <= 0 or not grads:
+            return
+        factor = (self.limit / (self.norm + 1e-6)).clamp(max=1.0)
+        if factor.device.type != "cpu" or factor < 1.0:  # on an accelerator to ask would be to wait
+            torch._foreach_mul_(grads, factor)
+
+    def _norm(self) -> Tensor:
+        """Each logical element counts once: shards are summed over the tensor axis, replicas and tied copies are not."""
+        counted = [p for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]
+        whole = self._sum_of_squares([p.grad for p in counted if p.logical.shard is None])
+        shards = self._sum_of_squares([p.grad for p in counted if p.logical.shard is not None])
+        total = whole + all_reduce(shards, self.mesh.tensor)
+        return all_reduce(total, self.mesh.pipeline).sqrt()
+
+    def _sum_of_squares(self, tensors: list[Tensor]) -> Tensor:
+        """fp32, without a copy of any tensor."""
+        if not tensors:
+            return torch.zeros((), dtype=torch.float32, device=self.parameters[0].device)
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()

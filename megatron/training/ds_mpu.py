@@ -1,0 +1,44 @@
+"""This rank's axes in the words DeepSpeed asks for (its "model parallel unit")."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megatron.parallel.mesh import Axis, Mesh
+
+
+class ModelParallelUnit:
+    """Tensor parallelism is DeepSpeed's model parallelism."""
+
+    def __init__(self, mesh: Mesh):
+        self._tensor, self._data = _named(mesh.tensor), _named(mesh.data)
+
+    def get_model_parallel_rank(self) -> int:
+        return self._tensor.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._tensor.size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._tensor.group
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._data.size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data.group
+
+
+def _named(axis: Axis) -> Axis:
+    """The axis with a group even where it has one rank, since DeepSpeed communicates on it all the same."""
+    if axis.group is not None:
+        return axis
+    own = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+    return Axis(axis.rank, axis.size, own, axis.ranks)

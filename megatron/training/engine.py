@@ -1,0 +1,255 @@
+"""The engine: DeepSpeed behind two methods, `step` and `evaluate`. The only file that calls `deepspeed.initialize`.
+
+The loss of a step is the mean over all labels of the global batch that count. Each label's weight is
+    weight * (data parallel size * accumulation) / (sum of weights in the global batch)
+because DeepSpeed divides by the accumulation and averages gradients over data parallel ranks; so micro-batches and
+ranks with unequal numbers of labels still add up to the exact mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.model.stack import Model, Plan
+from megatron.model.stream import StreamForm
+from megatron.parallel.mesh import Mesh
+
+from .clipping import GlobalClipping
+from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
+from .ds_mpu import ModelParallelUnit
+from .keep_fp32 import keeping_fp32
+from .optimizers import build_optimizer, set_learning_rate
+from .protocol import StepResult
+from .state import EngineState
+
+
+def prepare_deepspeed(device: torch.device) -> None:
+    """Import DeepSpeed so that it neither compiles nor talks; call once per process, before the process group exists.
+
+    On CPUs DeepSpeed would build an extension inside init_distributed that only inference uses; a rank killed
+    meanwhile leaves a lock that hangs every later run.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_IGNORE_CUDA_DETECTION", "1")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed, once per step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@dataclass
+class Tally:
+    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight."""
+
+    loss: Tensor
+    weight: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Tally:
+        return cls(torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device))
+
+    def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
+        self.loss += (ce_BS.detach() * weights_BS).sum()
+        self.weight += weights_BS.sum()
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loss / self.weight
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: tokens, labels int64 [B, S], weights fp32 [B, S], and the form's side channels."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    sides: dict[str, Tensor]
+
+
+def micro_batches(batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device) -> Iterator[MicroBatch]:
+    """The micro-batches of a step on `device`, every label's weight times `scale`."""
+    tokens = batch.tokens.to(device, non_blocking=True)
+    mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True)
+    named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+    sides = {name: named[name].to(device, non_blocking=True) for name in form.optional}
+    for index in range(tokens.shape[0]):
+        labels = tokens[index, :, 1:]
+        weights = torch.ones(labels.shape, device=device) if mask is None else mask[index]
+        yield MicroBatch(tokens[index, :, :-1], labels, weights * scale, {name: side[index] for name, side in sides.items()})
+
+
+@contextlib.contextmanager
+def deepspeed_quietly() -> Iterator[None]:
+    """DeepSpeed on the process group that exists; what it prints while it builds is not for users."""
+    import deepspeed
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+        yield
+
+
+class BaseEngine:
+    """What both engines share: the optimizer, clipping at stage 0, label weights, numbers of a step."""
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
+        self.config, self.mesh, self.device = config, mesh, device
+        self.plan = Plan(config, mesh, device, values=values)
+        self.form = self.plan.form
+        self.accumulation = accumulation_steps(config, mesh.layout)
+        self.options = deepspeed_options(config, mesh.layout)
+
+    def _start(self, module, mpu) -> None:
+        parameters = list(module.parameters())
+        self.optimizer = build_optimizer(self.config, parameters)
+        self.clipping = None
+        stage = zero_stage(self.config, self.mesh.layout)
+        if stage == 0:
+            self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
+            self.clipping.attach(self.optimizer)
+        self.deepspeed = self._initialize(module, mpu)
+        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage)
+
+    def _initialize(self, module, mpu):
+        import deepspeed
+
+        with keeping_fp32(module.parameters()):
+            return deepspeed.initialize(
+                model=module, optimizer=self.optimizer, config=self.options, mpu=mpu, dist_init_required=False,
+                model_parameters=[p for p in module.parameters() if p.requires_grad])[0]
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports its labels: each label is reported by one rank."""
+        return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
+
+    def _scale(self, batch: StepBatch) -> float | Tensor:
+        """Data parallel size times accumulation over the weight of all labels of the global batch."""
+        factor = self.mesh.data.size * batch.tokens.shape[0]
+        if batch.loss_mask is None:
+            return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
+        weight = batch.loss_mask.sum(dtype=torch.float64).to(self.device)
+        if self.mesh.data.size > 1:
+            dist.all_reduce(weight, group=self.mesh.data.group)
+        return (factor / weight.clamp(min=1e-9)).float()
+
+    def _result(self, tally: Tally, scale: float | Tensor) -> StepResult:
+        norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
+        return StepResult(
+            loss=tally.mean if self.reports else 0.0,
+            tokens=tally.weight / scale if self.reports else 0.0,
+            grad_norm=norm, skipped=not self.deepspeed.was_step_applied())
+
+
+class PlainEngine(BaseEngine):
+    """One stage: ZeRO 0-3, tensor and data parallel."""
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
+        super().__init__(config, mesh, device, values)
+        mpu = ModelParallelUnit(mesh)
+        self._start(self._build(mpu), mpu)
+        self.model: Model = self.deepspeed.module
+
+    def _build(self, mpu: ModelParallelUnit) -> Model:
+        if self.config.zero.stage < 3:
+            return Model(self.plan)
+        import deepspeed
+
+        # Each parameter is cut as soon as its module exists, so that no rank ever holds the whole model. It keeps the
+        # type that it was made with: an override of types would be one for all.
+        overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
+        with deepspeed.zero.Init(
+                data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self.options, mpu=mpu,
+                tensor_overrides=overrides):
+            return Model(self.plan)
+
+    def step(self, batch: StepBatch, lr: float) -> StepResult:
+        """Forward, backward and update on this rank's part of a batch."""
+        set_learning_rate(self.optimizer, lr)
+        self.model.train()
+        scale, tally = self._scale(batch), Tally.zero(self.device)
+        for micro in micro_batches(batch, self.form, scale, self.device):
+            loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            tally.add(ce, micro.weights)
+        return self._result(tally, scale)
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
+        """Sum of the losses of the labels that this rank reports, and their weight."""
+        self.model.eval()
+        tally = Tally.zero(self.device)
+        for micro in micro_batches(batch, self.form, 1.0, self.device):
+            tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.sides)[1], micro.weights)
+        return (tally.loss, tally.weight) if self.reports else (0.0, 0.0)
+
+
+class PipelinedEngine(BaseEngine):
+    """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
+        super().__init__(config, mesh, device, values)
+        from .stages import Pipeline
+
+        self.tally = Tally.zero(device)
+        self.pipeline = Pipeline(self.plan)
+        self.head = self.pipeline.head_stage
+        if self.head is not None:
+            self.head.observe = lambda ce_BS, weights_BS: self.tally.add(ce_BS, weights_BS)
+        self._start(self.pipeline, None)
+
+    def _feed(self, batch: StepBatch, scale: float | Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        from .stages import stream_inputs
+
+        for micro in micro_batches(batch, self.form, scale, self.device):
+            if self.head is not None:
+                self.head.targets.append((micro.labels, micro.weights))
+            yield stream_inputs(self.form, micro.tokens, micro.sides), (micro.labels, micro.weights)
+
+    def step(self, batch: StepBatch, lr: float) -> StepResult:
+        """Forward, backward and update on this rank's part of a batch."""
+        set_learning_rate(self.optimizer, lr)
+        scale = self._scale(batch)
+        self.tally = Tally.zero(self.device)
+        self.deepspeed.train_batch(self._feed(batch, scale))
+        return self._result(self.tally, scale)
+
+    @torch.no_grad()
+    def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
+        """Sum of the losses of the labels that this rank reports, and their weight."""
+        self.tally = Tally.zero(self.device)
+        self.deepspeed.eval_batch(
+            self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0])
+        return (self.tally.loss, self.tally.weight) if self.reports else (0.0, 0.0)
+
+
+def build_engine(
+    config: Config, mesh: Mesh, device: torch.device | str = "cpu", values: bool = True
+) -> PlainEngine | PipelinedEngine:
+    """The engine for the run's layout; torch.distributed must be initialised, on one process too.
+
+    Args:
+        values: False leaves parameters without initial values, because a checkpoint will fill all of them.
+    """
+    kind = PipelinedEngine if mesh.pipeline.size > 1 else PlainEngine
+    with deepspeed_quietly():
+        return kind(config, mesh, torch.device(device), values)

@@ -1,0 +1,108 @@
+"""The one small message of every step: all ranks add up their losses, batch hashes and wishes in a single all-reduce.
+
+A wish is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
+decide alike. The sums stay on the device until somebody reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from .protocol import StepResult
+
+WISHES = ("SIGTERM", "SIGINT", "SIGUSR1", "wall time", "save")
+Number = torch.Tensor | float
+_LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks know about a step. Its numbers are read from the device when they are first asked for.
+
+    Attributes:
+        step: number of the update, from 0.
+        lr: the scheduled learning rate.
+        result: what this rank's engine said.
+        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per wish.
+    """
+
+    step: int
+    lr: float
+    result: StepResult
+    sums: torch.Tensor
+
+    @cached_property
+    def _values(self) -> list[float]:
+        return self.sums.tolist()
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over all labels of the global batch, in nats; nan if there were none."""
+        total, tokens = self._values[:2]
+        return total / tokens if tokens else math.nan
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        return None if self.result.grad_norm is None else float(self.result.grad_norm)
+
+    @property
+    def batch_hash(self) -> int:
+        """Sum modulo 2**64 of the hashes of all data parallel ranks."""
+        limbs = self._values[2:2 + _LIMBS]
+        return sum(int(limb) << (16 * index) for index, limb in enumerate(limbs)) % 2**64
+
+    @property
+    def wishes(self) -> set[str]:
+        """Wishes that at least one rank has."""
+        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS:], strict=True) if count}
+
+
+class Exchange:
+    """Adds numbers over all ranks.
+
+    Args:
+        mesh: this rank's place; one rank of each data parallel index reports the hash of its batch.
+        device: where the engine's numbers are; "cpu" for gloo.
+    """
+
+    def __init__(self, mesh, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._ranks = mesh.layout.world_size
+        self._reports_hash = mesh.at.tensor == 0 and mesh.at.pipeline == 0
+
+    def sum(self, values: list[Number]) -> torch.Tensor:
+        """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
+        numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+        # From pinned memory the copy does not wait for the device, which may still be busy with the step.
+        host = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        vector = host.to(self.device, non_blocking=True)
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                vector[index] = value.detach().to(self.device, torch.float64)
+        if self._ranks > 1:
+            dist.all_reduce(vector)
+        return vector
+
+    def report(self, step: int, lr: float, result: StepResult, batch_hash: int, wishes: Collection[str]) -> StepReport:
+        """Exchange a step's numbers; every rank calls it once per step."""
+        code = batch_hash % 2**64 if self._reports_hash else 0
+        limbs = [code >> (16 * index) & 0xFFFF for index in range(_LIMBS)]
+        sums = self.sum([*weighted(result.loss, result.tokens), *limbs, *(wish in wishes for wish in WISHES)])
+        return StepReport(step, lr, result, sums)
+
+
+def weighted(loss: Number, tokens: Number) -> tuple[Number, Number]:
+    """Loss times tokens, and tokens, as float64; a rank that reports no tokens adds nothing, whatever its loss is."""
+    if isinstance(tokens, torch.Tensor):
+        count = tokens.detach().double()
+        product = torch.as_tensor(loss, device=count.device).detach().double() * count
+        return torch.where(count > 0, product, torch.zeros_like(product)), count
+    if not tokens:
+        return 0.0, 0.0
+    return (loss.detach().double() if isinstance(loss, torch.Tensor) else loss) * float(tokens), float(tokens)

@@ -1,0 +1,37 @@
+"""What a run leaves to look at: loss.png, the curve in the terminal, a summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
+
+
+class Closing:
+    """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error.
+
+    Args:
+        folder: the run's directory.
+        name: title of the picture.
+        curve: whether to draw.
+    """
+
+    def __init__(self, folder: str | Path, name: str, *, curve: bool = True) -> None:
+        self._folder, self._name, self._curve = Path(folder), name, curve
+
+    def on_end(self, trainer) -> None:
+        metrics = self._folder / "metrics.jsonl"
+        if not trainer.speaks or not metrics.exists():
+            return
+        history = History.read(metrics)
+        if self._curve and history.training:
+            save_loss_curve(history, self._folder / "loss.png", self._name)
+            trainer.say(terminal_loss_curve(history))
+            trainer.say(f"loss curve: {self._folder / 'loss.png'}")
+        trainer.say(summary(history, seconds=trainer.clock.total, reason=_reason(trainer)))
+
+
+def _reason(trainer) -> str:
+    if trainer.error is not None:
+        return f"failed ({type(trainer.error).__name__})"
+    return "finished" if trainer.completed >= trainer.steps else f"stopped ({trainer.stop_reason or 'stop_at_step'})"

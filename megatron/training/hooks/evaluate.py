@@ -1,0 +1,78 @@
+"""Validation losses during training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..exchange import Exchange
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A named set: batches 0 ... `batches`-1 of `loader`, the same ones each time."""
+
+    name: str
+    loader: Any
+    batches: int
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _double(number: torch.Tensor | float) -> torch.Tensor | float:
+    return number.detach().double() if isinstance(number, torch.Tensor) else number
+
+
+def evaluate(engine, exchange: Exchange, which: ValidationSet) -> dict[str, float]:
+    """Loss of a set: the mean over its labels, however they fall into batches and ranks. All ranks call it.
+
+    Returns:
+        loss in nats per token, perplexity, and the number (weight) of tokens; loss nan where there were no labels.
+    """
+    loss_sum, tokens = 0.0, 0.0
+    for index in range(which.batches):
+        loss, count = engine.evaluate(which.loader.step(index))
+        loss_sum, tokens = loss_sum + _double(loss), tokens + _double(count)
+    total, count = exchange.sum([loss_sum, tokens]).tolist()
+    loss = total / count if count else math.nan
+    return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+
+
+class Evaluate:
+    """Evaluates every set every n steps, and before the first and after the last step if asked to.
+
+    Args:
+        sets: what to evaluate.
+        every: n, None for never.
+    """
+
+    def __init__(self, sets: Sequence[ValidationSet], *, every: int | None, at_start: bool, at_end: bool) -> None:
+        self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
+
+    def on_start(self, trainer) -> None:
+        if self._at_start and trainer.start == 0:
+            self._evaluate(trainer)
+
+    def after_step(self, trainer, step: int, report) -> None:
+        due = self._every is not None and trainer.completed % self._every == 0
+        if due or (self._at_end and trainer.completed == trainer.steps):
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer) -> None:
+        if not self._sets:
+            return
+        trainer.settle()
+        with trainer.clock.pause():
+            found = {each.name: evaluate(trainer.engine, trainer.exchange, each) for each in self._sets}
+        if trainer.speaks:
+            trainer.sinks.write({"step": trainer.completed, "validation": found})
+        for name, values in found.items():
+            if not math.isfinite(values["loss"]):
+                trainer.say(f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
+                            f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data")

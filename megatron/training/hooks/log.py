@@ -1,0 +1,94 @@
+"""The training line: loss, rates and speed, every n steps."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+from megatron.report.ledger import hash_text
+from megatron.report.peaks import device_peak
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has had: of tensors on the device, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Log:
+    """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last.
+
+    A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
+    included), tokens_per_second, step_seconds, data_seconds (of them, waiting for data), batch_hash, memory_bytes,
+    eta_seconds; where known tflops, mfu and peak_tflops; skipped where fp16 overflowed; the engine's extras.
+
+    Speeds are those of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
+    model's own operations (nothing recomputed) and are per device.
+
+    Args:
+        every: n.
+        flops_per_token: of forward and backward, over the whole model; None shows no TFLOP/s.
+        compute: fp32, bf16 or fp16, the type whose peak MFU is a share of.
+        peak_tflops: `logging.peak_tflops`, if given.
+    """
+
+    def __init__(
+        self, every: int, *, flops_per_token: float | None, compute: str, peak_tflops: float | None = None
+    ) -> None:
+        self._every, self._flops = every, flops_per_token
+        self._compute, self._given = compute, peak_tflops
+        self._steps = 0
+        self._pace: float | None = None
+        self._peak = None
+
+    def on_start(self, trainer) -> None:
+        self._peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
+        if self._peak.tflops is None:
+            trainer.say(f"MFU is not shown: {self._peak.source}")
+        trainer.clock.lap()
+
+    def after_step(self, trainer, step: int, report) -> None:
+        self._steps += 1
+        if step % self._every and not trainer.last:
+            return
+        trainer.settle()
+        loss = report.loss  # waits for the device, so that the lap ends when the step does
+        seconds, data_seconds = trainer.clock.lap()
+        steps, self._steps = self._steps, 0
+        if trainer.speaks:
+            trainer.sinks.write({
+                "step": step, "loss": loss, "lr": report.lr, "grad_norm": report.grad_norm,
+                **self._amounts(trainer, step), **self._speeds(trainer, seconds / steps),
+                "step_seconds": seconds / steps, "data_seconds": data_seconds / steps,
+                "batch_hash": hash_text(report.batch_hash), "memory_bytes": memory_bytes(trainer.exchange.device),
+                "eta_seconds": self._eta(trainer, seconds / steps),
+                **({"skipped": True} if report.result.skipped else {}), **report.result.extras})
+
+    def _amounts(self, trainer, step: int) -> dict[str, int]:
+        training = trainer.config.training
+        return {"tokens": (step + 1) * training.global_batch_size * training.sequence_length}
+
+    def _speeds(self, trainer, seconds: float) -> dict[str, float]:
+        training = trainer.config.training
+        rate = training.global_batch_size * training.sequence_length / max(seconds, 1e-9)
+        speeds = {"tokens_per_second": rate}
+        if self._flops is not None:
+            speeds["tflops"] = rate * self._flops / trainer.mesh.layout.world_size / 1e12
+            if self._peak.tflops is not None:
+                speeds["mfu"] = speeds["tflops"] / self._peak.tflops
+                speeds["peak_tflops"] = self._peak.tflops
+        return speeds
+
+    def _eta(self, trainer, seconds: float) -> float | None:
+        """Seconds to the end of the run, from a running mean without the first lap, which compiles and warms up."""
+        first = trainer.completed <= trainer.start + 1
+        if not first:
+            self._pace = seconds if self._pace is None else 0.9 * self._pace + 0.1 * seconds
+        return None if self._pace is None else self._pace * (trainer.end - trainer.completed)

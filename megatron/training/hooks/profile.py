@@ -1,0 +1,59 @@
+"""A window of steps under torch's profiler, and a picture of the accelerator's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+
+class Profile:
+    """Profiles steps `start` ... `start + steps - 1` on some ranks.
+
+    Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto) and, with `memory` on a GPU,
+    `memory_rank<r>.pickle` (pytorch.org/memory_viz).
+
+    Args:
+        options: `logging.profile`.
+        folder: the run's directory.
+    """
+
+    def __init__(self, options, folder: str | Path) -> None:
+        self._options, self._folder = options, Path(folder) / "profile"
+        self._profiler = None
+
+    def before_step(self, trainer, step: int) -> None:
+        options = self._options
+        inside = options.start is not None and options.start <= step < options.start + options.steps
+        if self._profiler is not None or not inside or trainer.mesh.rank not in options.ranks:
+            return
+        activities = [ProfilerActivity.CPU]
+        if trainer.exchange.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            if options.memory:
+                torch.cuda.memory._record_memory_history()
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=options.memory)
+        self._profiler.start()
+
+    def after_step(self, trainer, step: int, report) -> None:
+        if self._profiler is not None and step >= self._options.start + self._options.steps - 1:
+            self._write(trainer)
+
+    def on_end(self, trainer) -> None:
+        if self._profiler is not None:
+            self._write(trainer)
+
+    def _write(self, trainer) -> None:
+        profiler, self._profiler = self._profiler, None
+        if trainer.exchange.device.type == "cuda":
+            torch.cuda.synchronize(trainer.exchange.device)
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rank = trainer.mesh.rank
+        profiler.export_chrome_trace(str(self._folder / f"trace_rank{rank}.json"))
+        if self._options.memory and trainer.exchange.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_rank{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        trainer.say(f"profile: {self._folder}")

@@ -1,0 +1,37 @@
+"""Keeps the run's ledger: how it started, the hash of every batch, how it ended."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Record:
+    """Writes the ledger on rank 0.
+
+    Args:
+        facts: what else to keep of the start: versions, layout, the checkpoint that was resumed, hash of the data.
+    """
+
+    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
+        self._facts = dict(facts or {})
+
+    def on_start(self, trainer) -> None:
+        layout = trainer.mesh.layout
+        sizes = {axis: getattr(layout, axis) for axis in ("tensor", "data", "pipeline", "zero_stage")}
+        trainer.note(
+            "resume" if trainer.start else "start", step=trainer.start, until=trainer.end, layout=sizes,
+            ranks=layout.world_size, seed=trainer.config.training.seed, python=platform.python_version(),
+            torch=torch.__version__, **self._facts)
+
+    def on_numbers(self, trainer, report) -> None:
+        if trainer.ledger is not None:
+            trainer.ledger.batch(report.step, report.batch_hash)
+
+    def on_end(self, trainer) -> None:
+        if trainer.error is None:
+            finished = trainer.completed >= trainer.steps
+            trainer.note("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)

@@ -1,0 +1,36 @@
+"""Text that the model writes while it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.report.jsonl import MetricsFile
+
+
+class Samples:
+    """Continues the prompts of `evaluation.samples` every n steps; rank 0 prints them and keeps them in samples.jsonl.
+
+    Args:
+        options: `evaluation.samples`.
+        generate: (prompts, options, step) -> one continuation per prompt; all ranks call it together, rank 0's count.
+        folder: the run's directory.
+    """
+
+    def __init__(self, options, generate: Callable[[list[str], object, int], list[str]], folder: str | Path) -> None:
+        self._options, self._generate, self._folder = options, generate, Path(folder)
+
+    def after_step(self, trainer, step: int, report) -> None:
+        every = self._options.every
+        if every is None or trainer.completed % every or not self._options.prompts:
+            return
+        trainer.settle()
+        with trainer.clock.pause():
+            texts = self._generate(list(self._options.prompts), self._options, trainer.completed)
+        if not trainer.speaks:
+            return
+        file = MetricsFile(self._folder / "samples.jsonl")
+        for prompt, text in zip(self._options.prompts, texts, strict=True):
+            file.write({"step": trainer.completed, "prompt": prompt, "text": text})
+            trainer.say(f"sample after {trainer.completed} steps: {prompt}|{text}")
+        file.close()

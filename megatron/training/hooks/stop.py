@@ -1,0 +1,47 @@
+"""Ends a run early, on all ranks at the same step: signals and wall time."""
+
+from __future__ import annotations
+
+import threading
+
+from megatron.checkpoint.policy import StopSignals
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+
+
+class Stop:
+    """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have heard of it.
+
+    The checkpoint hook, which comes later in the list, then saves. A second signal acts as without us.
+
+    Args:
+        minutes: wall time after which the run stops; None never does.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._minutes = minutes
+        self._signals: StopSignals | None = None
+
+    def on_start(self, trainer) -> None:
+        # Python gives signals to the main thread only; whoever runs us in another has its own way to stop.
+        if threading.current_thread() is threading.main_thread():
+            self._signals = StopSignals()
+            self._signals.__enter__()
+
+    def before_step(self, trainer, step: int) -> None:
+        if self._signals is not None and self._signals.received is not None:
+            trainer.wish(self._signals.received)
+        if self._minutes is not None and trainer.speaks and trainer.clock.total >= 60 * self._minutes:
+            trainer.wish("wall time")
+
+    def on_numbers(self, trainer, report) -> None:
+        for name in SIGNALS:
+            if name in report.wishes:
+                trainer.stop(f"signal {name}")
+        if "wall time" in report.wishes:
+            trainer.stop(f"training.stop_after: {self._minutes:g} minutes")
+
+    def on_end(self, trainer) -> None:
+        if self._signals is not None:
+            self._signals.__exit__()
+            self._signals = None

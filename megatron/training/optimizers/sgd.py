@@ -1,0 +1,57 @@
+"""Stochastic gradient descent with decoupled weight decay.
+
+torch's SGD adds the decay to the gradient, where momentum accumulates it. The configuration's weight decay is
+decoupled for every optimizer (Loshchilov & Hutter 2019), hence this class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SGD(torch.optim.Optimizer):
+    """With gradient g: m = momentum m + g; p -= lr * (m, or g + momentum m with Nesterov, + decay p).
+
+    One state tensor per parameter, `momentum_buffer`, none where momentum is 0.
+
+    Raises:
+        ValueError: momentum is outside [0, 1), or a rate or decay is negative, or Nesterov has no momentum.
+    """
+
+    def __init__(
+        self, params, lr: float = 1e-2, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    ) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"optimizer.momentum: {momentum} is outside [0, 1)")
+        if lr < 0 or weight_decay < 0:
+            raise ValueError(f"optimizer.lr ({lr}) and optimizer.weight_decay ({weight_decay}) must not be negative")
+        if nesterov and momentum == 0:
+            raise ValueError("optimizer.nesterov: Nesterov needs optimizer.momentum above 0")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = self._direction(group, parameter)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+        return loss
+
+    def _direction(self, group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+        gradient = parameter.grad.to(parameter.dtype)
+        if group["momentum"] == 0:
+            return gradient
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        average = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        return gradient.add(average, alpha=group["momentum"]) if group["nesterov"] else average

@@ -1,0 +1,133 @@
+"""Where a run starts: anew, from its newest checkpoint, from one that was named, or from weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, Meta, open_checkpoint
+from megatron.checkpoint.fragment import MASTER, WEIGHT
+from megatron.checkpoint.store import Store
+from megatron.config import Config
+from megatron.config.yaml_source import parse
+from megatron.model.stack import DTYPES
+
+from .world import World
+
+# Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
+_UNREMARKABLE = ("run", "launch", "checkpoint", "logging", "evaluation", "parallel", "zero", "training.accumulation",
+                 "training.micro_batch_size", "training.stop_at_step", "training.stop_after", "data.cache", "data.workers",
+                 "data.prefetch")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run starts from; both None for a new one.
+
+    Attributes:
+        checkpoint: to be resumed, opened and verified.
+        weights: path of a checkpoint of which only the weights are taken.
+        facts: for the ledger.
+    """
+
+    checkpoint: Checkpoint | None = None
+    weights: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def new(self) -> bool:
+        return self.checkpoint is None and self.weights is None
+
+
+def find(config: Config, world: World, say: Callable[[str], None]) -> Source:
+    """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
+
+    Raises:
+        CheckpointError: it is missing or damaged; on every rank.
+    """
+    store = Store(config.checkpoint.dir, world.communicator)
+    for line in store.clean():
+        say(line)
+    found = store.resume(config.checkpoint.resume)
+    say(found.reason)
+    if found.checkpoint is not None:
+        changed = changes(found.checkpoint.meta.config, config)
+        for line in changed:
+            say(f"changed since the checkpoint: {line}")
+        facts = {"checkpoint": str(found.checkpoint.path), "skipped": [str(path) for path, _ in found.skipped], "changed": changed}
+        return Source(found.checkpoint, None, facts)
+    if config.checkpoint.initialize_from:
+        path = Path(config.checkpoint.initialize_from)
+        say(f"weights from {path}; optimizer, schedule and data start anew")
+        return Source(None, path, {"initialize_from": str(path)})
+    return Source()
+
+
+def load(source: Source, world: World, engine) -> int:
+    """Fill the engine from the source. Returns the number of completed updates.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the run; on every rank.
+    """
+    if source.checkpoint is not None:
+        resume(source.checkpoint, world, engine)
+        return source.checkpoint.step
+    if source.weights is not None:
+        initialize(source.weights, world, engine)
+    return 0
+
+
+def resume(checkpoint, world: World, engine) -> None:
+    """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters."""
+    state = engine.state
+    targets = state.targets()
+    checkpoint.check([target.spec for target in targets], communicator=world.communicator)
+    checkpoint.read_into(targets, communicator=world.communicator)
+    meta = checkpoint.meta
+    if meta.optimizer:
+        state.restore_counters(meta.optimizer)
+    if meta.loss_scaler:
+        state.restore_loss_scaler(meta.loss_scaler)
+    state.refresh()
+
+
+def initialize(path: Path, world: World, engine) -> None:
+    """Weights alone, in whatever type they were saved."""
+    checkpoint = open_checkpoint(path, verify="checksums", communicator=world.communicator)
+    masters = engine.state.masters()
+    checkpoint.check([each.spec for each in masters], communicator=world.communicator, states={MASTER, WEIGHT})
+    checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
+    engine.state.refresh()
+
+
+def contents(config: Config, config_text: str, world: World, engine) -> Callable[[int], tuple[Any, Meta]]:
+    """What the checkpoint hook saves after a step."""
+    layout, state = world.mesh.layout, engine.state
+    whole = config.checkpoint.optimizer_state
+
+    def at(step: int) -> tuple[Any, Meta]:
+        samples = step * config.training.global_batch_size
+        meta = Meta(
+            step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
+            layout={"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "zero_stage": layout.zero_stage},
+            data={"samples": samples, "tokens": samples * config.training.sequence_length})
+        return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
+
+    return at
+
+
+def changes(before: str, config: Config) -> list[str]:
+    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's configuration."""
+    values, _, _ = parse(before, lambda _line: None)
+    old, new = _leaves(values), _leaves(config.model_dump(mode="json"))
+    keys = [key for key in sorted(old.keys() & new.keys()) if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)]
+    return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
+
+
+def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(values, dict):
+        below = (_leaves(each, f"{prefix}.{name}" if prefix else name) for name, each in values.items())
+        return {key: value for leaves in below for key, value in leaves.items()}
+    return {prefix: values}

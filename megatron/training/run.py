@@ -1,0 +1,116 @@
+"""A training run from its configuration to its end: what train.py does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.policy import SavePolicy
+from megatron.checkpoint.saver import Saver
+from megatron.config import Config
+from megatron.data.loader import Loader, build_loader
+from megatron.data.plan import set_names
+from megatron.launch.environment import WorkerEnvironment, read_job
+from megatron.model.compile import describe_compile
+from megatron.model.describe import totals
+from megatron.report.run import open_run
+
+from .engine import build_engine
+from .hooks import Checkpoint, ValidationSet, standard_hooks
+from .resume import contents, find, load
+from .samples import sampler
+from .trainer import Outcome, Trainer
+from .world import World, join, leave
+
+
+def train() -> int:
+    """Train as the arguments and the environment of this process say. Returns the exit status."""
+    config, place = read_job()
+    world = join(config, place)
+    try:
+        outcome = run(config, place, world)
+    finally:
+        leave()
+    return status(outcome)
+
+
+def status(outcome: Outcome) -> int:
+    """The exit status: 128 + n where signal n ended the run before its last step (it has saved), else 0."""
+    stopped = not outcome.finished and outcome.reason.startswith("signal ")
+    return 128 + signal.Signals[outcome.reason.removeprefix("signal ")] if stopped else 0
+
+
+def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
+    """Build everything, train, and close everything. All ranks call it."""
+    _prepare_torch(config)
+    say = print if world.speaks else (lambda *_: None)
+    if world.speaks:
+        _keep_configuration(config, place.config_text)
+    data = world.mesh.data
+    loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
+    _describe_data(loader, say)
+    source = find(config, world, say)
+    engine = build_engine(config, world.mesh, world.device, values=source.new)
+    first = load(source, world, engine)
+    costs = totals(config)
+    layout = world.mesh.layout
+    say(f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline {layout.pipeline}, "
+        f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}")
+    say(describe_compile(config, world.device))
+    sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
+    saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
+    saver.prepare(engine.state.fragments())
+    validation = _validation_sets(config, world)
+    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents(config, place.config_text, world, engine))
+    hooks = standard_hooks(
+        config, flops_per_token=costs.training_flops, validation=validation, facts=source.facts, checkpoint=saving,
+        generate=sampler(config, engine, say))
+    try:
+        return Trainer(
+            config, engine=engine, loader=loader, mesh=world.mesh, hooks=hooks, sinks=sinks, ledger=ledger, start=first,
+            device=world.device).run()
+    finally:
+        for each in (loader, *(which.loader for which in validation)):
+            each.close()
+        sinks.close()
+        if ledger is not None:
+            ledger.close()
+
+
+def _prepare_torch(config: Config) -> None:
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high" if config.precision.compute != "fp32" else "highest")
+
+
+def _keep_configuration(config: Config, text: str) -> None:
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / ".config.yml.new"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(folder / "config.yml")
+
+
+def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
+    if config.evaluation.every is None and not (config.evaluation.at_start or config.evaluation.at_end):
+        return []
+    sets = []
+    for name in set_names(config, "validation"):
+        loader: Loader = build_loader(
+            config, data_rank=world.mesh.data.rank, data_ranks=world.mesh.data.size, split="validation", name=name)
+        sets.append(ValidationSet(name, loader, loader.steps))
+    return sets
+
+
+def _describe_data(loader: Loader, say: Callable[[str], Any]) -> None:
+    """What the run will read of each source."""
+    for use in loader.plan.uses():
+        say(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
+    for warning in loader.plan.warnings():
+        say(f"warning: {warning}")

@@ -1,0 +1,157 @@
+"""Learning rate schedules in closed form: the rate of a step is a function of the configuration and the step alone.
+
+`lr(step)` is the rate of the update that starts from `step` completed updates (the first update is step 0). A warmup
+from nothing therefore gives the first update a rate of `initial_lr_ratio` times the peak, as GPT-NeoX, Megatron and
+transformers do. After the end the last rate stays. No torch here, so that tools draw schedules without it.
+
+Sources: cosine and linear, Loshchilov & Hutter 2017; inverse square root, Vaswani et al. 2017; wsd (warmup, stable,
+decay), Hu et al. 2024; infinite (warmup, cooldown, constant, annealing), Ibrahim et al. 2024, arXiv 2403.08763.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Share of the way from the peak (1) to the floor (0) that is left after a share r of a decay; all go from 1 to 0.
+DECAYS = {
+    "linear": lambda r: 1 - r,
+    "sqrt": lambda r: 1 - math.sqrt(r),
+    "cosine": lambda r: (1 + math.cos(math.pi * r)) / 2,
+    "exponential": lambda r: 2 * 0.5**r - 1,
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """The lengths of a schedule, in steps; the warmup may end between two steps (a share, or a number of tokens)."""
+
+    start: int
+    length: int
+    warmup: float
+    cooldown: int
+    decay: int
+
+    @classmethod
+    def of(cls, config) -> Span:
+        """Raises ValueError where the configuration was not resolved and has no end or no decay length."""
+        schedule = config.schedule
+        if schedule.steps is None:
+            raise ValueError("schedule.steps has no value: resolve the configuration first")
+        if schedule.type in ("wsd", "infinite") and schedule.decay_steps is None:
+            raise ValueError("schedule.decay_steps has no value: resolve the configuration first")
+        length = schedule.steps - schedule.start
+        cooldown, decay = schedule.cooldown_steps or 0, schedule.decay_steps or 0
+        return cls(schedule.start, length, _warmup(config, length), cooldown, decay)
+
+
+def _warmup(config, length: int) -> float:
+    schedule = config.schedule
+    if schedule.warmup_tokens is not None:
+        tokens_per_step = config.training.global_batch_size * config.training.sequence_length
+        return schedule.warmup_tokens / tokens_per_step
+    if schedule.warmup_fraction is not None:
+        return schedule.warmup_fraction * length
+    return float(schedule.warmup_steps or 0)
+
+
+class Schedule:
+    """The learning rate of each step of a resolved `Config`, whose rules made sure that the schedule's parts fit."""
+
+    def __init__(self, config) -> None:
+        self.options = config.schedule
+        self.peak = config.optimizer.lr
+        self.span = Span.of(config)
+
+    def lr(self, step: int) -> float:
+        """The learning rate of update `step`, at least 0.
+
+        Raises:
+            ValueError: the step is before the schedule's start.
+        """
+        return self._rate(step, self.peak)
+
+    def multiplier(self, step: int) -> float:
+        """The learning rate of update `step` as a share of the peak."""
+        return self._rate(step, 1.0)
+
+    def _rate(self, step: int, peak: float) -> float:
+        n = step - self.span.start
+        if n < 0:
+            raise ValueError(
+                f"schedule.start: the schedule begins at step {self.span.start} and has no rate for step {step}; "
+                "start the run from a checkpoint of that step or later, or lower schedule.start")
+        if self.options.compat == "neox-v1":
+            return self._neox_v1(n, peak)
+        n = min(n, self.span.length)
+        if n < self.span.warmup:
+            initial = self.options.initial_lr_ratio
+            return peak * (initial + (1 - initial) * n / self.span.warmup)
+        return getattr(self, f"_{self.options.type}")(n, peak)
+
+    def _fall(self, shape: str, share: float, peak: float) -> float:
+        low = self.options.min_lr_ratio * peak
+        return low + (peak - low) * DECAYS[shape](share)
+
+    def _share(self, n: float) -> float:
+        """How much of the time after the warmup has passed."""
+        return (n - self.span.warmup) / max(self.span.length - self.span.warmup, 1e-9)
+
+    def _constant(self, n: int, peak: float) -> float:
+        return peak
+
+    def _linear(self, n: int, peak: float) -> float:
+        return self._fall("linear", self._share(n), peak)
+
+    def _cosine(self, n: int, peak: float) -> float:
+        return self._fall("cosine", self._share(n), peak)
+
+    def _wsd(self, n: int, peak: float) -> float:
+        begin = self.span.length - self.span.decay
+        return peak if n <= begin else self._fall(self.options.decay_shape, (n - begin) / self.span.decay, peak)
+
+    def _inverse_sqrt(self, n: int, peak: float) -> float:
+        return max(peak * math.sqrt(self.span.warmup / n), self.options.min_lr_ratio * peak)
+
+    def _infinite(self, n: int, peak: float) -> float:
+        span, options = self.span, self.options
+        constant, begin = options.constant_lr_ratio * peak, span.length - span.decay
+        if n > begin:
+            return constant * (options.min_lr_ratio / options.constant_lr_ratio) ** ((n - begin) / span.decay)
+        if n >= span.warmup + span.cooldown:
+            return constant
+        x = (n - span.warmup) / span.cooldown
+        if options.cooldown_shape == "cosine":
+            return constant + (peak - constant) * DECAYS["cosine"](x)
+        # The paper's inverse square root has a free steepness; with this one it is 1 / sqrt(1 + a x), unscaled.
+        return peak / math.sqrt(1 + (1 / options.constant_lr_ratio**2 - 1) * x)
+
+    def _neox_v1(self, n: int, peak: float) -> float:
+        """GPT-NeoX 1.0, with which Pythia was trained.
+
+        The decay is stretched over all steps instead of those after the warmup, the count of steps stops one warmup
+        before the end, and the floor is a clamp: Pythia's cosine meets it near step 115,140 and stays there.
+        """
+        end, warmup = self.span.length, self.span.warmup
+        counted = min(n, end - warmup)
+        if 0 < warmup and n <= warmup:
+            return peak * counted / warmup
+        after = counted - warmup
+        rates = {"constant": peak, "linear": peak * (end - after) / end,
+                 "cosine": peak / 2 * (math.cos(math.pi * after / end) + 1)}
+        return max(rates[self.options.type], self.options.min_lr_ratio * peak)
+
+
+def curve(config, points: int = 2000) -> list[tuple[int, float]]:
+    """About `points` pairs (step, learning rate) that show the schedule from its start to the last step.
+
+    The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always among them.
+    """
+    schedule = Schedule(config)
+    span = schedule.span
+    first, last = span.start, span.start + span.length - 1
+    stride = max(1, -(-span.length // points))
+    corners = (span.warmup, span.warmup + span.cooldown, span.length - span.decay)
+    near = {first + math.floor(corner) + offset for corner in corners for offset in (-1, 0, 1)}
+    steps = {*range(first, last + 1, stride), last, *(step for step in near if first <= step <= last)}
+    return [(step, schedule.lr(step)) for step in sorted(steps)]

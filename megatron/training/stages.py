@@ -1,0 +1,109 @@
+"""The model as DeepSpeed's pipeline engine wants it: a list of layers that map tuples of tensors to tuples of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megatron.model.partition import stage_bounds
+from megatron.model.stack import Plan
+from megatron.model.stream import StreamForm
+
+
+class EmbeddingStage(nn.Module):
+    """(tokens, then the side channels that the form has) to a packed stream."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self.embedding, self.form = plan.embedding(), plan.form
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.embedding(inputs[0], **self.form.name(inputs[1:])).pack()
+
+
+class BlockStage(nn.Module):
+    """One block on packed streams."""
+
+    def __init__(self, plan: Plan, index: int):
+        super().__init__()
+        self.block, self.form = plan.block(index), plan.form
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.block(self.form.unpack(tensors)).pack()
+
+
+class HeadStage(nn.Module):
+    """The last layer: a packed stream to the loss.
+
+    The loss is computed here, inside the module, and not in DeepSpeed's `loss_fn`: its backward pass clears bf16
+    gradients when it reaches the module's output, and would lose those of anything that ran after it. So the labels
+    come in by `targets`, which the engine fills in the order of the micro-batches.
+    """
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
+        self.head, self.form = plan.head(tied), plan.form
+        self.targets: deque[tuple[Tensor, Tensor]] = deque()
+        self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        labels_BS, weights_BS = self.targets.popleft()
+        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS)
+        self.observe(ce_BS, weights_BS)
+        return loss
+
+
+class Pipeline(PipelineModule):
+    """This rank's stage.
+
+    With tied embeddings the last stage has its own copy of the table, with the same name and so the same initial
+    values; the gradients of the two are summed once per step, and the norm counts the first alone.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plan, self.tied_pair = plan, None
+        layout = plan.mesh.layout
+        self._bounds = stage_bounds(plan.config)
+        specs = [LayerSpec(EmbeddingStage, plan)]
+        specs += [LayerSpec(BlockStage, plan, index) for index in range(len(plan.blocks))]
+        specs += [LayerSpec(HeadStage, plan)]
+        super().__init__(
+            specs, partition_method="uniform", activation_checkpoint_interval=0,
+            topology=PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data))
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = self._bounds
+        stage = self.plan.mesh.pipeline.rank
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    def _index_tied_modules(self) -> dict:
+        axis = self.plan.mesh.pipeline
+        if self.plan.config.model.embedding.tied:
+            # Stages in between make a group of their own: torch names a group after how many its members have
+            # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
+            ends = axis.rank in (0, axis.size - 1)
+            members = [axis.ranks[0], axis.ranks[-1]] if ends else [axis.ranks[axis.rank]]
+            group = dist.new_group(members, use_local_synchronization=True)
+            if ends:
+                weight = next(p for p in self.parameters() if p.logical.name == "embedding.tokens.weight")
+                weight.ds_pipe_replicated = axis.rank > 0
+                self.tied_pair = (weight, group)
+        return {}
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
+        return [self.tied_pair] if self.tied_pair else []
+
+    @property
+    def head_stage(self) -> HeadStage | None:
+        return next((layer for layer in self.forward_funcs if isinstance(layer, HeadStage)), None)
+
+
+def stream_inputs(form: StreamForm, tokens: Tensor, sides: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """What `EmbeddingStage` takes: tokens and the side channels in the form's order."""
+    return (tokens, *(sides[name] for name in form.optional))

@@ -1,0 +1,183 @@
+"""What this rank owns of the run's state, as fragments of logical tensors, under every ZeRO stage.
+
+DeepSpeed keeps fp32 masters and optimizer states in flat tensors: at stage 0 each parameter is its own; at stages 1
+and 2 (and in its bf16 optimizer) one per parameter group, of which a data parallel rank has an equal share; at
+stage 3 one per sub-group, with an equal share of every parameter. Here all three are a list of `Owned`: a range of a
+parameter's local shard, and where it lies in which flat tensor. Checkpoints read and write those in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.fragment import MASTER, WEIGHT, Fragment
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import LogicalTensor
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements [start, start + length) of a flattened local shard, which lie in `flat` from `place` on."""
+
+    tensor: LogicalTensor
+    start: int
+    length: int
+    flat: Tensor
+    place: int
+    replica: bool = False  # another rank owns the same elements and saves them
+
+    def view(self, values: Tensor) -> Tensor:
+        """This range of `flat` or of a state tensor of the same shape, 1-D."""
+        return values.detach().view(-1)[self.place : self.place + self.length]
+
+
+class EngineState:
+    """Masters and optimizer states of one engine.
+
+    Args:
+        engine: DeepSpeed's engine.
+        optimizer: the torch optimizer that it was given.
+        parameters: this rank's parameters, each once.
+    """
+
+    def __init__(self, engine, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], mesh: Mesh, stage: int):
+        self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
+        self.parameters = list(dict.fromkeys(parameters))
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank saves: each element of the run's state is saved by exactly one rank."""
+        self._create_states()
+        for owned in self._owned():
+            if not owned.replica:
+                yield from self._of(owned)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
+        """What this rank saves of the weights alone, made of the masters."""
+        for fragment in self.fragments():
+            if fragment.state == MASTER:
+                kept = fragment.data if fragment.tensor.keep_fp32 else fragment.data.to(dtype)
+                yield replace(fragment, state=WEIGHT, data=kept)
+
+    def targets(self) -> list[Fragment]:
+        """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
+        self._create_states()
+        return [fragment for owned in self._owned() for fragment in self._of(owned)]
+
+    def masters(self) -> list[Fragment]:
+        """The fp32 masters among the targets, for a start from weights alone."""
+        return [fragment for fragment in self.targets() if fragment.state == MASTER]
+
+    def refresh(self) -> None:
+        """Make the weights of the forward pass from the masters; call after the targets were filled."""
+        if self.stage == 3:
+            self._refresh_partitioned()
+        elif self.stage > 0:
+            self.engine.optimizer.update_lp_params()
+
+    def counters(self) -> dict[str, Any]:
+        """What the optimizer counts besides tensors: updates done (equal for all parameters)."""
+        steps = [float(state["step"]) for state in self.optimizer.state.values() if "step" in state]
+        return {"step": steps[0]} if steps else {}
+
+    def restore_counters(self, counters: dict[str, Any]) -> None:
+        self._create_states()
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(counters["step"])
+
+    def loss_scaler(self) -> dict[str, Any]:
+        """State of the dynamic loss scaler; empty without fp16."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
+
+    def restore_loss_scaler(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.engine.optimizer.loss_scaler, name, value)
+
+    def _of(self, owned: Owned) -> Iterator[Fragment]:
+        at = self.mesh.tensor
+        # A tensor that is not cut is the same shard on every tensor parallel rank.
+        place = (at.rank, at.size) if owned.tensor.shard is not None else (0, 1)
+        states = {name: value for name, value in self.optimizer.state[owned.flat].items() if _elementwise(value, owned.flat)}
+        for name, values in {MASTER: owned.flat, **states}.items():
+            yield Fragment(owned.tensor, name, *place, owned.start, owned.view(values))
+
+    def _owned(self) -> Iterator[Owned]:
+        find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
+        for parameter in self.parameters:
+            tensor = parameter.logical
+            replica = (tensor.shard is None and self.mesh.tensor.rank > 0) or getattr(parameter, "ds_pipe_replicated", False)
+            yield from find(parameter, tensor, replica)
+
+    def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
+        yield Owned(tensor, 0, parameter.numel(), parameter, 0, replica or self.mesh.data.rank > 0)
+
+    def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return
+        (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
+        yield Owned(tensor, mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel, flat,
+                    mapping.hp_fragment_address.start, replica)
+
+    def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
+        zero = self.engine.optimizer
+        group, place, share = zero.grad_position[zero.get_param_id(parameter)]
+        start = self.mesh.data.rank * share
+        length = min(share, parameter.ds_numel - start)  # the last share is padded
+        if length > 0:
+            yield Owned(tensor, start, length, zero.fp32_partitioned_groups_flat[group], place, replica)
+
+    def _create_states(self) -> None:
+        """Give the optimizer its states before its first step, as it would make them itself."""
+        for group, flat in self._flats():
+            state = self.optimizer.state[flat]
+            for name in state_names(self.optimizer, group):
+                if name not in state:
+                    state[name] = torch.zeros_like(flat, requires_grad=False)
+            if "exp_avg_sq" in state and "step" not in state:
+                fused = bool(group.get("fused"))
+                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
+
+    def _flats(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        if self.stage < 3:
+            for group in self.optimizer.param_groups:
+                for flat in group["params"]:
+                    yield group, flat
+            return
+        zero = self.engine.optimizer
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            yield self.optimizer.param_groups[zero.sub_group_to_group_id[index]], flat
+
+    def _refresh_partitioned(self) -> None:
+        zero = self.engine.optimizer
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            zero.fp16_partitioned_groups_flat[index].data.copy_(flat.data)
+            parts = zero.unflatten(zero.fp16_partitioned_groups_flat[index], zero.fp16_partitioned_groups[index])
+            for partition, values in zip(zero.fp16_partitioned_groups[index], parts):
+                partition.data = values.data
+        if zero.persistent_parameters:  # small parameters that are never released: gather their new values
+            zero.persistent_parameters[0].partition(zero.persistent_parameters)
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the per-element states that an optimizer keeps for a group."""
+    kind = type(optimizer).__name__
+    if kind == "Lion":
+        return ("exp_avg",)
+    if kind == "SGD":
+        return ("momentum_buffer",) if group["momentum"] else ()
+    if kind == "Muon" and group["matrix"]:
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
+
+
+def _elementwise(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape

@@ -1,0 +1,128 @@
+"""What generate.py does: open a checkpoint of any layout in one process and continue texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint import Fragment, open_checkpoint
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.fragment import WEIGHT
+from megatron.checkpoint.store import Store
+from megatron.config import Config, read_resolved
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.model.generate import Sampling, complete
+from megatron.model.stack import DTYPES, Model, build_model
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest in the folder of checkpoints or the run's directory that it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / "manifest.json").exists():
+        return path
+    for folder in (path / "checkpoints", path):
+        found = Store(folder).paths()
+        if found:
+            return found[-1]
+    raise CheckpointError(
+        path, "it is neither a checkpoint nor a folder with one; name a run's directory or one of its checkpoints")
+
+
+def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:
+    """The model of a checkpoint, whole, in the run's compute type (or `dtype`)."""
+    checkpoint = open_checkpoint(path, verify="sizes")
+    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
+        file.write(checkpoint.meta.config)
+        file.flush()
+        config = read_resolved(file.name)
+    dtype = dtype or (DTYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
+    model = build_model(config, device=device, dtype=dtype, values=False)
+    parameters = {id(p): p for p in model.parameters()}.values()
+    checkpoint.read_into([_target(p) for p in parameters], cast={WEIGHT})
+    return model.eval(), config
+
+
+def _target(parameter: torch.nn.Parameter) -> Fragment:
+    return Fragment(parameter.logical, WEIGHT, 0, 1, 0, parameter.detach().view(-1))
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    try:
+        path = find_checkpoint(options.path)
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model, config = load_model(path, device)
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    tokenizer = build_tokenizer(config.tokenizer)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    if not options.json:
+        print(f"{path}, {device}", file=sys.stderr)
+    for number, prompt in enumerate(_prompts(options)):
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            sys.stderr.write("an empty prompt has nothing to continue\n")
+            continue
+        made = complete(model, ids, options.tokens, Sampling(**{**vars(sampling), "seed": options.seed + number}),
+                        end=None if options.ignore_end else tokenizer.eod_id, device=device, cache=not options.no_cache)
+        if options.json:
+            print(json.dumps({"prompt": prompt, "text": tokenizer.decode(list(made))}, ensure_ascii=False))
+        else:
+            _stream(prompt, made, tokenizer)
+    return 0
+
+
+def _stream(prompt: str, made: Iterator[int], tokenizer: Tokenizer) -> None:
+    """Print as the text grows; a character of several tokens appears when it is whole."""
+    print(prompt, end="", flush=True)
+    ids: list[int] = []
+    shown = ""
+    for token in made:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            print(text[len(shown):], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(ids)[len(shown):], flush=True)
+
+
+def _prompts(options: argparse.Namespace) -> Iterator[str]:
+    if options.prompt is not None:
+        yield from options.prompt
+    elif options.file is not None:
+        yield from options.file.read_text(encoding="utf-8").splitlines()
+    else:
+        while True:
+            try:
+                yield input("prompt> ")
+            except EOFError:
+                print()
+                return
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="generate.py", description="Continue texts with a model of any run or checkpoint.")
+    parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", help="a text to continue; may be given several times (default: ask)")
+    source.add_argument("--file", type=Path, help="a file with one prompt per line")
+    parser.add_argument("--tokens", type=int, default=128, help="length of the continuation (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="choose among the likeliest tokens of this probability together")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)")
+    parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
+    return parser.parse_args(arguments)

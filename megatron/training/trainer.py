@@ -1,0 +1,141 @@
+"""The training loop. What happens beside the steps is in the hooks, called at the lines one sees here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.report.ledger import Ledger
+from megatron.report.sinks import Sinks
+
+from .clock import Clock
+from .exchange import WISHES, Exchange, StepReport
+from .protocol import Engine, Hook
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: completed updates, why, and whether all of `training.steps` are done."""
+
+    step: int
+    reason: str
+    finished: bool
+
+
+class Trainer:
+    """Runs an engine over the steps of a resolved `Config`.
+
+    Args:
+        config: the resolved configuration.
+        engine: see `protocol.Engine`.
+        loader: `loader.step(n)` gives this rank's `StepBatch` of update n.
+        mesh: this rank's place.
+        hooks: called in this order at each hook point.
+        sinks: where metrics and messages go (silent on ranks above 0).
+        ledger: the run's ledger on rank 0, None elsewhere.
+        start: completed updates, those of the checkpoint that was resumed.
+        device: where the engine's numbers are.
+    """
+
+    def __init__(self, config, *, engine: Engine, loader, mesh, hooks: Sequence[Hook], sinks: Sinks,
+                 ledger: Ledger | None = None, start: int = 0, device: torch.device | str = "cpu") -> None:
+        self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
+        self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
+        self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
+        self.steps = config.training.steps
+        self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
+        self.completed = start
+        self.stop_reason: str | None = None
+        self.error: BaseException | None = None
+        self._wishes: set[str] = set()
+        self._unread: StepReport | None = None
+
+    def run(self) -> Outcome:
+        """Train until the last step or until somebody stops the run. All ranks call it.
+
+        Raises:
+            whatever the engine, the loader or a hook raises, after the ledger has it and the hooks were told.
+        """
+        try:
+            self._call("on_start")
+            for step in range(self.start, self.end):
+                with self.clock.data():
+                    batch = self.loader.step(step)
+                self._call("before_step", step)
+                report = self._step(step, batch)
+                self._call("after_step", step, report)
+                if self.stop_reason:
+                    break
+            self.settle()
+        except BaseException as error:
+            self.error = error
+            self.note("error", step=self.completed, error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._call("on_end", reverse=True)
+        return self._outcome()
+
+    def _step(self, step: int, batch) -> StepReport:
+        lr = self.schedule.lr(step)
+        result = self.engine.step(batch, lr)
+        wishes, self._wishes = self._wishes, set()
+        report = self.exchange.report(step, lr, result, batch.hash, wishes)
+        self.completed = step + 1
+        # On an accelerator a step's numbers are read while the next step runs, so that the device never waits.
+        earlier, self._unread = self._unread, report
+        if earlier is not None:
+            self._call("on_numbers", earlier)
+        if self.exchange.device.type == "cpu":
+            self.settle()
+        return report
+
+    def settle(self) -> None:
+        """Read the numbers of the last step now. All ranks call it at the same step."""
+        report, self._unread = self._unread, None
+        if report is not None:
+            self._call("on_numbers", report)
+
+    def wish(self, wish: str) -> None:
+        """Ask all ranks for something; they hear of it with the numbers of a step."""
+        if wish not in WISHES:
+            raise ValueError(f"{wish!r} is no wish; there are {', '.join(WISHES)}")
+        self._wishes.add(wish)
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current step. All ranks call it at the same step."""
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def last(self) -> bool:
+        """Whether no step comes after the completed ones."""
+        return self.completed >= self.end or self.stop_reason is not None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank writes for all."""
+        return self.mesh.rank == 0
+
+    def say(self, text: str) -> None:
+        """A message to the person who watches; only rank 0 speaks."""
+        if self.speaks:
+            self.sinks.say(text)
+
+    def note(self, event: str, **facts) -> None:
+        """An entry in the ledger, on rank 0."""
+        if self.ledger is not None:
+            self.ledger.write(event, **facts)
+
+    def _call(self, point: str, *arguments, reverse: bool = False) -> None:
+        for hook in reversed(self.hooks) if reverse else self.hooks:
+            method = getattr(hook, point, None)
+            if method is not None:
+                method(self, *arguments)
+
+    def _outcome(self) -> Outcome:
+        if self.completed >= self.steps:
+            return Outcome(self.completed, "finished", True)
+        reason = self.stop_reason or f"training.stop_at_step: {self.config.training.stop_at_step}"
+        return Outcome(self.completed, reason, False)

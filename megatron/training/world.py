@@ -1,0 +1,89 @@
+"""This process among the others: device, process group, mesh, and what checkpoints use to talk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
+from megatron.checkpoint.communicator import Communicator
+from megatron.config import Config
+from megatron.launch.environment import WorkerEnvironment, check_agreement
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+
+from .engine import prepare_deepspeed
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands.
+
+    Attributes:
+        device: its own.
+        mesh: its axes.
+        communicator: over all ranks, for the main thread.
+        background: over all ranks, for the thread that writes checkpoints.
+    """
+
+    device: torch.device
+    mesh: Mesh
+    communicator: Communicator
+    background: Communicator
+
+    @property
+    def speaks(self) -> bool:
+        return self.mesh.rank == 0
+
+
+def choose_device(config: Config, local_rank: int) -> torch.device:
+    """The accelerator of this rank, or the CPU.
+
+    Raises:
+        RuntimeError: launch.device asks for an accelerator that is not there.
+    """
+    wanted = config.launch.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine")
+    index = local_rank % torch.cuda.device_count()  # the launcher may show each rank only its own device
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join(config: Config, place: WorkerEnvironment) -> World:
+    """Enter the process group, see that all ranks run the same thing, and build the mesh.
+
+    The thread that writes checkpoints talks over the rendezvous store: a second process group for it would mean, at
+    10,000 ranks, a connection between every two of them.
+    """
+    os.environ.update(place.variables)
+    device = choose_device(config, place.local_rank)
+    prepare_deepspeed(device)
+    timeout = timedelta(seconds=config.launch.timeout)
+    if place.world_size == 1:
+        dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+        return World(device, Mesh.single(), SOLO, SOLO)
+    store, rank, size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    dist.init_process_group(
+        _backend(device), store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=timeout,
+        device_id=device if device.type == "cuda" else None)
+    communicator = GroupCommunicator(device=device)
+    check_agreement(place, communicator.gather)
+    mesh = Mesh.build(Layout.of(config, place.world_size))
+    return World(device, mesh, communicator, StoreCommunicator(store, rank, size, "background"))
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

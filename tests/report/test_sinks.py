@@ -1,0 +1,82 @@
+"""TensorBoard and Weights & Biases receive the numbers; only rank 0 has sinks; peaks of devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from megatron.report.peaks import device_peak
+from megatron.report.sinks import open_sinks
+from tests.training.settings import settings
+
+RECORDS = [
+    {"step": 0, "loss": 4.25, "batch_hash": "00ff"}, {"step": 1, "loss": 3.125, "batch_hash": "01ff"},
+    {"step": 2, "validation": {"pile": {"loss": 3.0, "perplexity": 20.0855, "tokens": 64}}}]
+
+
+def config(tmp_path, **logging):
+    return settings(run={"dir": str(tmp_path / "run"), "name": "trial"}, logging={"console": "quiet", **logging})
+
+
+def write(sinks) -> None:
+    for record in RECORDS:
+        sinks.write(record)
+    sinks.close()
+
+
+def test_jsonl_is_always_there_and_only_on_rank_0(tmp_path):
+    write(open_sinks(config(tmp_path), rank=1))
+    assert not (tmp_path / "run").exists()
+    write(open_sinks(config(tmp_path)))
+    assert [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == RECORDS
+
+
+def test_tensorboard_events(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(open_sinks(config(tmp_path, tensorboard=True)))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 4.25), (1, 3.125)]
+    assert [(e.step, e.value) for e in events.Scalars("validation/pile/loss")] == [(2, 3.0)]
+    assert "step" not in events.Tags()["scalars"]
+
+
+def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wanted = config(tmp_path, wandb={"mode": "offline", "project": "tests"})
+    write(open_sinks(wanted, settings={"training": {"steps": 3}}))
+    first = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
+    files = list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{first}.wandb"))
+    assert len(files) == 1
+    content = files[0].read_bytes()
+    assert b"validation/pile/perplexity" in content and b"3.125" in content
+    write(open_sinks(wanted))
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"] == first
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match="logging.wandb.mode: offline"):
+        open_sinks(config(tmp_path, wandb={"mode": "offline"}))
+
+
+@pytest.mark.parametrize("name, compute, tflops", [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "bf16", 989),
+    ("NVIDIA GH200 480GB", "fp16", 989), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+    ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+    ("NVIDIA L40S", "bf16", 362), ("NVIDIA L40", "bf16", 181), ("AMD Instinct MI250X", "bf16", 191.5),
+    ("AMD Instinct MI300X", "bf16", 1307), ("Tesla V100-SXM2-32GB", "fp16", 125)])
+def test_peaks_by_the_names_that_torch_gives(name, compute, tflops):
+    peak = device_peak(name, compute)
+    assert peak.tflops == tflops and name in peak.source
+
+
+def test_unknown_peaks_say_why():
+    for name, compute in (("cpu", "bf16"), ("NVIDIA GeForce RTX 9999", "bf16"), ("Tesla V100-SXM2-32GB", "bf16")):
+        peak = device_peak(name, compute)
+        assert peak.tflops is None and name in peak.source and "logging.peak_tflops" in peak.source
+    assert device_peak("cpu", "fp32", given=1.5).tflops == 1.5

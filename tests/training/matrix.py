@@ -1,0 +1,84 @@
+"""tests/layouts.yml as cases: which architecture trains on which layout by which recipe, and how exact it must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FILE = Path(__file__).resolve().parents[1] / "layouts.yml"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest relative errors allowed.
+
+    Attributes:
+        loss: of the loss of each step and of the evaluation.
+        norm: of the gradient norm of each step.
+        weights: of each tensor, in the Euclidean norm.
+        change: the same error over how far the tensor moved during the run.
+    """
+
+    loss: float
+    norm: float
+    weights: float
+    change: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of the matrix."""
+
+    recipe: str
+    architecture: str
+    layout: str
+    ranks: int
+    values: dict[str, Any]  # the configuration
+    plain: dict[str, Any]  # the same without the layout
+    bounds: Bounds
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}: {self.architecture} on {self.layout}"
+
+
+def merged(*trees: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts, the later over the earlier."""
+    result: dict[str, Any] = {}
+    for tree in trees:
+        for name, value in tree.items():
+            both = isinstance(value, dict) and isinstance(result.get(name), dict)
+            result[name] = merged(result[name], value) if both else value
+    return result
+
+
+def read(file: Path = FILE) -> dict[str, Any]:
+    return yaml.safe_load(file.read_text())
+
+
+def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
+    """All cases, those of fewer ranks first."""
+    matrix = matrix or read()
+    found = []
+    for recipe, entry in matrix["recipes"].items():
+        bounds = Bounds(**entry["bounds"])
+        for group in entry["runs"]:
+            for layout in _named(group["layouts"], matrix["layouts"]):
+                for architecture in _named(group["architectures"], matrix["architectures"]):
+                    own = {k: v for k, v in matrix["architectures"][architecture].items() if k != "about"}
+                    cut = {k: v for k, v in matrix["layouts"][layout].items() if k != "ranks"}
+                    plain = merged(matrix["common"], own, entry["values"])
+                    found.append(Case(recipe, architecture, layout, matrix["layouts"][layout]["ranks"],
+                                      merged(plain, cut), plain, bounds))
+    return sorted(found, key=lambda case: case.ranks)
+
+
+def _named(names: str | list[str], known: dict[str, Any]) -> list[str]:
+    chosen = list(known) if names == "all" else names
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"{FILE.name} names {name!r}, which is none of {', '.join(known)}")
+    return chosen

@@ -1,0 +1,226 @@
+"""One short training run, in two ways: through the engine on this rank of a layout, and in plain PyTorch.
+
+Both start from the same perturbed weights and read the same batches; the plain run shares the model's layers with the
+engine, but neither its loss, accumulation, clipping, optimizer nor anything of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron.config import Config, resolve
+from megatron.data.batch import StepBatch
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import LogicalTensor
+from tests.checkpoint.brute import local_shard
+
+EVALUATION = 1000  # the step whose batch is for evaluation
+
+
+@dataclass
+class Outcome:
+    """What a run says: per step the loss and the gradient norm; mean loss and weight of the evaluation; weights."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluation: tuple[float, float]
+    weights: dict[str, np.ndarray]
+
+
+def noise(tensor: LogicalTensor) -> np.ndarray:
+    """What is added to a tensor's initial values, fp32 of the logical shape."""
+    generator = np.random.default_rng(zlib.crc32(tensor.name.encode()))
+    return generator.normal(0.0, 0.1, tensor.shape).astype(np.float32)
+
+
+def global_batch(config: Config, step: int) -> StepBatch:
+    """All samples of a step in one micro-batch; the first two have no label that counts, the others more and more."""
+    B, S = config.training.global_batch_size, config.training.sequence_length
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, config.model.vocab_size, (1, B, S + 1), generator=draw)
+    counted = torch.rand(1, B, S, generator=draw) < (torch.arange(B).view(1, B, 1) - 1) / B
+    mask = torch.rand(1, B, S, generator=draw) * counted
+    documents = positions = None
+    if config.data.reset_attention_at_eod:
+        starts = torch.rand(1, B, S, generator=draw) < 0.2
+        documents = starts.int().cumsum(-1).int()
+        place = torch.arange(S).expand(1, B, S)
+        positions = (place - torch.where(starts, place, 0).cummax(-1).values).int()
+    return StepBatch(step, tokens, step * B + torch.arange(B).view(1, B), 0, mask, documents, positions)
+
+
+def local_batch(config: Config, step: int, rank: int, ranks: int) -> StepBatch:
+    """A data parallel rank's part: item b of micro-step a is sample (a * ranks + rank) * M + b of the step."""
+    whole, M = global_batch(config, step), config.training.micro_batch_size
+    chosen = [[(a * ranks + rank) * M + b for b in range(M)]
+              for a in range(config.training.global_batch_size // (M * ranks))]
+    parts = {name: None if value is None else value[0, chosen] for name, value in vars(whole).items()
+             if name not in ("step", "hash")}
+    return StepBatch(step=step, hash=0, **parts)
+
+
+def start(values: dict[str, Any], ranks: int):
+    """The resolved configuration, and this rank's engine with its weights perturbed."""
+    config = resolve(values, ranks=ranks)
+    return config, build(config, ranks)
+
+
+def build(config: Config, ranks: int):
+    from megatron.training.engine import build_engine, prepare_deepspeed
+
+    prepare_deepspeed(torch.device("cpu"))
+    engine = build_engine(config, Mesh.build(Layout.of(config, ranks)), "cpu")
+    for fragment in engine.state.masters():
+        shard = local_shard(noise(fragment.tensor), fragment.tensor, fragment.tensor_rank, fragment.tensor_ranks)
+        fragment.data.add_(torch.from_numpy(shard[fragment.start: fragment.start + fragment.data.numel()]))
+    engine.state.refresh()
+    return engine
+
+
+def steps(config: Config, engine, first: int, count: int) -> tuple[list[float], list[float]]:
+    """Losses over all ranks, and this rank's gradient norms, of some steps."""
+    losses, norms = [], []
+    data = engine.mesh.data
+    for step in range(first, first + count):
+        result = engine.step(local_batch(config, step, data.rank, data.size), config.optimizer.lr)
+        tokens = float(result.tokens)
+        losses.append(mean(float(result.loss) * tokens if tokens else 0.0, tokens)[0])
+        norms.append(float(result.grad_norm))
+    return losses, norms
+
+
+def mean(total, weight) -> tuple[float, float]:
+    """Mean and weight over all ranks of sums that each has a part of."""
+    sums = torch.tensor([float(total), float(weight)], dtype=torch.float64)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(sums)
+    return float(sums[0] / sums[1]), float(sums[1])
+
+
+def train(values: dict[str, Any], ranks: int) -> tuple[list[float], list[float], tuple[float, float], list]:
+    """On every rank: train and evaluate; losses, norms, evaluation, and this rank's fragments of the masters."""
+    config, engine = start(values, ranks)
+    losses, norms = steps(config, engine, 0, config.training.steps)
+    data = engine.mesh.data
+    evaluation = mean(*engine.evaluate(local_batch(config, EVALUATION, data.rank, data.size)))
+    return losses, norms, evaluation, portable(f for f in engine.state.fragments() if f.state == "master")
+
+
+def portable(fragments) -> list[tuple]:
+    """Fragments as plain values that travel between processes."""
+    return [(f.tensor, f.state, f.tensor_rank, f.tensor_ranks, f.start, f.data.numpy().copy()) for f in fragments]
+
+
+def assemble(ranks: list[list[tuple]]) -> dict[tuple[str, str], np.ndarray]:
+    """Logical tensors by (name, state) from the fragments of all ranks, of which each element comes exactly once."""
+    values: dict[tuple[str, str], np.ndarray] = {}
+    seen: dict[tuple[str, str], np.ndarray] = {}
+    for tensor, state, rank, count, begin, data in (fragment for own in ranks for fragment in own):
+        size = int(np.prod(tensor.shape))
+        where = local_shard(np.arange(size).reshape(tensor.shape), tensor, rank, count)[begin: begin + len(data)]
+        values.setdefault((tensor.name, state), np.full(size, np.nan, np.float32))[where] = data
+        np.add.at(seen.setdefault((tensor.name, state), np.zeros(size, np.int64)), where, 1)
+    for label, count in seen.items():
+        if not (count == 1).all():
+            missing, doubled = (count == 0).sum(), (count > 1).sum()
+            raise AssertionError(f"{label}: {missing} elements are nobody's, {doubled} several ranks'")
+    return values
+
+
+def plainly(values: dict[str, Any]) -> Outcome:
+    """The same run in one process of plain PyTorch, without engine or DeepSpeed."""
+    from megatron.model.stack import build_model
+
+    config = resolve(values)
+    model = build_model(config, dtype=torch.bfloat16 if config.precision.compute == "bf16" else torch.float32)
+    parameters = list(dict.fromkeys(model.parameters()))
+    masters = [p.detach().float() + torch.from_numpy(noise(p.logical)) for p in parameters]
+    optimizer = PlainOptimizer(config, [p.logical.role.value for p in parameters], masters)
+    losses, norms = [], []
+    for step in range(config.training.steps):
+        load(parameters, masters)
+        loss, gradients = plain_gradients(config, model, parameters, step)
+        norm = torch.sqrt(sum(g.double().square().sum() for g in gradients))
+        factor = min(1.0, config.optimizer.gradient_clipping / (float(norm) + 1e-6))
+        optimizer.step([g * factor for g in gradients])
+        losses.append(loss)
+        norms.append(float(norm))
+    load(parameters, masters)
+    batch = global_batch(config, EVALUATION)
+    with torch.no_grad():
+        ce = token_losses(config, model.eval(), batch, slice(None))[0]
+    total, weight = (ce * batch.loss_mask[0]).double().sum(), batch.loss_mask.double().sum()
+    weights = {p.logical.name: m.numpy().reshape(-1) for p, m in zip(parameters, masters)}
+    return Outcome(losses, norms, (float(total / weight), float(weight)), weights)
+
+
+def load(parameters: list[torch.nn.Parameter], masters: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, master in zip(parameters, masters):
+            parameter.copy_(master)
+
+
+def token_losses(config: Config, model, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits."""
+    form, sides = model.form, {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+    chosen = {name: sides[name][0, rows] for name in form.optional}
+    logits = model.head.logits(model.stream(batch.inputs[0, rows], **chosen))
+    ce = F.cross_entropy(logits.flatten(0, 1), batch.labels[0, rows].flatten(), reduction="none")
+    return ce.view_as(batch.labels[0, rows]), logits.logsumexp(-1)
+
+
+def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float, list[torch.Tensor]]:
+    """The mean loss over labels of the global batch, and fp32 gradients (of it and the z-loss), by micro-batches."""
+    batch, total = global_batch(config, step), 0.0
+    M, weight = config.training.micro_batch_size, batch.loss_mask.double().sum()
+    gradients = [torch.zeros(p.shape) for p in parameters]
+    model.train()
+    for begin in range(0, batch.tokens.shape[1], M):
+        rows = slice(begin, begin + M)
+        ce, lse = token_losses(config, model, batch, rows)
+        share = (batch.loss_mask[0, rows] / weight).float()
+        loss = (share * (ce + config.training.z_loss * lse.square())).sum()
+        for gradient, part in zip(gradients, torch.autograd.grad(loss, parameters)):
+            gradient += part.float()
+        total += float((share.double() * ce.detach()).sum())
+    return total, gradients
+
+
+class PlainOptimizer:
+    """SGD with momentum, written out, or torch's AdamW; norms and biases do not decay."""
+
+    def __init__(self, config: Config, roles: list[str], masters: list[torch.Tensor]):
+        self.options, self.masters = config.optimizer, masters
+        self.decays = [0.0 if role in ("norm", "bias", "state") else self.options.weight_decay for role in roles]
+        self.averages = [torch.zeros_like(m) for m in masters]
+        self.adamw = None
+        if self.options.type == "adamw":
+            groups = [{"params": [m], "weight_decay": decay} for m, decay in zip(masters, self.decays)]
+            self.adamw = torch.optim.AdamW(
+                groups, lr=self.options.lr, betas=self.options.betas, eps=self.options.epsilon, foreach=False)
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        if self.adamw is not None:
+            for master, gradient in zip(self.masters, gradients):
+                master.grad = gradient
+            self.adamw.step()
+            return
+        for master, gradient, decay, average in zip(self.masters, gradients, self.decays, self.averages):
+            average.copy_(self.options.momentum * average + gradient)
+            master -= self.options.lr * (average + decay * master)
+
+
+def initial(values: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The perturbed weights that every run starts from."""
+    from megatron.model.stack import build_model
+
+    config = resolve(values)
+    model = build_model(config, dtype=torch.bfloat16 if config.precision.compute == "bf16" else torch.float32)
+    return {p.logical.name: (p.detach().float().numpy() + noise(p.logical)).reshape(-1) for p in model.parameters()}

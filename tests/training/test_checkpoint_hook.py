@@ -1,0 +1,46 @@
+"""The checkpoint hook with the checkpoint room's own saver: what it leaves on disk opens again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_checkpoint
+from megatron.checkpoint.policy import SavePolicy
+from megatron.checkpoint.saver import Saver
+from megatron.report.ledger import read_ledger
+from megatron.training.hooks import Checkpoint
+from tests.training.settings import settings
+from tests.training.toy import run, toy_trainer
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
+    section = {"every": 3, "keep_last": 2, "asynchronous": asynchronous, "log_spaced": True}
+    config = settings(7, run={"dir": str(tmp_path), "name": "run"}, logging={"console": "quiet", "curve": False},
+                      optimizer={"lr": 0.05}, checkpoint=section)
+    trainer = toy_trainer(config)
+    saver = Saver(tmp_path / "checkpoints", config.checkpoint)
+    tables: dict[int, torch.Tensor] = {}
+
+    def contents(step: int):
+        tables[step] = trainer.engine.table.detach().clone()
+        fragments = [Fragment(p.logical, MASTER, 0, 1, 0, p.detach().flatten()) for p in trainer.engine.parameters]
+        return fragments, Meta(step=step)
+
+    place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, Checkpoint))
+    trainer.hooks[place] = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents)
+    assert run(trainer).finished
+    assert list(tables) == [0, 1, 2, 3, 4, 6, 7]
+    left = saver.store.paths()
+    assert [int(path.name[-8:]) for path in left] == [6, 7]
+    for path in left:
+        checkpoint = open_checkpoint(path, verify="checksums")
+        found = checkpoint.read(FragmentSpec.whole(trainer.engine.table.logical, MASTER))
+        assert torch.equal(found.data, tables[checkpoint.step].flatten())
+    ledger = read_ledger(tmp_path / "ledger.jsonl")
+    reasons = [entry["reason"] for entry in ledger if entry["event"] == "checkpoint"]
+    assert reasons[0] == "log-spaced" and reasons[3] == "every 3 steps" and reasons[-1] == "the last step"
+    written = [entry for entry in ledger if entry["event"] == "checkpoint_written"]
+    assert len(written) == 7 and written[-1]["path"] == str(left[-1])
+    assert sum(len(entry["deleted"]) for entry in written) == 5

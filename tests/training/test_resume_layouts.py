@@ -1,0 +1,157 @@
+"""Saved on one layout, resumed on another: the same state bit for bit, and the run goes on as if unbroken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training import runs
+from tests.training.matrix import merged, read
+from tests.workers import run
+
+BEFORE, AFTER = 2, 2  # steps before the save, and after
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"ranks": 1, "zero": {"stage": 0}},
+    "dp2 ZeRO 0": {"ranks": 2, "zero": {"stage": 0}},
+    "dp2 ZeRO 1": {"ranks": 2, "zero": {"stage": 1}},
+    "dp2 ZeRO 2": {"ranks": 2, "zero": {"stage": 2}},
+    "dp2 ZeRO 3": {"ranks": 2, "zero": {"stage": 3, "persistent_size": 100}},
+    "tp2": {"ranks": 2, "parallel": {"tensor": 2}},
+    "pp2 of 1 and 4": {"ranks": 2, "parallel": {"pipeline": 2, "pipeline_split": [1, 4]}},
+    "pp4 of 1, 2, 1, 1": {"ranks": 4, "parallel": {"pipeline": 4, "pipeline_split": [1, 2, 1, 1]}},
+    "tp2 dp2 ZeRO 3": {
+        "ranks": 4, "parallel": {"tensor": 2, "sequence": True}, "zero": {"stage": 3, "persistent_size": 0}},
+    "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
+}
+ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
+MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
+BF16 = {"precision": "bf16"}
+MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
+
+# (architecture, recipe, saved on, resumed on, largest relative error of losses)
+PAIRS = [
+    *[("gpt2", ADAMW, "dp2 ZeRO 1", to, 1e-5) for to in ("one", "dp2 ZeRO 3", "pp4 of 1, 2, 1, 1", "tp2 dp2 ZeRO 3")],
+    *[("llama", ADAMW, "dp2 ZeRO 3", to, 1e-5) for to in ("dp2 ZeRO 1", "tp2 pp2", "dp2 ZeRO 0")],
+    *[("qwen3", ADAMW, "pp4 of 1, 2, 1, 1", to, 1e-5) for to in ("one", "dp2 ZeRO 3", "pp2 of 1 and 4", "tp2 pp2")],
+    *[("mqa", ADAMW, "tp2 dp2 ZeRO 3", to, 1e-5) for to in ("dp2 ZeRO 2", "tp2 pp2")],
+    # Newton-Schulz runs in bf16, so a last digit of a gradient may tip a rounding there.
+    *[("qwen3", MUON, "dp2 ZeRO 1", to, 1e-3) for to in ("one", "pp2 of 1 and 4")],
+    *[("qwen3", merged(MUON, BF16), "dp2 ZeRO 2", to, 1e-2) for to in ("dp2 ZeRO 1", "pp2 of 1 and 4")],
+    *[("neox", merged(ADAMW, BF16), "tp2 pp2", to, 1e-2) for to in ("dp2 ZeRO 3", "tp2")],
+    *[("state space", merged(ADAMW, MAMBA), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
+    *[("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3", to, 1e-2) for to in ("dp2 ZeRO 1", "pp2 of 1 and 4")],
+]
+SAME = [
+    ("gpt2", ADAMW, "dp2 ZeRO 1"), ("gpt2", merged(ADAMW, BF16), "dp2 ZeRO 3"), ("llama", ADAMW, "dp2 ZeRO 3"),
+    ("llama", ADAMW, "dp2 ZeRO 0"), ("qwen3", ADAMW, "pp4 of 1, 2, 1, 1"), ("mqa", ADAMW, "tp2 dp2 ZeRO 3"),
+    ("qwen3", MUON, "dp2 ZeRO 1"), ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
+    ("neox", merged(ADAMW, BF16), "tp2 pp2"), ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
+    ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"),
+]
+
+
+@dataclass
+class Leg:
+    """Part of a run: losses and norms of its steps, and all logical tensors before and after it."""
+
+    losses: list[float]
+    norms: list[float]
+    begin: dict[tuple[str, str], np.ndarray]
+    end: dict[tuple[str, str], np.ndarray]
+
+
+def leg(values: dict[str, Any], ranks: int, count: int, source: str | None, target: str | None):
+    """On every rank: resume from the checkpoint `source` or start anew, train `count` steps, save into `target`."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint import SOLO, GroupCommunicator, Meta, open_checkpoint, save
+    from megatron.training.resume import resume
+    from megatron.training.world import World
+
+    config, engine = runs.start(values, ranks)
+    communicator = GroupCommunicator() if dist.get_world_size() > 1 else SOLO
+    world = World(torch.device("cpu"), engine.mesh, communicator, communicator)
+    first = 0
+    if source is not None:
+        checkpoint = open_checkpoint(source, communicator=communicator)
+        resume(checkpoint, world, engine)
+        first = checkpoint.step
+    begin = runs.portable(engine.state.fragments())
+    losses, norms = runs.steps(config, engine, first, count)
+    if target is not None:
+        meta = Meta(step=first + count, optimizer=engine.state.counters())
+        save(target, first + count, engine.state.fragments(), meta, communicator)
+    return losses, norms, begin, runs.portable(engine.state.fragments())
+
+
+def together(values: dict[str, Any], ranks: int, count: int, source: Path | None, target: Path | None) -> Leg:
+    results = run(ranks, leg, values, ranks, count, source and str(source), target and str(target))
+    for losses, norms, *_ in results:
+        assert losses == results[0][0] and norms == pytest.approx(results[0][1], rel=1e-6)
+    begin, end = (runs.assemble([result[place] for result in results]) for place in (2, 3))
+    return Leg(results[0][0], results[0][1], begin, end)
+
+
+def values_of(architecture: str, recipe: dict[str, Any], layout: str) -> tuple[dict[str, Any], int]:
+    matrix = read()
+    own = {name: value for name, value in matrix["architectures"][architecture].items() if name != "about"}
+    cut = {name: value for name, value in LAYOUTS[layout].items() if name != "ranks"}
+    small = {"model": {"layers": "(attention/mlp) x5"}, "training": {"micro_batch_size": 2}}
+    return merged(matrix["common"], own, small, recipe, cut), LAYOUTS[layout]["ranks"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(architecture, recipe, layout) -> the leg that ends with a save, its checkpoint, and the leg without a break."""
+    folders: dict[str, tuple] = {}
+
+    def make(architecture: str, recipe: dict[str, Any], layout: str):
+        key = f"{architecture} {recipe} {layout}"
+        if key not in folders:
+            values, ranks = values_of(architecture, recipe, layout)
+            folder = tmp_path_factory.mktemp("saved")
+            first = together(values, ranks, BEFORE, None, folder)
+            folders[key] = (first, next(folder.glob("step_*")), together(values, ranks, BEFORE + AFTER, None, None))
+        return folders[key]
+
+    return make
+
+
+def identical(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for label, values in ours.items():
+        assert np.array_equal(values.view(np.uint8), theirs[label].view(np.uint8)), f"{label} differs"
+
+
+def name_of(case) -> str:
+    kind, precision = case[1]["optimizer"]["type"], case[1].get("precision", "fp32")
+    return f"{case[0]} {kind} {precision}, {' to '.join(case[2:4])}"
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=name_of)
+def test_resumed_on_another_layout(case, saved):
+    architecture, recipe, source, target, error = case
+    first, checkpoint, unbroken = saved(architecture, recipe, source)
+    values, ranks = values_of(architecture, recipe, target)
+    resumed = together(values, ranks, AFTER, checkpoint, None)
+    identical(resumed.begin, first.end)
+    np.testing.assert_allclose(resumed.losses, unbroken.losses[BEFORE:], rtol=error)
+    np.testing.assert_allclose(resumed.norms, unbroken.norms[BEFORE:], rtol=5 * error)
+
+
+@pytest.mark.parametrize("case", SAME, ids=lambda case: name_of((*case, case[2])))
+def test_resumed_on_the_same_layout(case, saved):
+    architecture, recipe, layout = case
+    first, checkpoint, unbroken = saved(architecture, recipe, layout)
+    values, ranks = values_of(architecture, recipe, layout)
+    resumed = together(values, ranks, AFTER, checkpoint, None)
+    identical(resumed.begin, first.end)
+    assert first.losses + resumed.losses == unbroken.losses
+    assert first.norms + resumed.norms == unbroken.norms
+    identical(resumed.end, unbroken.end)

@@ -1,0 +1,176 @@
+"""Whole runs through `megatron.training.run`: resuming, changing the layout, text from checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.fragment import MASTER, FragmentSpec
+from megatron.config import ConfigError, load
+from tests.workers import run as on_ranks
+
+TINY = """
+model:
+  layers: "(attention/mlp) x3"
+  hidden_size: 32
+  vocab_size: 257
+  dropout: 0.1
+  attention: {heads: 4, kv_heads: 2}
+training: {steps: 6, sequence_length: 16, micro_batch_size: 2, global_batch_size: 8}
+optimizer: {lr: 1e-2, gradient_clipping: 0.5}
+schedule: {warmup_steps: 2}
+data: {synthetic: copy}
+tokenizer: {type: bytes}
+evaluation: {every: 3, batches: 1}
+checkpoint: {every: 2}
+logging: {console: quiet, curve: false}
+"""
+
+
+def job(folder: str, ranks: int, *overrides: str) -> list[dict]:
+    """One run on this worker's ranks; rank 0 returns the lines of metrics.jsonl."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint import SOLO, GroupCommunicator
+    from megatron.launch.environment import WorkerEnvironment
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+    from megatron.training.engine import prepare_deepspeed
+    from megatron.training.run import run
+    from megatron.training.world import World
+
+    file = Path(folder) / "tiny.yml"
+    resolved = load([str(file)], [f"run.dir={folder}/run", *overrides], ranks=ranks)
+    prepare_deepspeed(torch.device("cpu"))
+    mesh = Mesh.build(Layout.of(resolved.config, ranks))
+    talk = GroupCommunicator() if ranks > 1 else SOLO
+    write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
+    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=resolved.text())
+    run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
+    if mesh.rank:
+        return []
+    return [json.loads(line) for line in (Path(resolved.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(tmp_path: Path, ranks: int, *overrides: str) -> list[dict]:
+    (tmp_path / "tiny.yml").write_text(TINY)
+    return on_ranks(ranks, job, str(tmp_path), ranks, *overrides)[0]
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["loss"] if "loss" in line else line["validation"]["validation"]["loss"] for line in lines]
+
+
+def tensors(tmp_path: Path, step: int, run: str = "run") -> dict[tuple[str, str], torch.Tensor]:
+    checkpoint = open_checkpoint(tmp_path / run / "checkpoints" / f"step_{step:08d}", verify="checksums")
+    return {
+        (name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data
+        for name, state in checkpoint.stored}
+
+
+LAYOUTS = {
+    "dp2": (2, []),
+    "dp2 bf16": (2, ["precision=bf16"]),
+    "dp2 zero3": (2, ["zero.stage=3"]),
+    "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "pp2 bf16": (2, ["parallel.pipeline=2", "precision=bf16"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_stopped_run_goes_on_bitwise(tmp_path: Path, name: str) -> None:
+    ranks, overrides = LAYOUTS[name]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    expected = start(whole, ranks, *overrides)
+    start(parts, ranks, *overrides, "training.stop_at_step=4")
+    found = start(parts, ranks, *overrides)
+    assert losses(found) == losses(expected)
+    assert [line.get("batch_hash") for line in found] == [line.get("batch_hash") for line in expected]
+    ours, theirs = tensors(parts, 6), tensors(whole, 6)
+    assert ours.keys() == theirs.keys() and (any(state == MASTER for _, state in ours))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    events = [json.loads(line)["event"] for line in (parts / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert events.count("start") == 1 and events.count("resume") == 1
+
+
+def test_the_layout_changes_nothing_that_is_learned(tmp_path: Path) -> None:
+    expected = start(tmp_path, 1, "run.dir=" + str(tmp_path / "one"))
+    start(tmp_path, 2, "parallel.tensor=2", "parallel.sequence=true", "training.stop_at_step=2")
+    start(tmp_path, 2, "parallel.pipeline=2", "training.stop_at_step=4")
+    found = start(tmp_path, 2, "zero.stage=3")
+    assert losses(found) == pytest.approx(losses(expected), rel=1e-5)
+    ours, theirs = tensors(tmp_path, 6), tensors(tmp_path, 6, "one")
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-6)
+
+
+def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
+    start(tmp_path, 1)
+    source = tmp_path / "run" / "checkpoints" / "step_00000006"
+    lines = start(tmp_path, 2, "parallel.tensor=2", f"run.dir={tmp_path}/new", f"checkpoint.initialize_from={source}",
+                  "training.steps=2", "optimizer.lr=0.0", "model.dropout=0.0", "evaluation.every=1")
+    before = tensors(tmp_path, 6)
+    after = tensors(tmp_path, 2, "new")
+    assert lines[0]["step"] == 0
+    for key in before:
+        if key[1] == MASTER:
+            assert torch.equal(before[key], after[key])
+
+
+def test_weights_without_optimizer_state(tmp_path: Path) -> None:
+    start(tmp_path, 2, "parallel.tensor=2")
+    start(tmp_path, 2, "zero.stage=1", "precision=bf16", f"run.dir={tmp_path}/light", "checkpoint.optimizer_state=false",
+          f"checkpoint.initialize_from={tmp_path}/run/checkpoints/step_00000006", "optimizer.lr=0.0", "model.dropout=0.0")
+    light, full = tensors(tmp_path, 6, "light"), tensors(tmp_path, 6)
+    assert {state for _, state in light} == {"weight"}
+    assert all(torch.equal(value, full[name, MASTER].bfloat16()) for (name, _), value in light.items())
+    assert not open_checkpoint(tmp_path / "light" / "checkpoints" / "step_00000006").meta.resumable
+
+
+def test_a_missing_checkpoint_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text(TINY)
+    with pytest.raises(ConfigError, match="checkpoint.resume"):
+        load([str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/nowhere"], ranks=1)
+
+
+def test_changed_keys_are_named(tmp_path: Path) -> None:
+    from megatron.training.resume import changes
+
+    (tmp_path / "tiny.yml").write_text(TINY)
+    old = load([str(tmp_path / "tiny.yml")], [], ranks=1)
+    new = load([str(tmp_path / "tiny.yml")], ["optimizer.lr=0.02", "training.micro_batch_size=1", "run.name=other"], ranks=1)
+    assert changes(old.text(), old.config) == []
+    assert changes(old.text(), new.config) == ["optimizer.lr: 0.01 -> 0.02"]
+
+
+def test_text_of_a_checkpoint_of_any_layout(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from megatron.training.text import load_model, main
+
+    start(tmp_path, 2, "parallel.pipeline=2")
+    command = [str(tmp_path / "run"), "--prompt", "abc", "--tokens", "12", "--temperature", "0", "--json", "--ignore-end"]
+    assert main(command) == 0
+    cached = json.loads(capsys.readouterr().out)
+    assert main([*command, "--no-cache"]) == 0
+    assert json.loads(capsys.readouterr().out) == cached
+    model, _ = load_model(tmp_path / "run" / "checkpoints" / "step_00000006", torch.device("cpu"))
+    masters = tensors(tmp_path, 6)
+    for parameter in model.parameters():
+        assert torch.equal(parameter.detach().flatten(), masters[parameter.logical.name, MASTER])
+    assert main([str(tmp_path / "nothing")]) == 2
+
+
+def test_a_signal_shows_in_the_exit_status() -> None:
+    from megatron.launch.status import STOPPED_EARLY
+    from megatron.training.run import status
+    from megatron.training.trainer import Outcome
+
+    assert status(Outcome(6, "finished", True)) == 0
+    assert status(Outcome(6, "signal SIGTERM", True)) == 0
+    assert status(Outcome(3, "training.stop_after: 1 minutes", False)) == 0
+    assert status(Outcome(3, "signal SIGTERM", False)) == 143
+    assert status(Outcome(3, "signal SIGUSR1", False)) == STOPPED_EARLY

@@ -1,0 +1,127 @@
+"""Distributed tests without a launcher: `run(ranks, function, *args)` on reused spawned gloo workers.
+
+Importing torch and DeepSpeed costs seconds, so the workers of each world size start once per test session, keep
+one process group, and run whatever they are handed. A worker that fails sends its traceback back; its world is
+then thrown away, since its peers may be stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 400.0
+
+
+class World:
+    """`size` processes with one gloo process group."""
+
+    def __init__(self, size: int):
+        context = get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, self.folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable, args: tuple) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died") from None
+                if not ok:
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+_worlds: dict[int, World] = {}
+
+
+def run(ranks: int, function: Callable, *args: Any) -> list[Any]:
+    """What `function(*args)` returns on each of `ranks` processes. It must be importable and its results picklable."""
+    world = _worlds.get(ranks)
+    if world is None:
+        world = _worlds[ranks] = World(ranks)
+    try:
+        return world.run(function, args)
+    except BaseException:
+        world.close()
+        del _worlds[ranks]
+        raise
+
+
+@atexit.register
+def close_all() -> None:
+    for world in _worlds.values():
+        world.close()
+    _worlds.clear()
+
+
+def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    linear = torch.nn.functional.linear
+    dist.init_process_group(
+        "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=size, timeout=timedelta(seconds=240))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        _forget_the_last_engine(linear)
+        pipe.send(answer)
+
+
+def _forget_the_last_engine(linear: Callable) -> None:
+    """DeepSpeed keeps the axes of the last engine in a module, and ZeRO 3 leaves its own linear function in torch's place.
+
+    With that function selective recomputation gives wrong gradients, and no run but one of ZeRO 3 has it.
+    """
+    import torch
+
+    torch.nn.functional.linear = linear
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None:
+        groups.mpu = None
