@@ -1,0 +1,127 @@
+"""The README's commands, run in order in a copy of the source as a reader would, on models scaled down.
+
+An HTML comment before a block of the README says what to do with it:
+
+    <!-- file: NAME -->      the block is the content of that file
+    <!-- run: A => B -->     run it, with A replaced by B everywhere (`<!-- run -->` as it stands)
+    <!-- fails -->           run it; it must end with status 2
+    <!-- prints -->          the block is what the failing command wrote
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+README = ROOT / "README.md"
+MARK = r"<!-- (?P<mark>file|run|fails|prints)(?:: (?P<detail>[^\n]*?))? -->\n"
+BLOCK = re.compile(rf"(?:{MARK})?```(?P<kind>\w*)\n(?P<text>.*?)```", re.DOTALL)
+NOT_RUN = ("make quickstart", "make test", ". .venv/bin/activate")  # tests/test_quickstart.py, and what runs this test
+SMALL = """\
+model: {layers: "(attention/mlp) x2", hidden_size: 48}
+training: {steps: 6, sequence_length: 16, global_batch_size: 4, micro_batch_size: 1}
+schedule: {warmup_steps: 1}
+checkpoint: {every: 1}
+evaluation: {every: 3, batches: 1}
+launch: {device: cpu}
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    mark: str | None
+    detail: str | None
+    kind: str
+    text: str
+
+    @property
+    def script(self) -> str:
+        """The commands, with what the mark says replaced."""
+        old, arrow, new = (self.detail or "").partition(" => ")
+        return self.text.replace(old, new) if arrow else self.text
+
+
+def blocks() -> list[Block]:
+    return [Block(**match.groupdict()) for match in BLOCK.finditer(README.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the source, with a folder of texts, GPT-NeoX's files, and settings that make a model small."""
+    for name in ("megatron", "tools", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("deepy.py", "train.py", "generate.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "texts").mkdir()
+    for number, path in enumerate(sorted((ROOT / "megatron").rglob("*.py"))[:80]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "old").mkdir()
+    shutil.copy(ROOT / "tests" / "config" / "neox" / "20b.yml", tmp_path / "old" / "20B.yml")
+    shutil.copy(ROOT / "tests" / "config" / "neox" / "20b_local.yml", tmp_path / "old" / "local_setup.yml")
+    (tmp_path / "small.yml").write_text(SMALL)
+    return tmp_path
+
+
+def shell(script: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=folder, text=True, capture_output=True,
+                          env={**os.environ, "PATH": path}, timeout=600)
+
+
+def test_commands(copy):
+    failed = None
+    for block in blocks():
+        if block.mark == "file":
+            (copy / block.detail).write_text(block.text)
+        elif block.mark == "run":
+            done = shell(block.script, copy)
+            assert done.returncode == 0, f"{block.script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        elif block.mark == "fails":
+            failed = shell(block.script, copy)
+            assert failed.returncode == 2, failed.stderr
+        elif block.mark == "prints":
+            assert failed.stderr.strip() == block.text.strip()
+    _one_run(copy / "runs" / "my")
+    assert (copy / "my-model" / "config.json").is_file() and (copy / "20b.yml").is_file()
+
+
+def _one_run(folder: Path) -> None:
+    """The tour's five starts, on three layouts, are one run of six steps that was resumed four times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(6))
+    events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    starts = [(each["event"], each["step"]) for each in events if each["event"] in ("start", "resume")]
+    assert starts == [("start", 0), ("resume", 2), ("resume", 3), ("resume", 4), ("resume", 5)]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_command_is_run_or_accounted_for():
+    for block in blocks():
+        if block.kind == "sh" and block.mark is None:
+            for line in block.text.splitlines():
+                assert line.startswith(NOT_RUN), f"{line!r} has no mark that has it tested"
+
+
+def test_links_lead_somewhere():
+    text = README.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (ROOT / target).is_file(), target
+    named = re.findall(r"`((?:tools|requirements|configs|docs)/[\w./-]*|Dockerfile[\w.]*)", text)
+    assert len(named) > 5
+    for target in named:
+        assert (ROOT / target).exists(), target
+
+
+def test_support_table_has_its_place():
+    text = README.read_text(encoding="utf-8")
+    assert text.count("<!-- support table -->") == text.count("<!-- /support table -->") == 1

@@ -1,0 +1,60 @@
+"""The benchmark of the training step on a tiny shape: what it reports, and that a wrong comparison fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench.contenders import Setup, configuration
+from tools.bench.train_step import Mismatch, check_equal, table
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--shapes", "tiny", "--sequence", "32", "--micro-batch", "2", "--vocabulary", "256", "--steps", "1",
+        "--rounds", "2", "--contenders", "ours", "eager")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "tools/bench/train_step.py", *TINY, *arguments], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_row():
+    done = bench("--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["shape"] == "tiny" and set(row["tokens_per_second"]) == {"ours", "eager"}
+    assert row["first_losses"][0] == pytest.approx(math.log(256), rel=0.05)
+    for name, seconds in row["seconds"].items():
+        assert len(seconds) == 2 and row["peak_bytes"][name] > 100 * 2**20
+        assert row["tokens_per_second"][name] == pytest.approx(2 * 64 / sum(seconds))
+    assert "| tiny | 32 | 2 |" in table([row])
+
+
+def test_another_recipe_is_no_comparison():
+    done = bench("--rounds", "1", "training.z_loss=0.1")
+    assert done.returncode == 1 and "of eager" in done.stderr and done.stdout == ""
+
+
+def test_values_that_differ_are_named():
+    same = {"losses": [2.0, 1.5], "norms": [1.0, 1.0]}
+    check_equal({"ours": same, "eager": {**same, "losses": [2.0, 1.5001]}}, 2e-4)
+    for wrong in (1.51, math.nan):
+        with pytest.raises(Mismatch, match="step 1: losses of eager"):
+            check_equal({"ours": same, "eager": {**same, "losses": [2.0, wrong]}}, 2e-4)
+
+
+@pytest.mark.parametrize("shape, parameters", [
+    ("pythia-14m", 14_067_712), ("pythia-70m", 70_426_624), ("pythia-160m", 162_322_944),
+    ("pythia-1.4b", 1_414_647_808)])
+def test_shapes_are_those_published(shape, parameters):
+    """Of the released models; all have 50304 rows."""
+    from megatron.model.describe import totals
+
+    assert totals(configuration(Setup(shape, 512, 1))).parameters == parameters

@@ -1,0 +1,226 @@
+"""The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX.
+
+Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
+and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases; fp32 on CPU,
+bf16 with fp32 masters on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LR, BETAS, EPSILON, WEIGHT_DECAY, CLIP, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
+VOCABULARY = 50304
+SHAPES = {  # of the Pythia suite: hidden size, layers, heads
+    "pythia-14m": (128, 6, 4),
+    "pythia-70m": (512, 6, 8),
+    "pythia-160m": (768, 12, 12),
+    "pythia-410m": (1024, 24, 16),
+    "pythia-1.4b": (2048, 24, 16),
+    "tiny": (32, 2, 2),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured.
+
+    Attributes:
+        options: dotted keys of our configuration that differ from its defaults.
+        clock: "wall", or "cpu": processor seconds of the contender, which other work on the machine disturbs less.
+    """
+
+    shape: str
+    sequence: int
+    micro_batch: int
+    device: str = "cpu"
+    vocabulary: int = VOCABULARY
+    options: tuple[tuple[str, Any], ...] = ()
+    clock: str = "wall"
+
+    @property
+    def tokens(self) -> int:
+        """In one step."""
+        return self.sequence * self.micro_batch
+
+
+def configuration(setup: Setup):
+    """Our configuration of the setup."""
+    from megatron.config import resolve
+
+    hidden, layers, heads = SHAPES[setup.shape]
+    values: dict[str, Any] = {
+        "model": {
+            "layers": f"(attention/mlp) x{layers}", "hidden_size": hidden, "vocab_size": setup.vocabulary,
+            "attention": {"heads": heads, "qkv_bias": True, "output_bias": True, "rotary": {"fraction": 0.25}},
+            "mlp": {"hidden_size": 4 * hidden, "activation": "gelu", "gated": False, "bias": True},
+            "norm": {"type": "layernorm", "bias": True, "epsilon": 1e-5},
+            "residual": {"form": "parallel", "shared_norm": False},
+            "embedding": {"tied": False},
+        },
+        "training": {
+            "steps": 1000, "seed": SEED, "sequence_length": setup.sequence, "micro_batch_size": setup.micro_batch},
+        "optimizer": {"lr": LR, "betas": list(BETAS), "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY,
+                      "gradient_clipping": CLIP},
+        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
+    }
+    for dotted, value in setup.options:
+        *path, last = dotted.split(".")
+        section = values
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return resolve(values)
+
+
+def batch_tokens(setup: Setup, step: int):
+    """int64 [1, M, S + 1]: a function of the step alone."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED + step % 4)
+    return torch.randint(setup.vocabulary, (1, setup.micro_batch, setup.sequence + 1), generator=generator)
+
+
+class Ours:
+    """The engine that trains."""
+
+    def __init__(self, setup: Setup):
+        import torch
+        import torch.distributed as dist
+
+        from megatron.parallel.mesh import Mesh
+        from megatron.training.engine import build_engine, prepare_deepspeed
+
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # DeepSpeed reads them
+        prepare_deepspeed(torch.device(setup.device))
+        dist.init_process_group("gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl",
+                                rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+        self.setup = setup
+        self.engine = build_engine(configuration(setup), Mesh.single(), setup.device)
+
+    def step(self, step: int):
+        import torch
+
+        from megatron.data.batch import StepBatch
+
+        ids = torch.arange(self.setup.micro_batch)[None]
+        result = self.engine.step(StepBatch(step, batch_tokens(self.setup, step), ids, 0), LR)
+        return result.loss, result.grad_norm
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+class Transformers:
+    """The loop that one writes by hand around `GPTNeoXForCausalLM`."""
+
+    def __init__(self, setup: Setup, compiled: bool):
+        import torch
+
+        self.setup, self.torch = setup, torch
+        self.model = twin(configuration(setup)).to(setup.device).train()
+        self.masters = list(self.model.parameters())
+        self.weights = None
+        if setup.device != "cpu":  # the model becomes bf16; the optimizer updates fp32 copies
+            self.weights = [p for p in self.model.to(torch.bfloat16).parameters()]
+            self.masters = [p.detach().float().requires_grad_() for p in self.weights]
+        groups = [{"params": [p for p in self.masters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+                  {"params": [p for p in self.masters if p.dim() == 1], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPSILON, fused=True)
+        self.forward = torch.compile(self.model) if compiled else self.model
+
+    def step(self, step: int):
+        torch = self.torch
+        tokens = batch_tokens(self.setup, step)[0].to(self.setup.device)
+        labels = tokens[:, 1:].contiguous()
+        loss = self.forward(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        if self.weights is not None:
+            for master, weight in zip(self.masters, self.weights):
+                master.grad, weight.grad = weight.grad.float(), None
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.weights is not None:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
+        return loss.detach(), norm
+
+    def close(self) -> None:
+        pass
+
+
+def twin(config):
+    """transformers' model with the initial values of ours, through the tables that export uses."""
+    import transformers
+
+    from megatron.checkpoint.hf import convert
+    from megatron.checkpoint.hf.config import dims_of, hf_config
+    from megatron.config.pattern import parse
+    from megatron.model.stack import build_model
+
+    architecture, theirs_config = hf_config(config, "gpt_neox")
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
+    ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
+    steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))
+    in_memory = {disk: memory for memory, disk in architecture.aliases.items()}
+    state = {in_memory.get(name, name): tensor for name, tensor in convert.to_hf(steps, ours.__getitem__)}
+    theirs.load_state_dict(state, strict=True)
+    return theirs
+
+
+CONTENDERS = {
+    "ours": Ours,
+    "eager": lambda setup: Transformers(setup, compiled=False),
+    "compiled": lambda setup: Transformers(setup, compiled=True),
+}
+
+
+def peak_memory(device: str) -> int:
+    """Largest memory of this process so far, bytes: resident on CPU, allocated by torch on a GPU."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def serve(name: str, setup: Setup, pipe: Connection) -> None:
+    """A contender's process: answers (first step, number of steps) with losses, norms, seconds and peak memory.
+
+    None ends it. An error goes to the other side as an exception.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        contender = CONTENDERS[name](setup)
+        pipe.send(None)
+        while (order := pipe.recv()) is not None:
+            pipe.send(_run(contender, setup, *order))
+        contender.close()
+    except (KeyboardInterrupt, EOFError):
+        return
+    except Exception as error:
+        pipe.send(RuntimeError(f"{name}: {type(error).__name__}: {error}"))
+        raise
+
+
+def _run(contender, setup: Setup, first: int, steps: int) -> dict[str, Any]:
+    import torch
+
+    wait = torch.cuda.synchronize if setup.device != "cpu" else lambda: None
+    now = time.process_time if setup.clock == "cpu" else time.perf_counter
+    wait()
+    begin = now()
+    results = [contender.step(step) for step in range(first, first + steps)]
+    wait()
+    seconds = now() - begin
+    losses, norms = ([float(value) for value in column] for column in zip(*results))
+    return {"losses": losses, "norms": norms, "seconds": seconds, "peak": peak_memory(setup.device)}

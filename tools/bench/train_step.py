@@ -1,0 +1,216 @@
+#!/usr/bin/env python
+"""Speed and memory of our training step, beside a plain transformers loop of the same shape, eager and compiled.
+
+    python tools/bench/train_step.py --shapes pythia-14m pythia-70m --sequence 512 2048 --micro-batch 4
+    python tools/bench/train_step.py --shapes pythia-1.4b --sequence 2048 --micro-batch 16 --device cuda
+
+Each contender lives in a process of its own, so that its peak memory is its own; they take turns in short rounds, so
+that a change of the machine's load meets all of them. Speeds are medians over rounds, ratios are medians of the ratios
+of neighbouring rounds. Before anything is timed all contenders take the same first steps and must report the same
+losses and gradient norms: the exit status is 1 where they do not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import multiprocessing  # noqa: E402
+import statistics  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import yaml  # noqa: E402
+
+from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Setup, configuration, serve  # noqa: E402
+
+TOLERANCE = {"cpu": 2e-4, "cuda": 2e-2}  # relative, of losses and gradient norms in the first steps
+CHECKED_STEPS = 2
+
+
+class Mismatch(Exception):
+    """The contenders do not compute the same thing."""
+
+
+class Remote:
+    """One contender's process."""
+
+    def __init__(self, name: str, setup: Setup):
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, setup, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        self._receive()
+
+    def run(self, first: int, steps: int) -> dict[str, Any]:
+        self.pipe.send((first, steps))
+        return self._receive()
+
+    def _receive(self):
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"{self.name}: its process ended with status {self.process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(None)
+        self.process.join(timeout=30)
+        if self.process.is_alive():
+            self.process.kill()
+
+
+@contextlib.contextmanager
+def started(names: list[str], setup: Setup) -> Iterator[list[Remote]]:
+    """The contenders, built one after another."""
+    remotes: list[Remote] = []
+    try:
+        for name in names:
+            remotes.append(Remote(name, setup))
+            remotes[-1].ready()
+        yield remotes
+    finally:
+        for remote in remotes:
+            remote.close()
+
+
+def check_equal(first: dict[str, dict[str, Any]], tolerance: float) -> None:
+    """Losses and gradient norms of the first steps, contender by contender, against the first contender's.
+
+    Raises:
+        Mismatch: a value differs by more than `tolerance`, relatively, or is not finite.
+    """
+    reference, *others = first
+    for what in ("losses", "norms"):
+        wanted = first[reference][what]
+        for name in (reference, *others):
+            for step, (found, right) in enumerate(zip(first[name][what], wanted, strict=True)):
+                if not math.isfinite(found) or abs(found - right) > tolerance * abs(right):
+                    raise Mismatch(f"step {step}: {what} of {name} {found!r}, of {reference} {right!r}")
+
+
+def measure(setup: Setup, names: list[str], steps: int, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    with started(names, setup) as remotes:
+        first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in remotes}
+        check_equal(first, TOLERANCE[setup.device])
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(rounds):
+            for remote in remotes:
+                answer = remote.run(CHECKED_STEPS + number * steps, steps)
+                seconds[remote.name].append(answer["seconds"] / steps)
+                first[remote.name]["peak"] = answer["peak"]
+    return _row(setup, names, first, seconds)
+
+
+def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    speeds = {name: setup.tokens / statistics.median(values) for name, values in seconds.items()}
+    peaks = {name: first[name]["peak"] for name in names}
+    row: dict[str, Any] = {
+        "shape": setup.shape, "sequence": setup.sequence, "micro_batch": setup.micro_batch, "device": setup.device,
+        "clock": setup.clock,
+        "tokens_per_second": speeds, "peak_bytes": peaks, "seconds": seconds, "first_losses": first[names[0]]["losses"],
+        "speed_ratio": {}, "memory_ratio": {}}
+    if "ours" in names:
+        for name in names:
+            if name != "ours":
+                pairs = zip(seconds[name], seconds["ours"])
+                row["speed_ratio"][name] = statistics.median(theirs / ours for theirs, ours in pairs)
+                row["memory_ratio"][name] = peaks["ours"] / peaks[name]
+        if setup.device == "cuda":
+            row["mfu"] = _utilisation(setup, speeds["ours"])
+    return row
+
+
+def _utilisation(setup: Setup, tokens_per_second: float) -> dict[str, Any]:
+    """Model FLOPs (by the layers' own counts, attention counted whole) as a share of the device's peak."""
+    import torch
+
+    from megatron.model.describe import totals
+    from megatron.report.peaks import device_peak
+
+    peak = device_peak(torch.cuda.get_device_name(), "bf16")
+    rate = totals(configuration(setup)).training_flops * tokens_per_second / 1e12
+    return {"tflops": rate, "peak_tflops": peak.tflops, "mfu": rate / peak.tflops if peak.tflops else None}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: our speed and memory, and beside each other contender the ratios."""
+    others = [name for name in CONTENDERS if name != "ours" and any(name in row["tokens_per_second"] for row in rows)]
+    head = ["shape", "sequence", "micro-batch", "ours: tokens/s", "ours: peak MiB"]
+    head += [text for name in others for text in (f"speed / {name}", f"memory / {name}")]
+    head += ["MFU"] if any("mfu" in row for row in rows) else []
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        ours = row["tokens_per_second"].get("ours"), row["peak_bytes"].get("ours")
+        cells = [row["shape"], str(row["sequence"]), str(row["micro_batch"]),
+                 f"{ours[0]:,.0f}" if ours[0] else "", f"{ours[1] / 2**20:,.0f}" if ours[1] else ""]
+        for name in others:
+            speed, memory = row["speed_ratio"].get(name), row["memory_ratio"].get(name)
+            cells += [f"{speed:.2f}" if speed else "", f"{memory:.2f}" if memory else ""]
+        if "MFU" in head:
+            share = row.get("mfu", {}).get("mfu")
+            cells.append(f"{share:.1%} of {row['mfu']['peak_tflops']:g} TFLOP/s" if share else "")
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise argparse.ArgumentTypeError(f"{text!r} is not key.path=value")
+    return name, yaml.safe_load(value)
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["pythia-14m", "pythia-70m", "pythia-160m"])
+    parser.add_argument("--sequence", nargs="+", type=int, default=[512, 2048], help="tokens per sample")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples per step")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    parser.add_argument("--steps", type=int, default=2, help="steps of one contender in one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=TOLERANCE, default="cpu")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall",
+                        help="cpu: processor time instead, for busy machines; use it with OMP_NUM_THREADS=1")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("options", nargs="*", type=option, metavar="key.path=value",
+                        help="of our configuration; write them first")
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    asked, rows = arguments(given), []
+    for shape in asked.shapes:
+        for sequence in asked.sequence:
+            setup = Setup(
+                shape, sequence, asked.micro_batch, asked.device, asked.vocabulary, tuple(asked.options), asked.clock)
+            try:
+                rows.append(measure(setup, asked.contenders, asked.steps, asked.rounds))
+            except (Mismatch, RuntimeError) as error:
+                print(f"{shape}, sequence {sequence}: {error}", file=sys.stderr)
+                return 1
+            if not asked.json:
+                print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
+    if asked.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Look at a configuration without starting anything.
+
+    python tools/config.py show a.yml b.yml training.steps=500     the resolved configuration
+    python tools/config.py explain optimizer.lr a.yml              value, origin and meaning of a key
+    python tools/config.py check --ranks 8 a.yml                   everything a start on 8 ranks would refuse
+    python tools/config.py layers a.yml                            the layers with their counts
+    python tools/config.py schedule a.yml                          the learning rate
+    python tools/config.py convert neox1.yml neox2.yml             GPT-NeoX's flat files as native YAML
+    python tools/config.py docs                                    write docs/configuration.md and its JSON schema
+
+`--json` prints one JSON document. Exit status 2: the configuration or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments  # noqa: E402
+from megatron.config.explain import explain  # noqa: E402
+from megatron.config.frozen import thaw  # noqa: E402
+
+
+def _load(options: argparse.Namespace, inputs: bool) -> Resolved:
+    files, overrides = split_arguments(options.arguments)
+    if not files:
+        rule = "a configuration is at least one YAML file"
+        raise ConfigError([Problem("", rule, "name one: a.yml", where="command line")])
+    return load(files, overrides, ranks=options.ranks, check_inputs=inputs)
+
+
+def _emit(options: argparse.Namespace, text: str, document: dict[str, Any]) -> None:
+    """The answer on standard output: text, or one JSON document."""
+    print(json.dumps(document, indent=2, ensure_ascii=False) if options.json else text.rstrip("\n"))
+
+
+def _remarks(resolved: Resolved) -> None:
+    if resolved.summary():
+        print(resolved.summary(), file=sys.stderr)
+
+
+def show(options: argparse.Namespace) -> None:
+    """The resolved configuration, each value with its origin."""
+    resolved = _load(options, inputs=False)
+    _remarks(resolved)
+    _emit(options, resolved.text(), {
+        "config": thaw(resolved.config.model_dump()),
+        "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
+        "overridden": [each.to_json() for each in resolved.overridden],
+        "warnings": [each.to_json() for each in resolved.warnings],
+        "notes": list(resolved.notes), "ranks": resolved.ranks, "hash": config_hash(resolved.config)})
+
+
+def explain_key(options: argparse.Namespace) -> None:
+    """Value, origin and meaning of a key; without files, its meaning alone."""
+    resolved = _load(options, inputs=False) if options.arguments else None
+    entries = explain(options.key, resolved)
+    documents = [each.to_json() for each in entries]
+    document = documents[0] if len(documents) == 1 else {"key": options.key, "keys": documents}
+    _emit(options, "\n\n".join(each.text() for each in entries), document)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Everything that would keep a run from starting."""
+    resolved = _load(options, inputs=True)
+    _remarks(resolved)
+    config, ranks = resolved.config, resolved.ranks
+    parallel, training = config.parallel, config.training
+    inner = parallel.tensor * parallel.pipeline
+    layout = {"ranks": ranks, "tensor": parallel.tensor, "pipeline": parallel.pipeline,
+              "data": ranks // inner if ranks else None, "zero": config.zero.stage}
+    batch = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size,
+             "accumulation": training.accumulation}
+    text = f"{config.run.name}: no problems"
+    if ranks:
+        text += (f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {layout['data']}, "
+                 f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
+                 f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}")
+    else:
+        text += "; what depends on the number of ranks was not checked (give --ranks)"
+    _emit(options, text, {"ok": True, "layout": layout, "batch": batch, "hash": config_hash(config),
+                          "warnings": [each.to_json() for each in resolved.warnings], "notes": list(resolved.notes)})
+
+
+def layers(options: argparse.Namespace) -> None:
+    """The layers with their parameters, FLOPs, bytes and stages, counted by the layers themselves."""
+    from megatron.model.describe import layers_table, totals
+
+    resolved = _load(options, inputs=False)
+    if resolved.config.model.vocab_size is None:
+        raise ConfigError([Problem("model.vocab_size", "counting parameters needs the vocabulary's size",
+                                   "give model.vocab_size, or a local tokenizer in tokenizer.path", None)])
+    rows, total = layers_table(resolved.config), totals(resolved.config)
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    numeric = [isinstance(rows[0][name], (int, float)) for name in names]
+    text = ["  ".join(cell.rjust(width) if right else cell.ljust(width)
+                      for cell, width, right in zip(line, widths, numeric)).rstrip() for line in cells]
+    text += [
+        f"parameters: {total.parameters:,} ({total.non_embedding_parameters:,} without embeddings)",
+        f"FLOPs per token: {total.forward_flops:,} forward, {total.training_flops:,} forward and backward"
+        + (f", {total.hardware_flops:,} with recomputation" if total.hardware_flops > total.training_flops else "")]
+    _emit(options, "\n".join(text), {
+        "parameters": total.parameters, "non_embedding_parameters": total.non_embedding_parameters,
+        "forward_flops": total.forward_flops, "training_flops": total.training_flops,
+        "hardware_flops": total.hardware_flops, "layers": rows})
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def schedule(options: argparse.Namespace) -> None:
+    """The learning rate of every step, drawn; all points as JSON."""
+    from megatron.report.plot import draw
+    from megatron.training.schedule import curve
+
+    config = _load(options, inputs=False).config
+    if config.schedule.warmup_tokens is not None and config.training.global_batch_size is None:
+        raise ConfigError([Problem("schedule.warmup_tokens", "tokens per step depend on training.global_batch_size",
+                                   "give --ranks, or training.global_batch_size", config.schedule.warmup_tokens)])
+    points = curve(config)
+    (first, start), (last, end) = points[0], points[-1]
+    told = f"peak {config.optimizer.lr:g}; step {first}: {start:.6g}; last step {last}: {end:.6g}"
+    _emit(options, draw({"lr": points}, title="learning rate by step") + "\n" + told, {
+        "peak": config.optimizer.lr, "points": [{"step": step, "lr": rate} for step, rate in points]})
+
+
+def convert(options: argparse.Namespace) -> None:
+    """GPT-NeoX's flat files as one native file."""
+    from megatron.config.flat import convert as translated
+
+    text = translated(options.arguments)
+    if options.output:
+        Path(options.output).write_text(text, encoding="utf-8")
+    _emit(options, f"wrote {options.output}" if options.output else text, {"output": options.output, "yaml": text})
+
+
+def docs(options: argparse.Namespace) -> None:
+    """Write the generated documentation, or with --check see that it is up to date."""
+    from megatron.config.reference import editor_schema, markdown
+
+    wanted = {ROOT / "docs" / "configuration.md": markdown(), ROOT / "docs" / "config.schema.json": editor_schema()}
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    names = [str(path.relative_to(ROOT)) for path in stale]
+    if options.check and stale:
+        raise ConfigError([Problem("", "the generated documentation is not what the schema says",
+                                   "run python tools/config.py docs", where=name) for name in names])
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(wanted[path], encoding="utf-8")
+    _emit(options, f"wrote {', '.join(names)}" if names else "up to date", {"written": names})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/config.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, action in (("show", show), ("explain", explain_key), ("check", check), ("layers", layers),
+                         ("schedule", schedule), ("convert", convert), ("docs", docs)):
+        command = commands.add_parser(name, help=action.__doc__, description=action.__doc__)
+        command.set_defaults(action=action)
+        command.add_argument("--json", action="store_true", help="print one JSON document")
+        if name == "docs":
+            command.add_argument("--check", action="store_true", help="fail if the files are not up to date")
+            continue
+        if name == "explain":
+            command.add_argument("key", help="dotted key, such as optimizer.lr, or a section")
+        if name == "convert":
+            command.add_argument("-o", "--output", help="write this file instead of standard output")
+        else:
+            command.add_argument("--ranks", type=_ranks,
+                                 help="processes of the whole run (default: launch.ranks, or unknown)")
+        command.add_argument("arguments", nargs="*" if name == "explain" else "+", metavar="FILE|KEY=VALUE",
+                             help="YAML files, merged left to right, and overrides")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give a whole number of at least 1")
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(each.startswith("-") for each in rest) or (rest and not hasattr(options, "arguments")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.arguments += rest  # files and overrides after an option
+    try:
+        options.action(options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        if options.json:
+            print(json.dumps({"ok": False, "problems": [each.to_json() for each in error.problems]}, indent=2))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

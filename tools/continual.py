@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+"""Continual pretraining on the quick-start model: corpus A, then corpus B, with and without replay of A.
+
+    python tools/continual.py
+    python tools/continual.py --divide 10        # a tenth of all steps, to see it run
+
+Makes the quick start's data (A: the standard library's sources) and token files of English (B), trains the five runs
+of configs/continual/, and draws the validation losses on A and on B of all of them over time. Each step is a command
+that is shown and can be typed; a finished run is not repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), ".."))
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Points = list[tuple[int, float]]
+RUNS = Path("runs/continual")
+FILES = Path("configs/continual")
+# The runs in their order, and after which other run the time of each is counted in the picture.
+AFTER = {"a": None, "annealed": None, "b": "annealed", "replay": "annealed", "infinite": None}
+TITLES = {"annealed": "A, annealed", "b": "A, annealed; then B", "replay": "A, annealed; then B with 5 % of A",
+          "infinite": "infinite schedule: B with 5 % of A from its constant phase on"}
+COLOURS = {"annealed": "grey", "b": "tab:red", "replay": "tab:blue", "infinite": "tab:green"}
+LENGTHS = ("training.steps", "schedule.warmup_steps", "schedule.cooldown_steps", "schedule.decay_steps",
+           "schedule.steps", "evaluation.every", "checkpoint.every")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the runs: its command line for train.py, and where it ends."""
+
+    name: str
+    words: tuple[str, ...]
+    steps: int
+    folder: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return _checkpoint(self.folder, self.steps)
+
+
+def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = ()) -> list[Stage]:
+    """All runs, in an order in which each finds what it starts from.
+
+    Args:
+        root: the repository, whose configs/continual/ is read.
+        divide: all lengths in steps are divided by this.
+        overrides: further changes of all configurations, and files of them.
+    """
+    from megatron.config import load
+
+    found = []
+    for name in AFTER:
+        files = [str(root / FILES / f"{name}.yml"), *(word for word in overrides if word.endswith(".yml"))]
+        others = [word for word in overrides if not word.endswith(".yml")]
+        config = load(files, others, ranks=1, check_inputs=False).config
+        changes = shorter(config, divide) if divide > 1 else []
+        steps = max(1, config.training.steps // divide)
+        found.append(Stage(name, (*files, *changes, *others), steps, Path(config.run.dir)))
+    return found
+
+
+def shorter(config, divide: int) -> list[str]:
+    """Overrides that divide every length in steps, and name the checkpoints that then exist."""
+    changes = []
+    for key in LENGTHS:
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if value and not (name == "decay_steps" and config.schedule.type != "infinite"):
+            changes.append(f"{key}={max(1, value // divide)}")
+    for name in ("resume", "initialize_from"):
+        value = getattr(config.checkpoint, name)
+        if value and "step_" in value:
+            folder, step = value.rsplit("step_", 1)
+            changes.append(f"checkpoint.{name}={folder}step_{int(step) // divide:08d}")
+    if config.data.phases:
+        phases = [{**phase.model_dump(), "start": phase.start // divide} for phase in config.data.phases]
+        changes.append(f"data.phases={json.dumps(phases)}")
+    return changes
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step_{step:08d}"
+
+
+def train(every: list[Stage], run: Callable[[Stage], Any], say: Callable[[str], None]) -> None:
+    """Train what has not been trained."""
+    for stage in every:
+        if stage.checkpoint.is_dir():
+            say(f"done before: {stage.checkpoint} (remove {RUNS} to train anew)")
+            continue
+        run(stage)
+        if not stage.checkpoint.is_dir():
+            raise FileNotFoundError(f"{stage.name} ended without its last checkpoint, {stage.checkpoint}")
+
+
+def losses(every: list[Stage]) -> dict[str, dict[str, Points]]:
+    """Validation losses by run and by set, each over the number of steps since the very beginning.
+
+    A run that starts from another one's weights counts on from its last step; one that resumes counts its own.
+    """
+    from megatron.report.curve import History
+
+    ends = {stage.name: stage.steps for stage in every}
+    found = {}
+    for stage in every:
+        before = ends[AFTER[stage.name]] if AFTER[stage.name] else 0
+        history = History.read(stage.folder / "metrics.jsonl")
+        found[stage.name] = {
+            which: [(before + step, loss) for step, loss in points] for which, points in history.validation.items()}
+    return found
+
+
+def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
+    """Two fields, one above the other: the loss on A and the loss on B of every run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6.5), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    fields = dict(zip(("a", "b"), figure.subplots(2, sharex=True)))
+    for which, axes in fields.items():
+        first = found["a"][which]
+        axes.plot(*zip(*first), color="black", label="A, infinite schedule")
+        for name, color in COLOURS.items():
+            points = found[name][which]
+            begin = [] if AFTER[name] else [point for point in first if point[0] < points[0][0]][-1:]
+            axes.plot(*zip(*begin, *points), color=color, label=TITLES[name])
+        axes.set(ylabel=f"validation loss on {which.upper()} (nats per token)")
+        axes.grid(alpha=0.3)
+    fields["a"].legend(fontsize=8)
+    fields["b"].set(xlabel="step")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def table(found: dict[str, dict[str, Points]]) -> str:
+    """What each run ended with, as a Markdown table."""
+    lines = ["| run | steps in all | validation loss on A | on B |", "|---|---|---|---|"]
+    for name, title in TITLES.items():
+        (step, a), (_, b) = found[name]["a"][-1], found[name]["b"][-1]
+        lines.append(f"| {title} | {step} | {a:.3f} | {b:.3f} |")
+    return "\n".join(lines)
+
+
+def prepare(documents: int | None) -> None:
+    """The quick start's data, and the English texts with the same tokenizer."""
+    from tools import quickstart
+
+    quickstart.prepare(quickstart.Settings(
+        "configs/quickstart.yml", quickstart.ROOT / "data" / "quickstart", 4096, 0.02, documents, ()))
+    quickstart.heading("Corpus B: English")
+    quickstart.call(["tools/data/prepare.py", "english", "--output", "data/continual", "--validation", "0.08"])
+    for part in ("train", "validation"):
+        output = f"data/continual/english_{part}"
+        quickstart.call(["tools/data/tokenize.py", "--input", f"{output}.jsonl", "--output", output,
+                         "--tokenizer", "data/quickstart/tokenizer.json", "--overwrite", "--quiet"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--divide", type=int, default=1, metavar="N", help="all lengths in steps, divided by this")
+    parser.add_argument("--documents", type=int, metavar="N", help="use only the first so many documents of A")
+    parser.add_argument("--picture", default=str(RUNS / "losses.png"), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of all configurations")
+    given = parser.parse_args()
+    from megatron.config import ConfigError
+    from tools import quickstart
+
+    os.chdir(quickstart.ROOT)  # paths of a configuration are seen from here
+    machine = quickstart.look()
+    try:
+        prepare(given.documents)
+        every = stages(Path(), given.divide, (*machine.extra, *given.overrides))
+
+        def run(stage: Stage) -> None:
+            quickstart.heading(f"Training: {stage.name}")
+            quickstart.call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *stage.words])
+
+        train(every, run, print)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except (quickstart.Failed, FileNotFoundError) as error:
+        print(f"continual: {error}", file=sys.stderr)
+        return getattr(error, "status", 1)
+    found = losses(every)
+    draw(found, Path(given.picture))
+    print(table(found))
+    print(f"\nthe validation losses over time: {given.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

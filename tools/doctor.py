@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""Look at this machine, or at all hosts of a hostfile, before a run does: versions, limits, disks, clocks, networks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.sections.layout import LaunchSection
+from megatron.launch.choose import choose
+from megatron.launch.doctor import FAIL, Doctor, table
+from megatron.launch.hosts import HostError
+from megatron.launch.runners import RUNNERS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog="Exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="HOSTFILE",
+        help="hosts, one `name slots=N` per line; without it, the Slurm job or this machine",
+    )
+    parser.add_argument("--include", metavar="HOSTS", help="look at these hosts only")
+    parser.add_argument("--exclude", metavar="HOSTS", help="leave these hosts out")
+    parser.add_argument("--ssh-port", type=int, metavar="PORT", help="port of the ssh servers")
+    parser.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of this one)")
+    parser.add_argument(
+        "--timeout", type=float, default=30.0, metavar="SECONDS", help="until every host must have answered"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args()
+    launch = LaunchSection(
+        hostfile=options.hosts,
+        include=options.include,
+        exclude=options.exclude,
+        ssh_port=options.ssh_port,
+        python=options.python,
+    )
+    try:
+        choice = choose(launch, os.environ)
+    except HostError as error:
+        sys.stderr.write(f"doctor: {error}\n")
+        return 2
+    findings = Doctor(
+        choice, lambda job: RUNNERS[choice.transport](job, launch), options.python, options.timeout
+    ).examine()
+    bad = any(each.grade == FAIL for each in findings)
+    if options.json:
+        json.dump({"ok": not bad, "findings": [each.to_json() for each in findings]}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.write(table(findings, len(choice.hosts)) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
