@@ -19,7 +19,7 @@ from .initialisation import Initialisation
 from .mixers import MIXERS
 from .norm import Norm, norm_activations, norm_parameters
 from .options import options_of
-from .stream import Stream
+from .stream import Channel, Stream
 
 
 @dataclass
@@ -60,32 +60,39 @@ class Block(nn.Module):
         x, state = stream.hidden, state or BlockState()
         if self.residual.form == "parallel" and self.mixer is not None and self.ffn is not None:
             shared = self.mixer_norm(x) if self.ffn_norm is None else None
-            return stream.with_hidden(x + self._mix(x, stream, state, shared) + self._feed(x, stream, state, shared))
+            mixed, stream = self._mix(x, stream, state, shared)
+            fed, stream = self._feed(x, stream, state, shared)
+            return stream.with_hidden(x + mixed + fed)
         if self.mixer is not None:
-            x = x + self._mix(x, stream, state)
+            mixed, stream = self._mix(x, stream, state)
+            x = x + mixed
         if self.ffn is not None:
-            x = x + self._feed(x, stream, state)
+            fed, stream = self._feed(x, stream, state)
+            x = x + fed
         return stream.with_hidden(x)
 
     def new_state(self) -> BlockState:
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
         return BlockState(*(layer.new_state() if hasattr(layer, "new_state") else None for layer in (self.mixer, self.ffn)))
 
-    def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> Tensor:
-        """The mixer's branch; `normed` is its input where both branches share a norm."""
+    def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
+        """The mixer's branch, and the stream with what it writes beside; `normed` is its input where both branches
+        share a norm."""
         if self.residual.norm == "post":
-            y = self.mixer_norm(self.mixer(x, stream, state.mixer))
+            y, stream = _apply(self.mixer, x, stream, state.mixer)
+            y = self.mixer_norm(y)
         else:
-            y = self.mixer(self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
-        return self._scaled(self.mixer_dropout(y, stream))
+            y, stream = _apply(self.mixer, self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
+        return self._scaled(self.mixer_dropout(y, stream)), stream
 
-    def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> Tensor:
+    def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.residual.norm == "post":
-            y = self.ffn_norm(self.ffn(x, stream, state.ffn))
+            y, stream = _apply(self.ffn, x, stream, state.ffn)
+            y = self.ffn_norm(y)
         else:
-            y = self.ffn(self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
-        return self._scaled(self.ffn_dropout(y, stream))
+            y, stream = _apply(self.ffn, self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
+        return self._scaled(self.ffn_dropout(y, stream)), stream
 
     def _scaled(self, y: Tensor) -> Tensor:
         return y if self.residual.multiplier == 1.0 else y * self.residual.multiplier
@@ -93,6 +100,26 @@ class Block(nn.Module):
 
 def _layer(kinds: dict, make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
     return kinds[kind.name](make.scope(kind.name), model, options_of(model, kind), init)
+
+
+def _apply(layer: nn.Module, x: Tensor, stream: Stream, state: Any) -> tuple[Tensor, Stream]:
+    """A layer's output, and the stream with the channels that it gives beside it, if any."""
+    y = layer(x, stream, state)
+    return (y, stream) if isinstance(y, Tensor) else (y[0], stream.with_channels(y[1]))
+
+
+def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> dict[str, Channel]:
+    """The side channels that a block reads or makes, on one of `ranks` tensor parallel ranks.
+
+    A kind that has any says so in a static method `channels(model, options, ranks)`. A layer that makes one returns
+    `(output, {name: value})`.
+    """
+    found: dict[str, Channel] = {}
+    for kind in pattern.kinds:
+        layer = {**MIXERS, **FFNS}.get(kind.name)
+        if hasattr(layer, "channels"):
+            found |= layer.channels(model, options_of(model, kind), ranks)
+    return found
 
 
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int) -> Counts:

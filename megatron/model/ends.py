@@ -39,11 +39,11 @@ class Positions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens int [B, S] to a stream."""
+    """Tokens int [B, S] to a stream, which also has the embedding under the names of `channels`."""
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
+    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation, channels: tuple[str, ...] = ()):
         super().__init__()
-        self.mesh, self.multiplier = make.mesh, model.embedding.multiplier
+        self.mesh, self.multiplier, self.channels = make.mesh, model.embedding.multiplier, channels
         self.tokens = VocabEmbedding(
             make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size))
         self.positions = self.norm = None
@@ -64,7 +64,8 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         stream = Stream(x, positions, documents, samples)
-        return stream.with_hidden(self.dropout(x, stream))
+        x = self.dropout(x, stream)
+        return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
 
 class Head(nn.Module):

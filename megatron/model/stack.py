@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,12 +14,12 @@ from megatron.config.pattern import parse
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 
-from .block import Block, BlockState
+from .block import Block, BlockState, block_channels
 from .compile import compiled
 from .ends import Embedding, Head
 from .initialisation import Initialisation
 from .recompute import checkpointed
-from .stream import Stream, StreamForm
+from .stream import Channel, Stream, StreamForm, carried
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,16 +47,26 @@ class Plan:
         dtype = self.dtype or DTYPES[self.config.precision.compute]
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values)
 
+    @cached_property
+    def carried(self) -> list[dict[str, Channel]]:
+        """The float side channels of the stream before each block and before the head."""
+        model, ranks = self.config.model, self.mesh.tensor.size
+        return carried([block_channels(model, block, ranks) for block in self.blocks])
+
+    def form_at(self, index: int) -> StreamForm:
+        """The form of the stream before the block of this index (or, after the last, before the head)."""
+        return replace(self.form, channels=self.carried[index])
+
     @property
     def form(self) -> StreamForm:
-        """The side channels that this run's streams have."""
+        """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
         drops = model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in v for v in model.variants.values())
         documents = data.reset_attention_at_eod
         return StreamForm(positions=documents, documents=documents, samples=drops)
 
     def embedding(self) -> Embedding:
-        return Embedding(self.factory("embedding"), self.config.model, self.init)
+        return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))
 
     def block(self, index: int) -> Block:
         block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init)

@@ -6,10 +6,11 @@ parallelism, else S), H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,7 +23,7 @@ class Stream:
         positions: int [B, S], position of each token in its document; None where it is its index.
         documents: int [B, S], number of each token's document within the sample; None where all is one document.
         samples: int64 [B], global sample numbers, the keys of dropout; None where nothing is drawn.
-        channels: further float tensors by name that some architectures carry from layer to layer.
+        channels: further float tensors by name that some layers carry to later ones (see `Channel`).
         memo: what several layers derive from the same side channels (masks, rotary angles), made once.
     """
 
@@ -42,23 +43,50 @@ class Stream:
     def with_hidden(self, hidden: Tensor) -> Stream:
         return replace(self, hidden=hidden)
 
-    def with_channel(self, name: str, value: Tensor) -> Stream:
-        return replace(self, channels={**self.channels, name: value})
+    def with_channels(self, values: Mapping[str, Tensor]) -> Stream:
+        return replace(self, channels={**self.channels, **values})
 
-    def pack(self) -> tuple[Tensor, ...]:
-        """The tensors that exist, hidden first, in a fixed order."""
-        optional = [t for t in (self.positions, self.documents, self.samples) if t is not None]
-        return (self.hidden, *(self.channels[name] for name in sorted(self.channels)), *optional)
+
+@dataclass(frozen=True)
+class Channel:
+    """A float tensor beside the hidden state, of its type, as one rank has it.
+
+    Attributes:
+        width: last dimension.
+        whole: [B, S, width], all positions on every tensor parallel rank; else [B, s, width] like the hidden state.
+        embedded: it is the embedding's output; else the first layer that declares the channel makes it.
+    """
+
+    width: int
+    whole: bool = False
+    embedded: bool = False
+
+
+def carried(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
+    """The channels of the stream before each layer and after the last: from where one is made to its last user.
+
+    Args:
+        used: the channels that each layer declares.
+    """
+    def alive(name: str, channel: Channel, index: int) -> bool:
+        made = channel.embedded or any(name in each for each in used[:index])
+        return made and any(name in each for each in used[index:])
+
+    known = {name: channel for each in used for name, channel in each.items()}
+    return [
+        {name: known[name] for name in sorted(known) if alive(name, known[name], index)}
+        for index in range(len(used) + 1)
+    ]
 
 
 @dataclass(frozen=True)
 class StreamForm:
-    """Which tensors a stream of this model has: what a pipeline stage must know to unpack one."""
+    """Which tensors a stream has at one point of the model: what a pipeline stage must know to unpack one."""
 
     positions: bool = False
     documents: bool = False
     samples: bool = False
-    channels: tuple[str, ...] = ()
+    channels: Mapping[str, Channel] = field(default_factory=dict)
 
     @property
     def optional(self) -> tuple[str, ...]:
@@ -68,8 +96,37 @@ class StreamForm:
     def name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.optional, tensors))
 
+    def pack(self, stream: Stream) -> tuple[Tensor, ...]:
+        """The tensors of this form in a fixed order, hidden first."""
+        optional = [getattr(stream, name) for name in self.optional]
+        return (stream.hidden, *(stream.channels[name] for name in self.channels), *optional)
+
     def unpack(self, tensors: tuple[Tensor, ...] | Tensor) -> Stream:
         tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
         rest = list(tensors[1:])
-        channels = {name: rest.pop(0) for name in sorted(self.channels)}
+        channels = {name: rest.pop(0) for name in self.channels}
         return Stream(tensors[0], channels=channels, **self.name(rest))
+
+    def join(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Packed tensors with all floats in one, [B, elements of a sample].
+
+        A pipeline engine runs one backward pass per float tensor of a stage's output, so there is only one.
+        """
+        if not self.channels:
+            return tensors
+        floats = 1 + len(self.channels)
+        return (torch.cat([each.flatten(1) for each in tensors[:floats]], 1), *tensors[floats:])
+
+    def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:
+        """What `join` joined.
+
+        Args:
+            cut: ranks over which the sequence of the hidden state is cut.
+        """
+        if not self.channels:
+            return tensors
+        shapes = [(1, hidden_size)]  # positions, in units of those that the hidden state has here, and width
+        shapes += [(cut if each.whole else 1, each.width) for each in self.channels.values()]
+        length = tensors[0].shape[1] // sum(times * width for times, width in shapes)
+        parts = tensors[0].split([length * times * width for times, width in shapes], 1)
+        return (*(part.unflatten(1, (-1, width)) for part, (_, width) in zip(parts, shapes)), *tensors[1:])

@@ -20,10 +20,10 @@ class EmbeddingStage(nn.Module):
 
     def __init__(self, plan: Plan):
         super().__init__()
-        self.embedding, self.form = plan.embedding(), plan.form
+        self.embedding, self.form = plan.embedding(), plan.form_at(0)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.embedding(inputs[0], **self.form.name(inputs[1:])).pack()
+        return self.form.pack(self.embedding(inputs[0], **self.form.name(inputs[1:])))
 
 
 class BlockStage(nn.Module):
@@ -31,10 +31,10 @@ class BlockStage(nn.Module):
 
     def __init__(self, plan: Plan, index: int):
         super().__init__()
-        self.block, self.form = plan.block(index), plan.form
+        self.block, self.before, self.after = plan.block(index), plan.form_at(index), plan.form_at(index + 1)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.block(self.form.unpack(tensors)).pack()
+        return self.after.pack(self.block(self.before.unpack(tensors)))
 
 
 class HeadStage(nn.Module):
@@ -48,7 +48,7 @@ class HeadStage(nn.Module):
     def __init__(self, plan: Plan):
         super().__init__()
         tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
-        self.head, self.form = plan.head(tied), plan.form
+        self.head, self.form = plan.head(tied), plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor]] = deque()
         self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
 
@@ -76,6 +76,17 @@ class Pipeline(PipelineModule):
         super().__init__(
             specs, partition_method="uniform", activation_checkpoint_interval=0,
             topology=PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data))
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+        """The stage's layers; between stages all floats of the stream are one tensor."""
+        stage, layout = self.plan.mesh.pipeline.rank, self.plan.mesh.layout
+        if stage > 0:
+            before = self.plan.form_at(self.parts[stage] - 1)
+            inputs = before.split(inputs, self.plan.config.model.hidden_size, layout.tensor if layout.sequence else 1)
+        outputs = super().forward(inputs)
+        if stage == layout.pipeline - 1:
+            return outputs
+        return self.plan.form_at(self.parts[stage + 1] - 1).join(outputs)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds
