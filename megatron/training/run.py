@@ -18,6 +18,7 @@ from megatron.data.plan import set_names
 from megatron.launch.environment import WorkerEnvironment, read_job
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
+from megatron.model.kernels import describe_kernels
 from megatron.report.run import open_run
 
 from .engine import build_engine
@@ -62,6 +63,8 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     say(f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline {layout.pipeline}, "
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}")
     say(describe_compile(config, world.device))
+    for line in describe_kernels(config, world.device):
+        say(line)
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())

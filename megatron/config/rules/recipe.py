@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..facts import Facts
+from ..kernels import PACKAGES, installed
 from ..problems import Problem
+from ..schema import Config
 
 
 def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
@@ -61,23 +63,48 @@ def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
 
 def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
     config = facts.config
-    here = (
-        config.launch.device == "auto"
-        and config.launch.hostfile is None
-        and config.launch.runner in ("auto", "local")
-    )
-    if (
-        config.precision.compute == "fp16"
-        and here
-        and "SLURM_JOB_ID" not in os.environ
-        and not machine_has_gpu()
-    ):
+    here = config.launch.device == "auto" and starts_here(config)
+    if config.precision.compute == "fp16" and here and not machine_has_gpu():
         yield facts.problem(
             "precision.compute",
             "launch.device",
             rule="this machine has no GPU, and DeepSpeed has no fp16 training on CPU",
             fix="use precision=bf16 or fp32",
         )
+
+
+def kernels_are_here(facts: Facts) -> Iterator[Problem]:
+    """A package that was asked for by name is never replaced in silence."""
+    config = facts.config
+    wanted = config.model.kernels
+    if wanted in ("auto", "torch"):
+        return
+    package = PACKAGES[wanted]
+    if facts.blocks and not any(facts.uses(kind) for kind in package.kinds):
+        yield facts.problem(
+            "model.kernels",
+            "model.layers",
+            rule=f"{wanted} has kernels for {' and '.join(package.kinds) or 'no kind of layer'}, "
+            "and the pattern has none of these",
+            fix="use kernels: auto",
+        )
+    elif config.launch.device == "cpu" or (starts_here(config) and not machine_has_gpu()):
+        yield facts.problem(
+            "model.kernels",
+            "launch.device",
+            rule=f"{wanted} needs a GPU",
+            fix="use kernels: auto, which takes torch on CPUs",
+        )
+    elif starts_here(config) and not installed(wanted):
+        yield facts.problem(
+            "model.kernels", rule=f"{wanted} is not installed", fix=f"{package.fix}, or use kernels: auto"
+        )
+
+
+def starts_here(config: Config) -> bool:
+    """Whether the ranks surely run on this machine."""
+    launch = config.launch
+    return launch.hostfile is None and launch.runner in ("auto", "local") and "SLURM_JOB_ID" not in os.environ
 
 
 def machine_has_gpu() -> bool:
@@ -218,4 +245,4 @@ RULES = (
     recomputation_is_on,
     stop_comes_before_the_end,
 )
-INPUT_RULES = (fp16_finds_a_gpu,)
+INPUT_RULES = (fp16_finds_a_gpu, kernels_are_here)

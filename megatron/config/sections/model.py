@@ -167,3 +167,5 @@ class ModelSection(Section):
         "{window: 512}'.")
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")
+    kernels: Literal["auto", "torch", "mamba_ssm", "fla"] = key(
+        "auto", "What computes recurrent mixers: torch, or a package of GPU kernels; auto takes one that is installed.")

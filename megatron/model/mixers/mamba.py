@@ -20,7 +20,9 @@ from megatron.parallel.shard import Role, Shard
 
 from ..counts import Counts
 from ..initialisation import Initialisation
+from ..kernels import choose
 from ..stream import Stream
+from . import mamba_kernels
 from .convolution import Taps, causal_convolution, last_taps
 from .documents import piece_starts
 from .selective_scan import selective_scan
@@ -48,6 +50,7 @@ class Mamba(nn.Module):
         super().__init__()
         H, N, R = model.hidden_size, options.state_size, options.rank
         self.mesh, self.options, inner = make.mesh, options, options.expand * model.hidden_size
+        self.fused = choose(model.kernels, "mamba", make.device)[0] == "mamba_ssm"
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
         self.dt_bc = make.parameter(
@@ -83,12 +86,18 @@ class Mamba(nn.Module):
         z, u = self.zx(x_BSH).chunk(2, dim=-1)
         past = state or MambaState()
         starts = piece_starts(stream, state)
-        v = causal_convolution(u, *self.x_conv.taps(), past.x, starts)
+        fused = self.fused and state is None
+        convolve, scan = (
+            (mamba_kernels.causal_convolution, mamba_kernels.selective_scan)
+            if fused
+            else (causal_convolution, selective_scan)
+        )
+        v = convolve(u, *self.x_conv.taps(), past.x, starts)
         # Each rank has some of the channels that time steps, B and C are made of, and needs all of these.
         dt, B, C = sum_over(F.linear(v, self.dt_bc), self.mesh.tensor).split(
             [options.rank, options.state_size, options.state_size], dim=-1
         )
-        y, memory = selective_scan(
+        y, memory = scan(
             v,
             z,
             self.dt(dt),

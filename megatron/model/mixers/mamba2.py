@@ -22,7 +22,9 @@ from megatron.parallel.shard import Role, Shard
 
 from ..counts import Counts
 from ..initialisation import Initialisation
+from ..kernels import choose
 from ..stream import Stream
+from . import mamba_kernels
 from .convolution import Taps, causal_convolution, last_taps
 from .documents import piece_starts
 from .recomputed import recomputed
@@ -56,6 +58,7 @@ class Mamba2(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.options, self.epsilon = mesh, options, model.norm.epsilon
+        self.fused = choose(model.kernels, "mamba2", make.device)[0] == "mamba_ssm"
         inner = options.expand * H
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
@@ -86,10 +89,14 @@ class Mamba2(nn.Module):
         z, value = self.zx(x_BSH).chunk(2, dim=-1)
         bc, dt = self.bc(x_BSH), self.dt(x_BSH)
         starts, past = piece_starts(stream, state), state or Mamba2State()
-        v = causal_convolution(value, *self.x_conv.taps(), past.x, starts)
-        B, C = causal_convolution(bc, *self.bc_conv.taps(), past.bc, starts).chunk(2, dim=-1)
+        fused = self.fused and state is None
+        convolve, scan = (
+            (mamba_kernels.causal_convolution, mamba_kernels.ssd) if fused else (causal_convolution, ssd)
+        )
+        v = convolve(value, *self.x_conv.taps(), past.x, starts)
+        B, C = convolve(bc, *self.bc_conv.taps(), past.bc, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
-        y, memory = ssd(
+        y, memory = scan(
             v.unflatten(-1, (self.heads, -1)),
             dt,
             self.dt_bias,
