@@ -120,6 +120,17 @@ def mlp_hidden_size(at: View) -> int | None:
     return -(-8 * width // (3 * 256)) * 256 if at["model.mlp.gated"] else 4 * width
 
 
+def moe_hidden_size(at: View) -> int | None:
+    if not at.uses("moe"):
+        return None
+    width = at["model.hidden_size"]
+    return -(-8 * width // (3 * 256)) * 256 if at["model.moe.gated"] else 4 * width
+
+
+def moe_top_groups(at: View) -> int:
+    return at["model.moe.router.groups"]
+
+
 def max_positions(at: View) -> int | None:
     return at["training.sequence_length"] if at["model.embedding.position"] == "learned" else None
 
@@ -190,6 +201,9 @@ DERIVATIONS = (
     Derivation("model.mamba.rank", ("model.hidden_size",), "model.hidden_size / 16, rounded up", mamba_rank),
     Derivation("model.mlp.hidden_size", ("model.hidden_size", "model.mlp.gated"),
                "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", mlp_hidden_size),
+    Derivation("model.moe.hidden_size", ("model.hidden_size", "model.moe.gated"),
+               "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", moe_hidden_size),
+    Derivation("model.moe.router.top_groups", ("model.moe.router.groups",), "model.moe.router.groups", moe_top_groups),
     Derivation("model.embedding.max_positions", ("training.sequence_length",), "training.sequence_length",
                max_positions),
     Derivation("model.init.head", ("model.init.embedding",), "model.init.embedding", head_init),

@@ -37,6 +37,7 @@ KINDS: dict[str, KindInfo] = {
     "mamba": KindInfo("mixer", "mamba"),
     "mamba2": KindInfo("mixer", "mamba2"),
     "mlp": KindInfo("ffn", "mlp"),
+    "moe": KindInfo("ffn", "moe"),
 }
 
 

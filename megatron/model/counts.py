@@ -19,6 +19,7 @@ class Counts:
             kept as part of a larger one counts with all of it.
         products: of these, results of matrix products and attention: what selective recomputation keeps.
         state: elements of decoding state per sample at `training.sequence_length` tokens.
+        idle: of the parameters, those of experts that a token does not use.
     """
 
     parameters: int = 0
@@ -26,6 +27,7 @@ class Counts:
     activations: int = 0
     products: int = 0
     state: int = 0
+    idle: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))

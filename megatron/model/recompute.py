@@ -1,11 +1,16 @@
 """Activation checkpointing: what is kept for the backward pass and what is computed again.
 
-Nothing random depends on call order (dropout is keyed), so no generator state is saved or restored.
+Nothing random depends on call order (dropout is keyed), so no generator state is saved or restored. Decisions, such as
+which experts a token uses, are kept and not made again: one that fell otherwise would change the shapes of what follows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,11 +22,65 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+
+T = TypeVar("T")
+
+
+class _Decisions:
+    """The decisions of one checkpointed forward pass, and how many of them its repetition has taken."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.taken: int | None = None  # None: not repeating
+
+
+_DECISIONS: ContextVar[_Decisions | None] = ContextVar("decisions", default=None)
+
+
+def once(make: Callable[[], T]) -> T:
+    """What `make` gives; where a forward pass is repeated for its gradient, what it gave the first time."""
+    decisions = _DECISIONS.get()
+    if decisions is None:
+        return make()
+    if decisions.taken is None:
+        decisions.made.append(make())
+        return decisions.made[-1]
+    decisions.taken += 1
+    return decisions.made[decisions.taken - 1]
+
+
+def repeating() -> bool:
+    """Whether this forward pass is a repetition, whose numbers have been counted already."""
+    decisions = _DECISIONS.get()
+    return decisions is not None and decisions.taken is not None
+
+
+class _Deciding:
+    """The context of a checkpointed forward pass, or of its repetition, around another one; may be entered again."""
+
+    def __init__(self, decisions: _Decisions, repeats: bool, inner: AbstractContextManager):
+        self.decisions, self.repeats, self.inner = decisions, repeats, inner
+
+    def __enter__(self) -> None:
+        self.decisions.taken = 0 if self.repeats else None
+        self.token = _DECISIONS.set(self.decisions)
+        self.inner.__enter__()
+
+    def __exit__(self, *error) -> bool | None:
+        _DECISIONS.reset(self.token)
+        return self.inner.__exit__(*error)
+
+
+def _deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
+    """The contexts of a checkpointed forward pass and of its repetition, around those that `make_inner` makes."""
+    decisions, inner = _Decisions(), make_inner()
+    return _Deciding(decisions, False, inner[0]), _Deciding(decisions, True, inner[1])
 
 
 def _policy(_context, operation, *_args, **_kwargs) -> CheckpointPolicy:
@@ -36,9 +95,10 @@ def checkpointed(block: nn.Module, index: int, options: ActivationCheckpointing)
     """Make the block recompute its activations, as `options` say for the block of this index."""
     if options.mode == "none" or (options.mode == "full" and index % options.every):
         return block
-    arguments = {"use_reentrant": False, "preserve_rng_state": False}
+    arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _deciding}
     if options.mode == "selective":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+        arguments["context_fn"] = functools.partial(_deciding, selective)
     plain = block.forward
 
     @functools.wraps(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .initial import Init, initial_values
 from .mesh import Mesh
@@ -60,3 +60,17 @@ class ParameterFactory:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
             parameter.model_parallel = parameter.tensor_model_parallel = True
         return parameter
+
+    def kept(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
+        """A tensor that checkpoints keep and no optimizer sees: fp32, whole on every rank, 0 at the start."""
+        tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        tensor.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
+        return tensor
+
+
+def kept_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module and its parts that `ParameterFactory.kept` made, in order."""
+    return [
+        value for each in module.modules() for value in vars(each).values()
+        if isinstance(value, Tensor) and hasattr(value, "logical")
+    ]

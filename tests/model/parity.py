@@ -40,7 +40,7 @@ def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[
     architecture = architecture_of(theirs.config)
     ours = named(model)
     steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))
-    state = theirs.state_dict()
+    state = on_disk(theirs.state_dict(), theirs.config.model_type)
     with torch.no_grad():
         for name, tensor in convert.from_hf(architecture, steps, state, state.__getitem__):
             assert ours[name].shape == tensor.shape, name
@@ -54,7 +54,27 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     architecture = architecture_of(theirs.config)
-    return {architecture.canonical(name): p.grad for name, p in theirs.named_parameters()}
+    gradients = on_disk({name: p.grad for name, p in theirs.named_parameters()}, theirs.config.model_type)
+    return {architecture.canonical(name): gradient for name, gradient in gradients.items()}
+
+
+def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """Tensors of a model's memory by the names that it is saved with: there experts are single."""
+    single = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if kind == "mixtral":
+        single = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    found = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".experts.")
+        if kind == "mixtral":
+            module, name = (each.replace(".mlp", ".block_sparse_moe") for each in (module, name))
+        if last not in single or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip(single[last], expert.chunk(len(single[last])))
+            found |= {f"{module}.experts.{number}.{each}.weight": part for each, part in parts}
+    return found
 
 
 def compare(theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24) -> None:

@@ -99,6 +99,21 @@ CASES |= {
     "mamba2 one group": hf.Mamba2Config(**STATE_SPACE, state_size=4, n_groups=1, head_dim=16, num_heads=4, conv_kernel=2),
 }
 
+EXPERTS = {**LLAMA_LIKE, "intermediate_size": 20, "num_experts_per_tok": 2}
+CASES |= {
+    "mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),
+    "mixtral three of six, window": hf.MixtralConfig(
+        **{**EXPERTS, "num_experts_per_tok": 3}, num_local_experts=6, sliding_window=7, tie_word_embeddings=True),
+    "qwen3_moe": hf.Qwen3MoeConfig(
+        **EXPERTS, num_experts=6, moe_intermediate_size=12, norm_topk_prob=True, head_dim=12, attention_bias=True),
+    "qwen3_moe not normalised": hf.Qwen3MoeConfig(
+        **{**EXPERTS, "num_experts_per_tok": 3}, num_experts=8, moe_intermediate_size=8, norm_topk_prob=False),
+    "olmoe": hf.OlmoeConfig(**EXPERTS, num_experts=8, eos_token_id=1, pad_token_id=None),
+    "olmoe normalised, gelu": hf.OlmoeConfig(
+        **{**EXPERTS, "num_experts_per_tok": 4}, num_experts=5, norm_topk_prob=True, hidden_act="gelu", eos_token_id=1,
+        pad_token_id=None),
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str):

@@ -18,12 +18,18 @@ class Field:
         theirs: attribute of the configuration object.
         values: our value -> theirs, where they are called differently; None copies the value.
         also: other values of theirs that mean one of ours.
+        optional: their configuration may lack the attribute; our option is derived then.
     """
 
     ours: str
     theirs: str
     values: dict[Any, Any] | None = None
     also: dict[Any, Any] = field(default_factory=dict)
+    optional: bool = False
+
+    def read(self, theirs: Any) -> Any:
+        """Our value of their configuration object; raises KeyError for one that we do not have."""
+        return self.from_hf(getattr(theirs, self.theirs, None) if self.optional else getattr(theirs, self.theirs))
 
     def to_hf(self, value: Any) -> Any:
         return value if self.values is None else self.values.get(value)

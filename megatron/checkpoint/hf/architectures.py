@@ -11,8 +11,8 @@ _ALSO = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_python_tanh": 
          "swish": "silu"}
 
 
-def _activation(theirs: str) -> Field:
-    return Field("mlp.activation", theirs, _ACTIVATIONS, _ALSO)
+def _activation(theirs: str, section: str = "mlp") -> Field:
+    return Field(f"{section}.activation", theirs, _ACTIVATIONS, _ALSO)
 
 
 def _rms(theirs: str = "rms_norm_eps") -> Field:
@@ -126,4 +126,45 @@ MAMBA2 = Architecture(
     fixed=_BARE, required={"hidden_act": "silu"}, rotary="none", block="mamba2", prefix="backbone.", buffers=(),
 )
 
-ARCHITECTURES = {each.name: each for each in (GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2)}
+
+def _experts(width: str, count: str) -> tuple[Field, ...]:
+    """Sizes of attention and of gated experts."""
+    return (
+        *_SIZES, Field("attention.kv_heads", "num_key_value_heads"), _rms(), _activation("hidden_act", "moe"),
+        Field("moe.hidden_size", width), Field("moe.experts", count), Field("moe.top_k", "num_experts_per_tok"),
+    )
+
+
+_MOE_FIXED = {
+    **{key: value for key, value in _LLAMA_FIXED.items() if not key.startswith("mlp.")},
+    "moe.gated": True, "moe.shared_size": 0, "moe.capacity_factor": None, "moe.router.network": "linear",
+    "moe.router.bias": False, "moe.router.score": "softmax", "moe.router.select": "top_k", "moe.router.scale": 1.0,
+    "moe.router.groups": 1, "moe.router.correction": "none",
+}
+_NORMALIZE = Field("moe.router.normalize", "norm_topk_prob")
+
+MIXTRAL = Architecture(
+    "mixtral", "MixtralForCausalLM", tables.MIXTRAL,
+    fields=(*_experts("intermediate_size", "num_local_experts"), _HEAD_DIM),
+    fixed={**_MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
+    required={"router_jitter_noise": 0.0}, block="attention/moe", window="all",
+)
+
+QWEN3_MOE = Architecture(
+    "qwen3_moe", "Qwen3MoeForCausalLM", tables.QWEN3_MOE,
+    fields=(
+        *_experts("moe_intermediate_size", "num_experts"), _NORMALIZE,
+        Field("attention.head_dim", "head_dim", optional=True), _QKV_BIAS, _OUTPUT_BIAS,
+    ),
+    fixed={**_MOE_FIXED, "attention.qk_norm": "head"},
+    required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}, block="attention/moe",
+)
+
+OLMOE = Architecture(
+    "olmoe", "OlmoeForCausalLM", tables.OLMOE,
+    fields=(*_experts("intermediate_size", "num_experts"), _NORMALIZE, _QKV_BIAS, _OUTPUT_BIAS),
+    fixed={**_MOE_FIXED, "attention.qk_norm": "full"}, required={"clip_qkv": None}, block="attention/moe",
+)
+
+ARCHITECTURES = {each.name: each for each in (
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE)}

@@ -38,7 +38,7 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
 def dims_of(model: ModelSection) -> Dims:
     inner, mamba2 = model.mamba2.expand * model.hidden_size, model.mamba2
     return Dims(model.attention.heads, model.attention.head_dim,
-                (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim))
+                (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim), model.moe.experts)
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         _put(values, ours, value)
     for field in architecture.fields:
         try:
-            _put(values, field.ours, field.from_hf(getattr(theirs, field.theirs)))
+            _put(values, field.ours, field.read(theirs))
         except KeyError as error:
             problems.append(f"{field.theirs}={error.args[0]!r} is not computed here; "
                             f"{field.ours} is one of {', '.join(map(str, field.values))}")

@@ -48,7 +48,7 @@ def plan(architecture: Architecture, ours: Iterable[str], layers: int, dims: Dim
     for link in architecture.links:
         for layer in range(layers) if link.repeated else [None]:
             for suffix in link.suffixes:
-                names, theirs = link.names(layer, suffix)
+                names, theirs = link.names(layer, suffix, dims.experts)
                 have = [name for name in names if name in wanted]
                 if not have:
                     continue

@@ -18,11 +18,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Dims:
     """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
-    of its Mamba-2 layers."""
+    of its Mamba-2 layers, its experts."""
 
     heads: int | None
     head_dim: int | None
     mamba2: tuple[int, int, int]
+    experts: int = 0
 
 
 class Form(Protocol):
@@ -129,8 +130,23 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Our one tensor [experts, rows, columns] is theirs, one or several (gate and up) for each expert in turn."""
+
+    parts: int = 1
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [part for expert in ours[0] for part in expert.chunk(self.parts)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        experts = [torch.cat(theirs[at: at + self.parts]) for at in range(0, len(theirs), self.parts)]
+        return [torch.stack(experts)]
+
+
+@dataclass(frozen=True)
 class Link:
-    """Our modules and theirs. `{n}` in the names stands for the number of the layer, on both sides alike.
+    """Our modules and theirs. `{n}` in the names stands for the number of the layer, on both sides alike, `{e}` in theirs
+    for that of each expert.
 
     `suffixes` are the tensors that a module may have; ("",) where the names are those of tensors themselves.
     """
@@ -144,11 +160,13 @@ class Link:
     def repeated(self) -> bool:
         return "{n}" in _all(self.ours)[0]
 
-    def names(self, layer: int | None, suffix: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def names(self, layer: int | None, suffix: str, experts: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(our names, their names) of one layer's tensors with this last part (one of `suffixes`)."""
+        theirs = _all(self.theirs)
+        numbers = range(experts) if any("{e}" in module for module in theirs) else [None]
         return tuple(
-            tuple(f"{module.format(n=layer)}.{suffix}".rstrip(".") for module in _all(side))
-            for side in (self.ours, self.theirs))
+            tuple(f"{module.format(n=layer, e=number)}.{suffix}".rstrip(".") for number in some for module in side)
+            for side, some in ((_all(self.ours), [None]), (theirs, numbers)))
 
 
 def _all(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from megatron.config.sections.model import ModelSection
 from megatron.model.options import options_of
 
 _TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
-_NOT_COMPUTED = ("dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor")
+_ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
+_NOT_COMPUTED = ("losses", "dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor")
 
 
 def differences(model: ModelSection, other: ModelSection) -> list[str]:
@@ -52,6 +53,8 @@ def _block(model: ModelSection, block) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
         if kind.name == "attention":
             _drop_idle_rotary(values)
+        if kind.name == "moe":
+            values["router"] = {name: value for name, value in values["router"].items() if name not in _ROUTER_TRAINING}
         found[kind.name] = values
     return found
 

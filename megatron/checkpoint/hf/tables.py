@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Swapped, Transposed
+from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Stacked, Swapped, Transposed
 
 _OURS, _LLAMA, _NEOX, _GPT2 = "layers.{n}", "model.layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
 
@@ -45,6 +45,21 @@ _QK_NORMS = (
 LLAMA = MISTRAL = _LLAMA_COMMON + _PRE_NORMS
 QWEN3 = _LLAMA_COMMON + _PRE_NORMS + _QK_NORMS
 OLMO2 = _LLAMA_COMMON + _POST_NORMS + _QK_NORMS
+
+
+
+def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Link, ...]:
+    """The router and the gated experts of each layer."""
+    return (
+        Link(f"{_OURS}.moe.router", f"{theirs}.gate"),
+        Link(f"{_OURS}.moe.experts.gate_up", (f"{theirs}.experts.{{e}}.{gate}", f"{theirs}.experts.{{e}}.{up}"), Stacked(2)),
+        Link(f"{_OURS}.moe.experts.down", f"{theirs}.experts.{{e}}.{down}", Stacked()),
+    )
+
+
+_LLAMA_MIXER = tuple(link for link in _LLAMA_COMMON + _PRE_NORMS if ".mlp." not in str(link.ours))
+MIXTRAL = (*_LLAMA_MIXER, *_experts(f"{_LLAMA}.block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE = OLMOE = (*_LLAMA_MIXER, *_QK_NORMS, *_experts(f"{_LLAMA}.mlp", "gate_proj", "up_proj", "down_proj"))
 
 GPT2 = (
     Link("embedding.tokens", "transformer.wte"),

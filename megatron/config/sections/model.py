@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .base import Section, key
+from .moe import MoEOptions
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
 Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
@@ -161,6 +162,7 @@ class ModelSection(Section):
     mamba: MambaOptions = key(MambaOptions, "Options of the mamba mixer (Gu and Dao 2023).")
     mamba2: Mamba2Options = key(Mamba2Options, "Options of the mamba2 mixer (Dao and Gu 2024).")
     mlp: MLPOptions = key(MLPOptions, "Options of the mlp feed-forward.")
+    moe: MoEOptions = key(MoEOptions, "Options of the moe feed-forward: a mixture of experts.")
     variants: dict[str, dict[str, Any]] = key(
         dict,
         "Named variants: options that override a kind's own where the pattern says kind@name, as in 'local: "

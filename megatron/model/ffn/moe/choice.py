@@ -1,0 +1,84 @@
+"""Which experts a token uses, and with which weights. Everything here is fp32; nothing that chooses has a gradient.
+
+Shapes: T tokens, E experts, k experts per token, C tokens per expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.sections.moe import MoEOptions, RouterOptions
+
+TINY = 1e-20
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who uses whom; made without a gradient, and replayed where activations are recomputed.
+
+    Attributes:
+        experts_Tk: int64, the experts of each token; None where experts choose.
+        tokens_EC: int64, the tokens of each expert; None where tokens choose.
+    """
+
+    experts_Tk: Tensor | None = None
+    tokens_EC: Tensor | None = None
+
+
+def scores_of(logits_TE: Tensor, score: str) -> Tensor:
+    return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
+
+
+@torch.no_grad()
+def choose(logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, options: MoEOptions, training: bool) -> Choice:
+    """The choice of `options.router.select`.
+
+    Args:
+        logits_TE: of the router.
+        scores_TE: `scores_of` them.
+        correction_E: added to the scores here and nowhere else.
+    """
+    router = options.router
+    if router.select == "expert_choice":
+        count = max(1, logits_TE.shape[0] * options.top_k // options.experts)
+        return Choice(tokens_EC=scores_TE.topk(min(count, logits_TE.shape[0]), dim=0).indices.T.contiguous())
+    if router.select == "sinkhorn" and training:
+        return Choice(sinkhorn(logits_TE, router).topk(options.top_k, dim=-1).indices)
+    wanted_TE = scores_TE if correction_E is None else scores_TE + correction_E
+    if router.top_groups < router.groups:
+        wanted_TE = _within_groups(wanted_TE, router.groups, router.top_groups)
+    return Choice(wanted_TE.topk(options.top_k, dim=-1).indices)
+
+
+def weights_of(scores_Tk: Tensor, router: RouterOptions) -> Tensor:
+    """The weights of the chosen experts' outputs, from their uncorrected scores."""
+    if router.normalize:
+        scores_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + TINY)
+    return scores_Tk if router.scale == 1.0 else scores_Tk * router.scale
+
+
+def _within_groups(wanted_TE: Tensor, groups: int, kept: int) -> Tensor:
+    """-inf outside of each token's best groups: those whose two best experts have the largest sum (DeepSeek-V3)."""
+    by_group = wanted_TE.unflatten(-1, (groups, -1))
+    best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+    outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+    return by_group.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
+    """exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E, whose order within a row is balanced.
+
+    A fixed number of rounds: the published tolerance compares numbers of the size of 1/T with 1e-4, and so stops after
+    the first. The largest logit is taken out before the exponential, which changes no order.
+    """
+    tokens, experts = logits_TE.shape
+    cost = torch.exp(logits_TE - logits_TE.max())
+    floor = 1e-8 * cost.amax()
+    column_E = torch.ones_like(cost[0]) if router.sinkhorn_start == "ones" else 1.0 / (experts * (cost.sum(0) + floor))
+    for _ in range(router.sinkhorn_iterations):
+        row_T = 1.0 / (tokens * (cost @ column_E + TINY))
+        column_E = 1.0 / (experts * (cost.T @ row_T + TINY))
+    return row_T.unsqueeze(1) * cost * column_E

@@ -1,0 +1,256 @@
+"""The mixture of experts against blocks of transformers, and against loops over tokens in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor
+
+from megatron.config import resolve
+from megatron.config.variants import options
+from megatron.model.ffn.moe import MoE
+from megatron.model.ffn.moe.choice import choose, scores_of, sinkhorn
+from megatron.model.initialisation import Initialisation
+from megatron.model.stack import build_model
+from megatron.model.stream import Stream
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import ParameterFactory
+from tests.model.parity import named, randomise, relative
+
+H = 16
+
+
+def config_of(moe: dict, **model):
+    values = {"layers": "attention/moe", "hidden_size": H, "vocab_size": 37, "attention": {"heads": 2}, "moe": moe, **model}
+    return resolve({"model": values, "training": {"steps": 1, "sequence_length": 24}})
+
+
+def layer(seed: int = 0, **moe) -> MoE:
+    """A layer with random parameters and, where it has one, a random correction."""
+    config = config_of({"experts": 8, "hidden_size": 12, **moe})
+    model = config.model
+    made = MoE(ParameterFactory(Mesh.single()).scope("moe"), model, model.moe, Initialisation(model.init, H, 1))
+    randomise(made, seed)
+    if made.balance.correction is not None:
+        made.balance.correction.copy_(0.3 * torch.randn(8, generator=torch.Generator().manual_seed(seed + 9)))
+    return made
+
+
+def run(moe: MoE, x: Tensor) -> Tensor:
+    y = moe(x, Stream(x))
+    return y if isinstance(y, Tensor) else y[0]
+
+
+def inputs(tokens: int = 20, seed: int = 5) -> Tensor:
+    return torch.randn(2, tokens // 2, H, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def same_gradients(moe: MoE, x: Tensor, wanted_y: Tensor, wanted_x: Tensor, pairs: dict[str, Tensor]) -> None:
+    """Outputs, and gradients of one random functional of them."""
+    y = run(moe, x)
+    assert relative(y, wanted_y) < 1e-5
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    (y * weight).sum().backward()
+    (wanted_y * weight).sum().backward()
+    assert relative(x.grad, wanted_x.grad) < 1e-5
+    for name, theirs in pairs.items():
+        assert relative(named(moe)[name].grad, theirs.grad) < 1e-5, name
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+def test_deepseek_v3_block(groups):
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    theirs = DeepseekV3MoE(hf.DeepseekV3Config(
+        hidden_size=H, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2,
+        n_group=groups[0], topk_group=groups[1], routed_scaling_factor=1.7))
+    randomise(theirs, 1)
+    with torch.no_grad():
+        theirs.gate.e_score_correction_bias.copy_(0.3 * torch.randn(8, generator=torch.Generator().manual_seed(2)))
+    ours = layer(top_k=3, shared_size=24, router={
+        "score": "sigmoid", "normalize": True, "scale": 1.7, "groups": groups[0], "top_groups": groups[1],
+        "correction": "sign"})
+    shared, parameters = theirs.shared_experts, named(ours)
+    pairs = {
+        "moe.router.weight": theirs.gate.weight, "moe.experts.gate_up.weight": theirs.experts.gate_up_proj,
+        "moe.experts.down.weight": theirs.experts.down_proj, "moe.shared.down.weight": shared.down_proj.weight}
+    with torch.no_grad():
+        for name, value in pairs.items():
+            parameters[name].copy_(value)
+        parameters["moe.shared.gate_up.weight"].copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
+        ours.balance.correction.copy_(theirs.gate.e_score_correction_bias)
+    x, z = inputs(), inputs()
+    same_gradients(ours, x, theirs(z), z, pairs)
+    fused = torch.cat([shared.gate_proj.weight.grad, shared.up_proj.weight.grad])
+    assert relative(parameters["moe.shared.gate_up.weight"].grad, fused) < 1e-5
+
+
+def test_granite_shared_block():
+    from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP, GraniteMoeSharedMoE
+
+    config = hf.GraniteMoeSharedConfig(
+        hidden_size=H, num_local_experts=8, num_experts_per_tok=3, intermediate_size=12, shared_intermediate_size=20,
+        num_attention_heads=2)
+    experts, shared = GraniteMoeSharedMoE(config), GraniteMoeSharedMLP(config)
+    randomise(experts, 1)
+    randomise(shared, 2)
+    ours = layer(top_k=3, shared_size=20, router={"normalize": True})
+    theirs = dict(experts.named_parameters())
+    router = next(value for name, value in theirs.items() if value.shape == (8, H))
+    pairs = {
+        "moe.router.weight": router, "moe.experts.gate_up.weight": experts.experts.gate_up_proj,
+        "moe.experts.down.weight": experts.experts.down_proj, "moe.shared.gate_up.weight": shared.input_linear.weight,
+        "moe.shared.down.weight": shared.output_linear.weight}
+    with torch.no_grad():
+        for name, value in pairs.items():
+            named(ours)[name].copy_(value)
+    x, z = inputs(), inputs()
+    same_gradients(ours, x, experts(z) + shared(z), z, pairs)
+
+
+# -- loops in float64 --------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda z: F.relu(z) ** 2, "identity": lambda z: z}
+
+
+def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
+    """One expert on one token, by the formulas."""
+    own, weights = moe.options, {name: p.double() for name, p in named(moe).items()}
+    down = weights["moe.experts.down.weight"][number]
+    if own.gated:
+        gate, up = (weights["moe.experts.gate_up.weight"][number] @ x).split(own.hidden_size)
+        return down @ (ACTIVATIONS[own.activation](gate) * up)
+    return down @ ACTIVATIONS[own.activation](weights["moe.experts.up.weight"][number] @ x)
+
+
+def by_loops(moe: MoE, x: Tensor) -> Tensor:
+    """The layer, token by token; capacity by counting."""
+    own, parameters = moe.options, {name: p.double() for name, p in named(moe).items()}
+    tokens, taken, rows = x.double().flatten(0, 1), [0] * own.experts, []
+    room = math.inf if own.capacity_factor is None else math.ceil(own.capacity_factor * len(tokens) * own.top_k / own.experts)
+    for token in tokens:
+        logits = parameters["moe.router.weight"] @ token
+        if own.router.bias:
+            logits = logits + parameters["moe.router.bias"]
+        scores = torch.softmax(logits, 0) if own.router.score == "softmax" else torch.sigmoid(logits)
+        wanted = scores if moe.balance.correction is None else scores + moe.balance.correction.double()
+        chosen = sorted(range(own.experts), key=lambda e: -wanted[e])[: own.top_k]
+        total = sum(scores[e] for e in chosen) if own.router.normalize else 1.0
+        y = torch.zeros(H, dtype=torch.float64)
+        for e in chosen:
+            taken[e] += 1
+            if taken[e] <= room:
+                y = y + scores[e] / total * own.router.scale * expert(moe, e, token)
+        if own.shared_size:
+            gate, up = (parameters["moe.shared.gate_up.weight"] @ token).split(own.shared_size)
+            shared = parameters["moe.shared.down.weight"] @ (F.silu(gate) * up)
+            if own.shared_gate:
+                shared = shared * torch.sigmoid(parameters["moe.shared.gate.weight"][0] @ token)
+            y = y + shared
+        rows.append(y)
+    return torch.stack(rows).view(x.shape)
+
+
+OPTIONS = {
+    "softmax": {"top_k": 2},
+    "one expert, sigmoid, bias, erf (BlackMamba)": {
+        "top_k": 1, "activation": "gelu", "router": {"score": "sigmoid", "bias": True}},
+    "all experts": {"top_k": 8, "router": {"normalize": True}},
+    "plain experts": {"top_k": 3, "gated": False, "activation": "relu2"},
+    "gated shared expert": {"top_k": 2, "shared_size": 20, "shared_gate": True},
+    "correction": {"top_k": 4, "router": {"score": "sigmoid", "correction": "sign", "scale": 2.5}},
+    "capacity 1": {"top_k": 2, "capacity_factor": 1.0},
+    "capacity 0.5": {"top_k": 3, "capacity_factor": 0.5, "router": {"normalize": True}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_equals_loops(name: str):
+    moe, x = layer(**OPTIONS[name]), inputs()
+    z = x.detach().double().requires_grad_()
+    wanted = by_loops(moe, z)
+    y = run(moe, x)
+    assert relative(y.double(), wanted) < 1e-6
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    (y * weight).sum().backward()
+    found = {each: p.grad.clone() for each, p in named(moe).items()}
+    for p in moe.parameters():
+        p.grad = None
+    (wanted * weight).sum().backward()
+    assert relative(x.grad.double(), z.grad) < 1e-5
+    for each, p in named(moe).items():
+        assert p.grad.abs().max() > 0, f"the test is blind to {each}"
+        assert relative(found[each], p.grad) < 1e-5, each
+
+
+def test_experts_without_tokens():
+    """Nobody chooses most experts: their gradients are zero, and nothing uninitialised is seen."""
+    moe, x = layer(top_k=1), inputs()
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[5] = 1.0
+    y = run(moe, x.abs())
+    y.sum().backward()  # a gradient of stride 0
+    gradient = named(moe)["moe.experts.down.weight"].grad
+    assert gradient[5].abs().max() > 0 and gradient[torch.arange(8) != 5].abs().max() == 0
+    assert y.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_expert_choice():
+    """Each expert has its best tokens, as many as an even load."""
+    moe, x = layer(top_k=2, router={"select": "expert_choice"}), inputs()
+    tokens = x.detach().double().flatten(0, 1)
+    scores = torch.softmax(tokens @ named(moe)["moe.router.weight"].double().T, -1)
+    wanted = torch.zeros_like(tokens)
+    for e in range(8):
+        for t in sorted(range(20), key=lambda t: -scores[t, e])[: 20 * 2 // 8]:
+            wanted[t] += scores[t, e] * expert(moe, e, tokens[t])
+    y = run(moe, x)
+    assert relative(y.double().flatten(0, 1), wanted) < 1e-6
+    y.sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in moe.parameters())
+
+
+@pytest.mark.parametrize("start", ["load", "ones"])
+def test_sinkhorn(start: str):
+    """The factors of the definition in float64; 4096 skewed tokens are balanced as published, and evaluation is greedy."""
+    own = config_of({"experts": 8, "top_k": 1, "router": {
+        "select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": start}}).model.moe
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4096, 8, generator=generator) + torch.linspace(0, 1.5, 8)
+    cost = logits.double().exp()
+    d1 = torch.ones(8).double() if start == "ones" else 1 / (8 * cost.sum(0))
+    for _ in range(3):
+        d0 = 1 / (4096 * (cost @ d1))
+        d1 = 1 / (8 * (cost.T @ d0))
+    wanted = d0[:, None] * cost * d1
+    assert relative(sinkhorn(logits, own.router).double(), wanted) < 1e-5
+    scores = scores_of(logits, "sigmoid")
+
+    def skew(training: bool) -> float:
+        load = torch.bincount(choose(logits, scores, None, own, training).experts_Tk.flatten(), minlength=8)
+        return (load.max() / load.float().mean()).item()
+
+    assert skew(False) > 2.0 > 1.15 > skew(True)
+
+
+def test_variants_and_dense_layers():
+    """A dense first layer by the pattern, and layers with more and smaller experts by a variant."""
+    config = config_of(
+        {"experts": 4, "hidden_size": 24}, layers="attention/mlp attention/moe attention/moe@fine",
+        variants={"fine": {"experts": 16, "hidden_size": 6, "top_k": 8}})
+    model = build_model(config, device="meta")
+    shapes = {name: tuple(p.shape) for name, p in named(model).items() if "experts" in name}
+    assert shapes == {
+        "layers.1.moe.experts.gate_up.weight": (4, 48, H), "layers.1.moe.experts.down.weight": (4, H, 24),
+        "layers.2.moe.experts.gate_up.weight": (16, 12, H), "layers.2.moe.experts.down.weight": (16, H, 6)}
+    kinds = [block.ffn.name for block in model.plan.blocks]
+    assert kinds == ["mlp", "moe", "moe"]
+    assert options(config, model.plan.blocks[2].ffn).top_k == 8
