@@ -8,6 +8,8 @@ then thrown away, since its peers may be stuck in a collective.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import gc
 import importlib
 import itertools
@@ -100,6 +102,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     linear = torch.nn.functional.linear
     for job in itertools.count():
@@ -132,7 +135,8 @@ def _forget_the_last_engine(linear: Callable) -> None:
     torch.nn.functional.linear = linear
     if deepspeed := sys.modules.get("deepspeed"):
         for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), deepspeed.DeepSpeedEngine)]:
-            engine.destroy()  # its hooks on gradients are cycles that no collection finds
+            with contextlib.suppress(Exception):  # an engine that failed half-way
+                engine.destroy()  # its hooks on gradients are cycles that no collection finds
         engine = None
         deepspeed.comm.comm.cdb = None
         importlib.reload(deepspeed.utils.groups)

@@ -1,0 +1,90 @@
+"""A run on two sources, traced back: what the trainer says it learned from is what lies in the input files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron.config.resolved_file import read_resolved
+from megatron.config.sections.data import TokenizerSection
+from megatron.data.corpus.encode import Treatment
+from megatron.data.corpus.inputs import find_inputs
+from megatron.data.corpus.job import Job
+from megatron.data.corpus.job import run as tokenize
+from tests.paths import ROOT
+from tests.training.test_run import job
+from tests.workers import run as on_ranks
+
+EOD = 256  # the byte tokenizer's: byte b is token b
+CONFIG = """
+model: {layers: "(attention/mlp) x1", hidden_size: 16, vocab_size: 257, attention: {heads: 2}}
+training: {steps: 6, sequence_length: 40, global_batch_size: 8, micro_batch_size: 2}
+schedule: {warmup_steps: 2}
+tokenizer: {type: bytes}
+data:
+  train: [{path: FOLDER/prose, weight: 0.7}, {path: FOLDER/code, weight: 0.3}]
+  validation: {code: FOLDER/code}
+evaluation: {every: 100}
+checkpoint: {every: 100}
+logging: {console: quiet, curve: false}
+"""
+
+
+def corpora(folder: Path) -> None:
+    """One file of lines as it is, one compressed; both with characters of several bytes."""
+    random = np.random.default_rng(11)
+    for name, count, packed in (("prose", 120, False), ("code", 50, True)):
+        lines = [json.dumps({"text": f"{name} {number} " + "".join(random.choice(list("aé z→"), random.integers(1, 90)))},
+                            ensure_ascii=False) for number in range(count)]
+        content = ("\n".join(lines) + "\n").encode()
+        path = folder / (f"{name}.jsonl.gz" if packed else f"{name}.jsonl")
+        path.write_bytes(gzip.compress(content) if packed else content)
+        tokenize(Job(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
+
+
+def bytes_of(piece: dict, folder: Path) -> list[int]:
+    """A piece's tokens, from the byte range of the input file that the tool names, and from nothing else of ours."""
+    path = next(folder.glob(f"{piece['source']}.jsonl*"))
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    assert piece["unit"] == "bytes" and Path(piece["input"]).name == path.name
+    record = json.loads(content[piece["input_start"]: piece["input_start"] + piece["input_length"]])
+    return [*record["text"].encode(), EOD][piece["start"]: piece["start"] + piece["length"]]
+
+
+def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path) -> None:
+    corpora(tmp_path)
+    (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    metrics = [line for line in on_ranks(2, job, str(tmp_path), 2)[0] if "loss" in line]
+    assert len(metrics) == 6
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools/data/batch.py"), str(tmp_path / "run"), "--step", "0", "--to", "5", "--json"],
+        capture_output=True, text=True, check=True)
+    sources, batches = set(), []
+    for line, step in zip(metrics, json.loads(done.stdout)["steps"], strict=True):
+        total, rows = 0, []
+        for index, sequence in enumerate(step["sequences"]):
+            row = [token for piece in sequence["pieces"] for token in bytes_of(piece, tmp_path)]
+            assert len(row) == 41
+            digest = hashlib.blake2b(index.to_bytes(8, "little") + np.array(row, "<u4").tobytes(), digest_size=8).digest()
+            total += int.from_bytes(digest, "little")
+            sources |= {piece["source"] for piece in sequence["pieces"]}
+            rows.append(row)
+        assert line["batch_hash"] == step["hash"] == f"{total % 2**64:016x}"
+        batches.append(torch.tensor(rows))
+    assert sources == {"prose", "code"}
+    # And what was hashed is what was learned from: the first loss is that of the initial model on these very bytes.
+    from megatron.model.stack import build_model
+
+    model = build_model(read_resolved(tmp_path / "run" / "config.yml")).eval()
+    with torch.no_grad():
+        logits = model.head.logits(model.stream(batches[0][:, :-1]))
+    expected = F.cross_entropy(logits.flatten(0, 1), batches[0][:, 1:].flatten())
+    np.testing.assert_allclose(metrics[0]["loss"], float(expected), rtol=1e-5)
