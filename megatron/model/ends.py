@@ -18,7 +18,7 @@ from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
-from .stream import Stream
+from .stream import LOSS, Stream
 
 
 class Positions(nn.Module):
@@ -87,11 +87,13 @@ class Head(nn.Module):
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
 
     def forward(self, stream: Stream, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S] in nats)."""
+        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats)."""
         x_BSH = enter(self.norm(stream.hidden), self.mesh)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1), self.weight, self.bias, labels_BS.flatten(), weights_BS.flatten().float(),
             first=self.span.start, axis=self.mesh.tensor, options=self.options)
+        if LOSS in stream.channels:
+            loss = loss + stream.channels[LOSS].float().mean()
         return loss, ce_N.view_as(labels_BS)
 
     def logits(self, stream: Stream) -> Tensor:

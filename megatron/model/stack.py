@@ -18,6 +18,7 @@ from .block import Block, BlockState, block_channels
 from .compile import compiled
 from .ends import Embedding, Head
 from .initialisation import Initialisation
+from .options import options_of
 from .recompute import checkpointed
 from .stream import Channel, Stream, StreamForm, carried
 
@@ -62,8 +63,9 @@ class Plan:
         """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
         drops = model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in v for v in model.variants.values())
+        jitters = any(options_of(model, each).router.jitter for block in self.blocks for each in block.kinds if each.name == "moe")
         documents = data.reset_attention_at_eod
-        return StreamForm(positions=documents, documents=documents, samples=drops)
+        return StreamForm(positions=documents, documents=documents, samples=drops or jitters)
 
     def embedding(self) -> Embedding:
         return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))

@@ -47,6 +47,9 @@ class Stream:
         return replace(self, channels={**self.channels, **values})
 
 
+LOSS = "auxiliary_loss"  # a channel whose mean the head adds to the loss of the micro-batch
+
+
 @dataclass(frozen=True)
 class Channel:
     """A float tensor beside the hidden state, of its type, as one rank has it.
@@ -63,14 +66,15 @@ class Channel:
 
 
 def carried(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
-    """The channels of the stream before each layer and after the last: from where one is made to its last user.
+    """The channels of the stream before each layer and after the last: from where one is made to its last user, which
+    is the head for `LOSS`.
 
     Args:
         used: the channels that each layer declares.
     """
     def alive(name: str, channel: Channel, index: int) -> bool:
         made = channel.embedded or any(name in each for each in used[:index])
-        return made and any(name in each for each in used[index:])
+        return made and (name == LOSS or any(name in each for each in used[index:]))
 
     known = {name: channel for each in used for name, channel in each.items()}
     return [

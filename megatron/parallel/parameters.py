@@ -68,6 +68,11 @@ class ParameterFactory:
         return tensor
 
 
+def stored_tensors(module: nn.Module) -> list[Tensor]:
+    """All that a checkpoint has of a module: its parameters, each once, and its kept tensors."""
+    return [*dict.fromkeys(module.parameters()), *kept_tensors(module)]
+
+
 def kept_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors of a module and its parts that `ParameterFactory.kept` made, in order."""
     return [

@@ -25,10 +25,12 @@ from megatron.data.batch import StepBatch
 from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import kept_tensors
 
 from .clipping import GlobalClipping
 from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
 from .ds_mpu import ModelParallelUnit
+from .expert_load import ExpertLoad
 from .keep_fp32 import keeping_fp32
 from .optimizers import build_optimizer, set_learning_rate
 from .protocol import StepResult
@@ -126,7 +128,8 @@ class BaseEngine:
             self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
-        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage)
+        self.experts = ExpertLoad(module, self.config, self.mesh)
+        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, kept_tensors(module))
 
     def _initialize(self, module, mpu):
         import deepspeed
@@ -153,10 +156,11 @@ class BaseEngine:
 
     def _result(self, tally: Tally, scale: float | Tensor) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
+        applied = self.deepspeed.was_step_applied()
         return StepResult(
             loss=tally.mean if self.reports else 0.0,
             tokens=tally.weight / scale if self.reports else 0.0,
-            grad_norm=norm, skipped=not self.deepspeed.was_step_applied())
+            grad_norm=norm, skipped=not applied, extras=self.experts.finish(applied))
 
 
 class PlainEngine(BaseEngine):

@@ -8,7 +8,7 @@ parameter's local shard, and where it lies in which flat tensor. Checkpoints rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,11 +43,13 @@ class EngineState:
         engine: DeepSpeed's engine.
         optimizer: the torch optimizer that it was given.
         parameters: this rank's parameters, each once.
+        kept: tensors that are saved and no optimizer sees (`ParameterFactory.kept`).
     """
 
-    def __init__(self, engine, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], mesh: Mesh, stage: int):
+    def __init__(self, engine, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], mesh: Mesh, stage: int,
+                 kept: Sequence[Tensor] = ()):
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
-        self.parameters = list(dict.fromkeys(parameters))
+        self.parameters, self.kept = list(dict.fromkeys(parameters)), kept
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
@@ -55,6 +57,8 @@ class EngineState:
         for owned in self._owned():
             if not owned.replica:
                 yield from self._of(owned)
+        if self.mesh.tensor.rank == self.mesh.data.rank == 0:
+            yield from self._kept()
 
     def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
         """What this rank saves of the weights alone, made of the masters."""
@@ -66,7 +70,7 @@ class EngineState:
     def targets(self) -> list[Fragment]:
         """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
         self._create_states()
-        return [fragment for owned in self._owned() for fragment in self._of(owned)]
+        return [*(fragment for owned in self._owned() for fragment in self._of(owned)), *self._kept()]
 
     def masters(self) -> list[Fragment]:
         """The fp32 masters among the targets, for a start from weights alone."""
@@ -99,6 +103,10 @@ class EngineState:
     def restore_loss_scaler(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self.engine.optimizer.loss_scaler, name, value)
+
+    def _kept(self) -> Iterator[Fragment]:
+        for tensor in self.kept:
+            yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
 
     def _of(self, owned: Owned) -> Iterator[Fragment]:
         at = self.mesh.tensor

@@ -19,6 +19,7 @@ from megatron.config import Config, read_resolved
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import DTYPES, Model, build_model
+from megatron.parallel.parameters import stored_tensors
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -46,13 +47,12 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = Non
         config = read_resolved(file.name)
     dtype = dtype or (DTYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
     model = build_model(config, device=device, dtype=dtype, values=False)
-    parameters = {id(p): p for p in model.parameters()}.values()
-    checkpoint.read_into([_target(p) for p in parameters], cast={WEIGHT})
+    checkpoint.read_into([_target(tensor) for tensor in stored_tensors(model)], cast={WEIGHT})
     return model.eval(), config
 
 
-def _target(parameter: torch.nn.Parameter) -> Fragment:
-    return Fragment(parameter.logical, WEIGHT, 0, 1, 0, parameter.detach().view(-1))
+def _target(tensor: torch.Tensor) -> Fragment:
+    return Fragment(tensor.logical, WEIGHT, 0, 1, 0, tensor.detach().view(-1))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -68,7 +68,7 @@ def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
         for group in entry["runs"]:
             for layout in _named(group["layouts"], matrix["layouts"]):
                 for architecture in _named(group["architectures"], matrix["architectures"]):
-                    own = {k: v for k, v in matrix["architectures"][architecture].items() if k != "about"}
+                    own = {k: v for k, v in matrix["architectures"][architecture].items() if k not in ("about", "apart")}
                     cut = {k: v for k, v in matrix["layouts"][layout].items() if k != "ranks"}
                     plain = merged(matrix["common"], own, entry["values"])
                     found.append(Case(recipe, architecture, layout, matrix["layouts"][layout]["ranks"],
@@ -77,7 +77,7 @@ def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
 
 
 def _named(names: str | list[str], known: dict[str, Any]) -> list[str]:
-    chosen = list(known) if names == "all" else names
+    chosen = [name for name, entry in known.items() if not entry.get("apart")] if names == "all" else names
     for name in chosen:
         if name not in known:
             raise ValueError(f"{FILE.name} names {name!r}, which is none of {', '.join(known)}")

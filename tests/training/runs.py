@@ -16,8 +16,11 @@ import torch.nn.functional as F
 
 from megatron.config import Config, resolve
 from megatron.data.batch import StepBatch
+from megatron.model.ffn.moe.balance import Balance
+from megatron.model.stream import LOSS
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import kept_tensors, stored_tensors
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
 
@@ -143,6 +146,9 @@ def plainly(values: dict[str, Any]) -> Outcome:
     parameters = list(dict.fromkeys(model.parameters()))
     masters = [p.detach().float() + torch.from_numpy(noise(p.logical)) for p in parameters]
     optimizer = PlainOptimizer(config, [p.logical.role.value for p in parameters], masters)
+    corrections = kept_tensors(model)
+    for tensor in corrections:
+        tensor += torch.from_numpy(noise(tensor.logical))
     losses, norms = [], []
     for step in range(config.training.steps):
         load(parameters, masters)
@@ -150,14 +156,16 @@ def plainly(values: dict[str, Any]) -> Outcome:
         norm = torch.sqrt(sum(g.double().square().sum() for g in gradients))
         factor = min(1.0, config.optimizer.gradient_clipping / (float(norm) + 1e-6))
         optimizer.step([g * factor for g in gradients])
+        correct(model)
         losses.append(loss)
         norms.append(float(norm))
     load(parameters, masters)
     batch = global_batch(config, EVALUATION)
     with torch.no_grad():
-        ce = token_losses(config, model.eval(), batch, slice(None))[0]
+        ce, _, _ = token_losses(config, model.eval(), batch, slice(None))
     total, weight = (ce * batch.loss_mask[0]).double().sum(), batch.loss_mask.double().sum()
     weights = {p.logical.name: m.numpy().reshape(-1) for p, m in zip(parameters, masters)}
+    weights |= {tensor.logical.name: tensor.numpy() for tensor in corrections}
     return Outcome(losses, norms, (float(total / weight), float(weight)), weights)
 
 
@@ -167,13 +175,25 @@ def load(parameters: list[torch.nn.Parameter], masters: list[torch.Tensor]) -> N
             parameter.copy_(master)
 
 
-def token_losses(config: Config, model, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits."""
+def correct(model) -> None:
+    """Routers' corrections move by their rate towards the mean of what the layer has tallied in the step."""
+    for layer in model.modules():
+        if isinstance(layer, Balance):
+            counts = layer.tally[: layer.experts].clone()
+            layer.tally.zero_()
+            if layer.correction is not None:
+                layer.correction += layer.options.correction_rate * torch.sign(counts.mean() - counts)
+
+
+def token_losses(config: Config, model, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits, and their auxiliary loss."""
     form, sides = model.form, {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
     chosen = {name: sides[name][0, rows] for name in form.optional}
-    logits = model.head.logits(model.stream(batch.inputs[0, rows], **chosen))
+    stream = model.stream(batch.inputs[0, rows], **chosen)
+    logits = model.head.logits(stream)
+    auxiliary = stream.channels[LOSS].float().mean() if LOSS in stream.channels else 0.0
     ce = F.cross_entropy(logits.flatten(0, 1), batch.labels[0, rows].flatten(), reduction="none")
-    return ce.view_as(batch.labels[0, rows]), logits.logsumexp(-1)
+    return ce.view_as(batch.labels[0, rows]), logits.logsumexp(-1), auxiliary
 
 
 def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float, list[torch.Tensor]]:
@@ -184,9 +204,9 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
     model.train()
     for begin in range(0, batch.tokens.shape[1], M):
         rows = slice(begin, begin + M)
-        ce, lse = token_losses(config, model, batch, rows)
+        ce, lse, auxiliary = token_losses(config, model, batch, rows)
         share = (batch.loss_mask[0, rows] / weight).float()
-        loss = (share * (ce + config.training.z_loss * lse.square())).sum()
+        loss = (share * (ce + config.training.z_loss * lse.square())).sum() + auxiliary * (M / batch.tokens.shape[1])
         for gradient, part in zip(gradients, torch.autograd.grad(loss, parameters)):
             gradient += part.float()
         total += float((share.double() * ce.detach()).sum())
@@ -223,4 +243,4 @@ def initial(values: dict[str, Any]) -> dict[str, np.ndarray]:
 
     config = resolve(values)
     model = build_model(config, dtype=torch.bfloat16 if config.precision.compute == "bf16" else torch.float32)
-    return {p.logical.name: (p.detach().float().numpy() + noise(p.logical)).reshape(-1) for p in model.parameters()}
+    return {p.logical.name: (p.detach().float().numpy() + noise(p.logical)).reshape(-1) for p in stored_tensors(model)}

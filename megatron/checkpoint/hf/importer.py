@@ -15,6 +15,7 @@ from megatron.config.layers import Source
 from megatron.config.pattern import parse
 from megatron.config.resolve import Resolved, combine
 from megatron.model.stack import build_model
+from megatron.parallel.parameters import stored_tensors
 from megatron.parallel.shard import LogicalTensor
 
 from ..container import read_header
@@ -138,7 +139,7 @@ def import_model(
 
 def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
     model = build_model(resolved.config, device="meta")
-    return {parameter.logical.name: parameter.logical for parameter in model.parameters()}
+    return {tensor.logical.name: tensor.logical for tensor in stored_tensors(model)}
 
 
 def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: Folder, there) -> None:

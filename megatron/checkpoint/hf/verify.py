@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.model.stack import build_model
+from megatron.parallel.parameters import stored_tensors
 
 from ..reader import Checkpoint
 from .export import config_of, reader
@@ -52,8 +53,8 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     model = build_model(config, dtype=torch.float32, values=False).eval()
     read = reader(checkpoint, dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(read(parameter.logical.name))
+        for tensor in stored_tensors(model):
+            tensor.copy_(read(tensor.logical.name))
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         length = min(tokens, config.training.sequence_length)
         ids = torch.randint(config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))

@@ -20,29 +20,32 @@ class Balance(nn.Module):
     """Tallies of one layer and its correction.
 
     Attributes:
+        layer: its number in the stack.
         correction: fp32 [E], added to the scores where experts are chosen; saved, no parameter. None without one.
         tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of the losses, micro-batches.
     """
 
+    BESIDE = 1 + len(LOSSES) + 1  # numbers of the tally behind those of the experts
+
     def __init__(self, make: ParameterFactory, options: MoEOptions):
         super().__init__()
+        self.layer = next((int(word) for word in make.prefix.split(".") if word.isdigit()), 0)
         self.experts, self.options = options.experts, options.router
         self.correction: Tensor | None = None
         if options.router.correction != "none":
             self.correction = make.kept("correction", (options.experts,), role=Role.ROUTER)
-        self.tally = torch.zeros(options.experts + 1 + len(LOSSES) + 1, dtype=torch.float32, device=make.device)
+        self.tally = torch.zeros(options.experts + self.BESIDE, dtype=torch.float32, device=make.device)
 
     @torch.no_grad()
-    def add(self, ends_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
+    def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:
         """One micro-batch.
 
         Args:
-            ends_E: ends of the experts' rows before anything is dropped.
-            dropped: number of choices without a row.
+            counts_E: how often each expert was chosen.
+            dropped: number of choices without a place.
         """
         E = self.experts
-        self.tally[0] += ends_E[0]
-        self.tally[1:E] += ends_E.diff()
+        self.tally[:E] += counts_E
         if dropped is not None:
             self.tally[E] += dropped
         for place, name in enumerate(LOSSES, start=E + 1):
@@ -51,7 +54,8 @@ class Balance(nn.Module):
         self.tally[-1] += 1
 
     @torch.no_grad()
-    def finish(self, load_E: Tensor) -> None:
-        """Move the correction by the load of the step's whole batch (Wang et al. 2024, "Auxiliary-loss-free")."""
+    def finish(self, counts_E: Tensor) -> None:
+        """Move the correction by the choices of the step's whole batch (Wang et al. 2024, "Auxiliary-loss-free")."""
         if self.correction is not None:
-            self.correction += self.options.correction_rate * torch.sign(load_E.mean() - load_E)
+            excess_E = counts_E.double() * self.experts - counts_E.double().sum()
+            self.correction -= self.options.correction_rate * torch.sign(excess_E).float()

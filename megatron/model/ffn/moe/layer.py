@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.config.sections.moe import MoEOptions
 from megatron.parallel.collectives import enter, leave
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from ...counts import Counts
 from ...initialisation import Initialisation
-from ...recompute import once
-from ...stream import Stream
+from ...recompute import once, repeating
+from ...stream import LOSS, Channel, Stream
 from ..mlp import KEPT
 from .balance import Balance
 from .choice import Choice, choose, scores_of, weights_of
 from .dispatch import Stay
 from .experts import Experts
-from .permute import combine, permute, sort
+from .losses import auxiliary_losses, count
+from .permute import Rows, combine, permute, sort
 from .router import LinearRouter
 from .shared import SharedExpert
-
-LOSS = "auxiliary_loss"
 
 
 class MoE(nn.Module):
@@ -40,6 +41,7 @@ class MoE(nn.Module):
         self.balance = Balance(make.scope("router"), options)
         self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
         self.exchange = Stay()
+        self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
         if options.shared_size:
             self.shared = SharedExpert(make.scope("shared"), model.hidden_size, options, init)
@@ -47,19 +49,28 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         x_BSH = enter(x, self.mesh)
         x_TH = x_BSH.flatten(0, 1)
-        logits_TE = self.router(x_TH)
+        logits_TE = self.router(self._jittered(x_BSH, stream).flatten(0, 1))
         scores_TE = scores_of(logits_TE, self.options.router.score)
         choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
-        y_TH = self._routed(x_TH, scores_TE, choice)
+        rows = sort(choice, self.options.experts, self._capacity(x_TH.shape[0]))
+        y_TH = self._routed(x_TH, scores_TE, choice, rows)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         y = leave(y_TH.view_as(x_BSH), self.mesh)
-        return y
+        losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH))
+        return self._with_loss(y, losses, stream)
 
-    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice) -> Tensor:
-        """The experts' part, summed over this rank's slices of them."""
+    def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
+        """The router's input, in training times noise that is drawn by key."""
+        width = self.options.router.jitter
+        if not width or not self.training:
+            return x_BSH
+        counters = sequence_counters(*x_BSH.shape[1:], 0, x_BSH.device)
+        return x_BSH.float() * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
+
+    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
+        """The experts' part, from this rank's slices of them."""
         router = self.options.router
-        rows = sort(choice, self.options.experts, self._capacity(x_TH.shape[0]))
         if choice.experts_Tk is not None:
             weights = weights_of(scores_TE.gather(1, choice.experts_Tk), router)
         else:
@@ -67,6 +78,35 @@ class MoE(nn.Module):
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows.ends_E)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         return combine(y_RH, rows, weights, x_TH.shape[0])
+
+    def _account(self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int) -> dict[str, Tensor]:
+        """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
+        if not self.training:
+            return {}
+        counts_BE = count(choice, samples, self.options.experts)
+        losses = auxiliary_losses(logits_TE, scores_TE, counts_BE, self.options.losses, self.mesh.data)
+        if not repeating():
+            dropped = None if rows.kept_Tk is None else (~rows.kept_Tk).sum()
+            self.balance.add(counts_BE.sum(0), dropped, losses)
+        return losses
+
+    def _with_loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """The output, and the channel of auxiliary losses with this layer's added, where the model has one.
+
+        Every tensor parallel rank adds its share: the router's gradients are summed over them.
+        """
+        options = self.options.losses
+        if not (options.balance or options.sequence or options.z):
+            return y
+        total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
+        before = stream.channels.get(LOSS)
+        before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
+        return y, {LOSS: before + torch.as_tensor(total).to(y.dtype)}
+
+    @staticmethod
+    def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:
+        own = options.losses
+        return {LOSS: Channel(1)} if own.balance or own.sequence or own.z else {}
 
     def _capacity(self, tokens: int) -> int | None:
         factor = self.options.capacity_factor

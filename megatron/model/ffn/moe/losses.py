@@ -4,7 +4,7 @@ The z-loss and the loss per sequence are means over tokens and over sequences: n
 balancing loss multiplies the load of a batch with its mean scores, so by its definition it depends on which tokens are
 counted together: those of a micro-batch (of all data parallel ranks, with `over: ranks`).
 
-Shapes: B samples, S positions, T = B S tokens, E experts, k experts per token.
+Shapes: B samples, S positions, T = B S tokens, E experts.
 """
 
 from __future__ import annotations
@@ -16,36 +16,41 @@ from megatron.config.sections.moe import AuxiliaryLossOptions
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 
+from .choice import Choice
+
 
 def auxiliary_losses(
-    logits_TE: Tensor, scores_TE: Tensor, experts_Tk: Tensor, samples: int, options: AuxiliaryLossOptions, data: Axis
+    logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, options: AuxiliaryLossOptions, data: Axis
 ) -> dict[str, Tensor]:
     """The losses that have a coefficient, without it.
 
     Args:
-        samples: B.
+        counts_BE: how often each sample has chosen each expert.
         data: the data parallel axis.
     """
     found: dict[str, Tensor] = {}
-    experts = logits_TE.shape[1]
+    samples, experts = counts_BE.shape
     if options.balance or options.sequence:
-        share_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        share_BSE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (samples, -1))
     if options.balance:
-        load_E = loads(experts_Tk.unsqueeze(0), experts)[0]
+        counts_E = counts_BE.sum(0)
         if options.over == "ranks":
-            load_E = all_reduce(load_E, data) / data.size
-        found["balance"] = experts * (load_E * share_TE.mean(0)).sum()
+            counts_E = all_reduce(counts_E, data)
+        found["balance"] = experts * (counts_E / counts_E.sum() * share_BSE.mean((0, 1))).sum()
     if options.sequence:
-        load_BE = loads(experts_Tk.view(samples, -1, experts_Tk.shape[1]), experts)
-        found["sequence"] = experts * (load_BE * share_TE.view(samples, -1, experts).mean(1)).sum(-1).mean()
+        load_BE = counts_BE / counts_BE.sum(-1, keepdim=True)
+        found["sequence"] = experts * (load_BE * share_BSE.mean(1)).sum(-1).mean()
     if options.z:
         found["z"] = logits_TE.logsumexp(-1).square().mean()
     return found
 
 
 @torch.no_grad()
-def loads(experts_BTk: Tensor, experts: int) -> Tensor:
-    """[B, E], the share of each expert in the choices of each row of the first dimension; fp32."""
-    flat = experts_BTk.flatten(1)
-    counts = torch.zeros(len(flat), experts, dtype=torch.float32, device=flat.device)
-    return counts.scatter_add_(1, flat, torch.ones_like(flat, dtype=torch.float32)) / flat.shape[1]
+def count(choice: Choice, samples: int, experts: int) -> Tensor:
+    """fp32 [B, E], how often each sample has chosen each expert; where experts choose, [1, E]."""
+    if choice.tokens_EC is not None:
+        taken = choice.tokens_EC.shape[1]
+        return torch.full((1, experts), float(taken), dtype=torch.float32, device=choice.tokens_EC.device)
+    chosen = choice.experts_Tk.view(samples, -1)
+    counts = torch.zeros(samples, experts, dtype=torch.float32, device=chosen.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))  # of integers, so in any order

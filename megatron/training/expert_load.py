@@ -1,0 +1,97 @@
+"""The load of the experts in a step, over all ranks: it moves the routers' corrections, and it is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.config.pattern import parse
+from megatron.model.ffn.moe.balance import LOSSES, Balance
+from megatron.model.options import options_of
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import Mesh
+
+
+class ExpertLoad:
+    """Sums up what the mixture of experts layers of all ranks have tallied.
+
+    Args:
+        module: this rank's layers.
+        config: names the layers of the whole model.
+    """
+
+    def __init__(self, module: nn.Module, config: Config, mesh: Mesh):
+        self.mesh = mesh
+        self.experts = {  # by the number of the layer
+            index: options_of(config.model, block.ffn).experts
+            for index, block in enumerate(parse(config.model.layers)) if block.ffn is not None and block.ffn.name == "moe"}
+        self.local = {each.layer: each for each in module.modules() if isinstance(each, Balance)}
+        self.widest = max(self.experts.values(), default=0)
+
+    @torch.no_grad()
+    def finish(self, applied: bool) -> Mapping[str, Any]:
+        """Close a step: every rank calls it. Moves the corrections if the update was applied.
+
+        Returns:
+            `LoadReport`, with the numbers of all layers on every rank; nothing without experts.
+        """
+        if not self.experts:
+            return {}
+        device = next((each.tally.device for each in self.local.values()), None)
+        width = self.widest + Balance.BESIDE
+        table = torch.zeros(len(self.experts), width + self.widest, device=device or "cpu")
+        for row, layer in zip(table, self.experts):
+            if layer in self.local:
+                tally = self.local[layer].tally
+                row[: len(tally)] = tally
+                tally.zero_()
+        all_reduce(table, self.mesh.data)
+        for row, layer in zip(table, self.experts):
+            if layer in self.local:
+                own = self.local[layer]
+                if applied:
+                    own.finish(row[: own.experts])
+                if own.correction is not None:
+                    row[width : width + own.experts] = own.correction
+        return LoadReport(all_reduce(table, self.mesh.pipeline), self.experts, width)
+
+
+class LoadReport(Mapping):
+    """One entry, `moe`: layer -> numbers of the step; read from the device when somebody asks.
+
+    Of each layer: max_over_mean (1 is even), entropy (of the load, over its largest possible value), dead (experts
+    without a token), dropped (share of choices without a place), the auxiliary losses without their coefficients (means
+    over micro-batches), load (share of each expert), correction (after the step).
+    """
+
+    def __init__(self, table: Tensor, experts: dict[int, int], width: int):
+        self.table, self.experts, self.width = table, experts, width
+
+    def __iter__(self) -> Iterator[str]:
+        yield "moe"
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: str) -> dict[str, dict[str, Any]]:
+        if key != "moe":
+            raise KeyError(key)
+        rows = self.table.double().cpu()
+        return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
+
+    def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:
+        tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + Balance.BESIDE].tolist()
+        total = tokens.sum().clamp(min=1)
+        share = tokens / total
+        entropy = -(share * share.clamp(min=1e-30).log()).sum() / max(torch.tensor(float(count)).log().item(), 1e-30)
+        correction = row[self.width : self.width + count]
+        found = {
+            "max_over_mean": (share.max() * count).item(), "entropy": entropy.item(), "dead": int((tokens == 0).sum()),
+            "dropped": dropped / total.item(),
+            **{name: value / micro_batches for name, value in zip(LOSSES, losses) if value and micro_batches},
+            "load": [round(value, 5) for value in share.tolist()]}
+        return found | ({"correction": [round(value, 6) for value in correction.tolist()]} if correction.any() else {})
