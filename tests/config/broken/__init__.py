@@ -3,9 +3,11 @@
 from tests.config.broken.case import BASE, Case
 from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
 from tests.config.broken.model import DEEPSPEED, LAYOUT, MODEL
+from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.recipe import DATA, LAUNCH, OUTPUT, RECIPE, SCHEDULE
-from tests.config.broken.warned import WARNED
+from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
-BROKEN = [*KEYS, *TYPES, *RANGES, *YAML, *MODEL, *LAYOUT, *RECIPE, *SCHEDULE, *DATA, *OUTPUT, *LAUNCH, *DEEPSPEED]
+BROKEN = [*KEYS, *TYPES, *RANGES, *YAML, *MODEL, *LAYOUT, *RECIPE, *SCHEDULE, *DATA, *OUTPUT, *LAUNCH, *DEEPSPEED, *MOE]
+WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]

@@ -1,0 +1,119 @@
+"""What a mixture of experts needs: experts to choose from, groups of equal size, widths that can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..facts import Facts
+from ..problems import Problem
+from .model import divisors, kind_options, near, section_key
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def moe_options(facts: Facts) -> Iterator[tuple[str, object]]:
+    """The options of each moe layer of the pattern, with the prefix of their keys."""
+    return kind_options(facts, "moe")
+
+
+def _key(facts: Facts, prefix: str, name: str) -> str:
+    return section_key(facts, prefix, name, "moe")
+
+
+def _router_key(facts: Facts, prefix: str, name: str) -> str:
+    """The same for an option of the router."""
+    own = {} if prefix == "model.moe" else facts.config.model.variants[prefix.rsplit(".", 1)[1]]
+    return f"{prefix if name in own.get('router', {}) else 'model.moe'}.router.{name}"
+
+
+def top_k_of_the_experts(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        if moe.top_k > moe.experts:
+            yield facts.problem(
+                _key(facts, prefix, "top_k"), _key(facts, prefix, "experts"),
+                rule="a token cannot use more experts than there are", fix=f"use at most {moe.experts}, or more experts")
+
+
+def groups_are_equal(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        router, groups = moe.router, _router_key(facts, prefix, "groups")
+        if moe.experts % router.groups:
+            yield facts.problem(
+                groups, _key(facts, prefix, "experts"), rule="the groups have equal numbers of experts",
+                fix=f"use {near(router.groups, divisors(moe.experts))} groups")
+        elif router.top_groups > router.groups:
+            yield facts.problem(
+                _router_key(facts, prefix, "top_groups"), groups, rule="a token cannot choose from more groups than there are",
+                fix=f"use at most {router.groups}")
+        elif moe.top_k <= moe.experts and moe.top_k > router.top_groups * (moe.experts // router.groups):
+            yield facts.problem(
+                _key(facts, prefix, "top_k"), _router_key(facts, prefix, "top_groups"), groups,
+                rule=f"the groups that a token may choose from have {router.top_groups * (moe.experts // router.groups)} experts",
+                fix="use a smaller top_k, more top_groups, or fewer groups")
+
+
+def widths_are_cut_and_aligned(facts: Facts) -> Iterator[Problem]:
+    """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
+    ranks, compute = facts.config.parallel.tensor, facts.config.precision.compute
+    unit = 16 // BYTES[compute]
+    if facts.uses("moe") and facts.config.model.hidden_size % unit:
+        yield facts.problem(
+            "model.hidden_size", "precision.compute",
+            rule=f"the grouped products of a moe layer need a multiple of 16 bytes, {unit} channels in {compute}",
+            fix=f"use {_multiples(facts.config.model.hidden_size, unit)} channels")
+    for prefix, moe in moe_options(facts):
+        if moe.hidden_size % (ranks * unit):
+            yield facts.problem(
+                _key(facts, prefix, "hidden_size"), "parallel.tensor", "precision.compute",
+                rule="each tensor parallel rank has the same share of an expert's channels, "
+                f"a multiple of 16 bytes ({unit} channels in {compute})",
+                fix=f"use {_multiples(moe.hidden_size, ranks * unit)} channels")
+        if moe.shared_size % ranks:
+            yield facts.problem(
+                _key(facts, prefix, "shared_size"), "parallel.tensor",
+                rule="each tensor parallel rank has the same share of the shared expert's channels",
+                fix=f"use {_multiples(moe.shared_size, ranks)} channels")
+
+
+def _multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return " or ".join(str(each) for each in (below, below + unit) if each)
+
+
+def balancers_fit_the_choice(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        router, select = moe.router, _router_key(facts, prefix, "select")
+        if router.select == "expert_choice":
+            yield facts.warning(
+                select, rule="experts choose among all tokens of a micro-batch, later ones included: the model is not causal, "
+                "and what it generates is not what it was trained on", fix="use select: top_k, but for studies of the method")
+        if router.select != "top_k" and router.correction != "none":
+            yield facts.problem(
+                _router_key(facts, prefix, "correction"), select, rule=f"{router.select} evens the load by itself",
+                fix="use correction: none, or select: top_k")
+        if router.select != "top_k" and router.top_groups < router.groups:
+            yield facts.problem(
+                _router_key(facts, prefix, "top_groups"), select, rule=f"{router.select} knows no groups",
+                fix="leave groups and top_groups out, or use select: top_k")
+        if router.select == "expert_choice" and router.normalize:
+            yield facts.problem(
+                _router_key(facts, prefix, "normalize"), select,
+                rule="a token that several experts have chosen does not know of all of them, so nothing can be normalised",
+                fix="use normalize: false")
+
+
+def idle_moe_options(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        if moe.shared_gate and not moe.shared_size:
+            yield facts.warning(
+                _key(facts, prefix, "shared_gate"), _key(facts, prefix, "shared_size"),
+                rule="there is no shared expert to gate", fix="give shared_size, or leave shared_gate out")
+        rate = _router_key(facts, prefix, "correction_rate")
+        if moe.router.correction == "none" and facts.given(rate):
+            yield facts.warning(rate, _router_key(facts, prefix, "correction"), rule="nothing is corrected",
+                                fix="use correction: sign, or leave the rate out")
+
+
+RULES = (
+    top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
+)

@@ -1,0 +1,42 @@
+"""Mixtures of experts that cannot be."""
+
+from tests.config.broken.case import case
+
+_MOE = "model: {layers: (attention/moe) x4, moe: {"
+
+MOE = [
+    case("more experts per token than experts", _MOE + "experts: 4, top_k: 5}}", "a.yml:2: model.moe.top_k = 5",
+         "model.moe.experts = 4", "cannot use more experts than there are", "use at most 4"),
+    case("groups do not divide the experts", _MOE + "experts: 8, router: {groups: 3}}}",
+         "a.yml:2: model.moe.router.groups = 3", "equal numbers of experts", "use 2 or 4 groups"),
+    case("more groups to choose from than groups", _MOE + "router: {groups: 2, top_groups: 4}}}",
+         "model.moe.router.top_groups = 4", "more groups than there are"),
+    case("groups too small", _MOE + "top_k: 3, router: {groups: 4, top_groups: 1}}}", "a.yml:2: model.moe.top_k = 3",
+         "a token may choose from have 2 experts"),
+    case("experts of odd width", _MOE + "hidden_size: 46}}", "a.yml:2: model.moe.hidden_size = 46",
+         "a multiple of 16 bytes (4 channels in fp32)", "use 44 or 48 channels"),
+    case("experts too narrow for the ranks", _MOE + "hidden_size: 24}}\nparallel: {tensor: 2}\nprecision: bf16",
+         "model.moe.hidden_size = 24", "parallel.tensor = 2", "8 channels in bf16", "use 16 or 32 channels"),
+    case("a variant's shared expert does not divide", "model: {layers: (attention/moe@wide) x4, moe: {hidden_size: 64}, "
+         "variants: {wide: {shared_size: 33}}}\nparallel: {tensor: 2}", "a.yml:2: model.variants.wide.shared_size = 33",
+         "share of the shared expert's channels", "use 32 or 34"),
+    case("hidden size of odd width", "model: {layers: moe x4, hidden_size: 66, moe: {hidden_size: 64}}", "model.hidden_size = 66",
+         "use 64 or 68 channels"),
+    case("correction beside Sinkhorn", _MOE + "router: {select: sinkhorn, correction: sign}}}",
+         "model.moe.router.correction = 'sign'", "sinkhorn evens the load by itself"),
+    case("groups beside Sinkhorn", _MOE + "router: {select: sinkhorn, groups: 4, top_groups: 2}}}", "sinkhorn knows no groups"),
+    case("expert choice cannot be normalised", _MOE + "router: {select: expert_choice, normalize: true}}}",
+         "a.yml:2: model.moe.router.normalize = true", "nothing can be normalised"),
+    case("offloaded parameters beside a router",
+         "model: {layers: (attention/moe) x4}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
+         "zero.offload_parameters.device = 'cpu'", "moe has parameters that stay in fp32"),
+    case("unknown option of the router", _MOE + "router: {topk: 2}}}", "a.yml:2: model.moe.router.topk"),
+]
+
+WARNED_MOE = [
+    case("experts that choose", _MOE + "router: {select: expert_choice}}}", "a.yml:2: model.moe.router.select",
+         "the model is not causal"),
+    case("gate of no shared expert", _MOE + "shared_gate: true}}", "there is no shared expert to gate"),
+    case("rate of no correction", _MOE + "router: {correction_rate: 0.01}}}", "model.moe.router.correction_rate = 0.01",
+         "nothing is corrected"),
+]
