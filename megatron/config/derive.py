@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -113,6 +114,14 @@ def mamba_rank(at: View) -> int | None:
     return -(-at["model.hidden_size"] // 16) if at.uses("mamba") else None
 
 
+def rwkv7_rank(at: View, factor: float) -> int | None:
+    return max(32, 32 * round(factor * at["model.hidden_size"] ** 0.5 / 32)) if at.uses("rwkv7") else None
+
+
+def channel_mix_width(at: View, kind: str, factor: float, multiple: int) -> int | None:
+    return int(factor * at["model.hidden_size"]) // multiple * multiple or None if at.uses(kind) else None
+
+
 def mlp_hidden_size(at: View) -> int | None:
     if not at.uses("mlp"):
         return None
@@ -199,6 +208,13 @@ DERIVATIONS = (
     Derivation("model.attention.rotary.scaling.attention_factor", ("model.attention.rotary.scaling.factor",),
                "0.1 * ln(factor) + 1", yarn_attention_factor),
     Derivation("model.mamba.rank", ("model.hidden_size",), "model.hidden_size / 16, rounded up", mamba_rank),
+    *(Derivation(f"model.rwkv7.{name}_rank", ("model.hidden_size",),
+                 f"{factor:g} sqrt(model.hidden_size), in steps of 32", partial(rwkv7_rank, factor=factor))
+      for name, factor in (("decay", 2.5), ("rate", 2.5), ("value", 1.7), ("gate", 5))),
+    *(Derivation(f"model.rwkv{number}_ffn.hidden_size", ("model.hidden_size",), formula,
+                 partial(channel_mix_width, kind=f"rwkv{number}_ffn", factor=factor, multiple=multiple))
+      for number, factor, multiple, formula in (
+          (7, 4, 1, "4 * model.hidden_size"),)),
     Derivation("model.mlp.hidden_size", ("model.hidden_size", "model.mlp.gated"),
                "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", mlp_hidden_size),
     Derivation("model.moe.hidden_size", ("model.hidden_size", "model.moe.gated"),

@@ -36,6 +36,8 @@ KINDS: dict[str, KindInfo] = {
     "attention": KindInfo("mixer", "attention"),
     "mamba": KindInfo("mixer", "mamba"),
     "mamba2": KindInfo("mixer", "mamba2"),
+    "rwkv7": KindInfo("mixer", "rwkv7"),
+    "rwkv7_ffn": KindInfo("ffn", "rwkv7_ffn"),
     "mlp": KindInfo("ffn", "mlp"),
     "moe": KindInfo("ffn", "moe"),
 }

@@ -122,12 +122,14 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
     return found
 
 
-def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int) -> Counts:
-    """Costs of one block, its norms included."""
+def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:
+    """Costs of the block of this index, its norms included. Kinds that depend on the index say so: `indexed`."""
     H, total, norms = model.hidden_size, Counts(), 0
     for kinds, kind in ((MIXERS, pattern.mixer), (FFNS, pattern.ffn)):
         if kind is not None:
-            total += kinds[kind.name].counts(model, options_of(model, kind), sequence_length)
+            layer = kinds[kind.name]
+            place = (index,) if getattr(layer, "indexed", False) else ()
+            total += layer.counts(model, options_of(model, kind), sequence_length, *place)
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1

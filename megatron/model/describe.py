@@ -47,7 +47,7 @@ def layers(config: Config) -> list[LayerCosts]:
     blocks = parse(model.layers)
     counts = [
         embedding_counts(model),
-        *(block_counts(model, block, config.training.sequence_length) for block in blocks),
+        *(block_counts(model, block, config.training.sequence_length, index) for index, block in enumerate(blocks)),
         head_counts(model),
     ]
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]

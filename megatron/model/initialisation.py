@@ -36,11 +36,20 @@ def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int
 
 
 class Initialisation:
-    """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one."""
+    """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one.
 
-    def __init__(self, options: InitOptions, hidden_size: int, blocks: int):
-        self.options, self.hidden_size = options, hidden_size
+    Attributes:
+        layers: number of blocks.
+        index: of the block that is made.
+    """
+
+    def __init__(self, options: InitOptions, hidden_size: int, blocks: int, index: int = 0):
+        self.options, self.hidden_size, self.blocks, self.index = options, hidden_size, blocks, index
         self.layers = options.layers or blocks
+
+    def at(self, index: int) -> Initialisation:
+        """The same for the block of this index."""
+        return Initialisation(self.options, self.hidden_size, self.blocks, index)
 
     def _of(self, scheme: str, fan_in: int, fan_out: int) -> Init:
         return scheme_init(scheme, self.options, self.hidden_size, self.layers, fan_in, fan_out)

@@ -17,7 +17,10 @@ def stage_bounds(config: Config) -> list[int]:
     stages, split = config.parallel.pipeline, config.parallel.pipeline_split
     blocks = parse(config.model.layers)
     if split == "parameters":
-        sizes = [block_counts(config.model, block, config.training.sequence_length).parameters for block in blocks]
+        sizes = [
+            block_counts(config.model, block, config.training.sequence_length, index).parameters
+            for index, block in enumerate(blocks)
+        ]
         first = embedding_counts(config.model).parameters
         last = head_counts(config.model).parameters + (first if config.model.embedding.tied else 0)
         counts = balanced(sizes, stages, first, last)

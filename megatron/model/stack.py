@@ -71,7 +71,7 @@ class Plan:
         return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))
 
     def block(self, index: int) -> Block:
-        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init)
+        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index))
         block = compiled(block, self.config, self.device)
         return checkpointed(block, index, self.config.training.activation_checkpointing)
 

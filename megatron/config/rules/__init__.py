@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from ..facts import Facts
 from ..problems import Problem
-from . import data, deepspeed, launch, layout, model, moe, output, recipe, schedule
+from . import data, deepspeed, launch, layout, model, moe, output, recipe, rwkv, schedule
 
-MODULES = (model, moe, layout, recipe, schedule, data, output, launch, deepspeed)
+MODULES = (model, moe, rwkv, layout, recipe, schedule, data, output, launch, deepspeed)
 
 
 def broken(facts: Facts, inputs: bool) -> list[Problem]:

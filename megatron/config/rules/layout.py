@@ -85,7 +85,7 @@ def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
     config = facts.config
     if config.zero.offload_parameters.device == "none" or config.precision.compute == "fp32":
         return
-    for kind in ("mamba", "mamba2", "moe"):
+    for kind in ("mamba", "mamba2", "moe", "rwkv7"):
         if facts.uses(kind):
             yield facts.problem(
                 "zero.offload_parameters.device",

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from .base import Section, key
 from .moe import MoEOptions
+from .rwkv import RWKV7FFNOptions, RWKV7Options
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
 Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
@@ -161,6 +162,8 @@ class ModelSection(Section):
     attention: AttentionOptions = key(AttentionOptions, "Options of the attention mixer.")
     mamba: MambaOptions = key(MambaOptions, "Options of the mamba mixer (Gu and Dao 2023).")
     mamba2: Mamba2Options = key(Mamba2Options, "Options of the mamba2 mixer (Dao and Gu 2024).")
+    rwkv7: RWKV7Options = key(RWKV7Options, "Options of the rwkv7 mixer (Peng et al. 2025).")
+    rwkv7_ffn: RWKV7FFNOptions = key(RWKV7FFNOptions, "Options of the rwkv7_ffn feed-forward.")
     mlp: MLPOptions = key(MLPOptions, "Options of the mlp feed-forward.")
     moe: MoEOptions = key(MoEOptions, "Options of the moe feed-forward: a mixture of experts.")
     variants: dict[str, dict[str, Any]] = key(

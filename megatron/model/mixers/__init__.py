@@ -3,5 +3,6 @@
 from .attention import Attention
 from .mamba import Mamba
 from .mamba2 import Mamba2
+from .rwkv7 import RWKV7
 
-MIXERS = {"attention": Attention, "mamba": Mamba, "mamba2": Mamba2}
+MIXERS = {"attention": Attention, "mamba": Mamba, "mamba2": Mamba2, "rwkv7": RWKV7}

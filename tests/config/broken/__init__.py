@@ -5,9 +5,12 @@ from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
 from tests.config.broken.model import DEEPSPEED, LAYOUT, MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.recipe import DATA, LAUNCH, OUTPUT, RECIPE, SCHEDULE
+from tests.config.broken.rwkv import RWKV
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
-BROKEN = [*KEYS, *TYPES, *RANGES, *YAML, *MODEL, *LAYOUT, *RECIPE, *SCHEDULE, *DATA, *OUTPUT, *LAUNCH, *DEEPSPEED, *MOE]
+BROKEN = [
+    *KEYS, *TYPES, *RANGES, *YAML, *MODEL, *RWKV, *LAYOUT, *RECIPE, *SCHEDULE, *DATA, *OUTPUT, *LAUNCH, *DEEPSPEED, *MOE,
+]
 WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]

@@ -1,0 +1,218 @@
+"""RWKV layers: decoding, hand-over between pieces, documents, recomputation, counts, tensor parallel ranks, starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config import resolve
+from megatron.model.describe import layers, layers_table, totals
+from megatron.model.stack import build_model
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.model.parity import named, relative
+from tests.model.test_recomputation import Allocations
+from tests.model.test_rwkv_parity import randomised
+from tests.workers import run
+
+S, V, H = 24, 37, 24
+RANKS7 = {"decay_rank": 3, "rate_rank": 4, "value_rank": 2, "gate_rank": 5}
+MODELS = {
+    "rwkv7": {"layers": "(rwkv7/rwkv7_ffn) x3", "rwkv7": {"head_dim": 6, "chunk": 8, **RANKS7}},
+    "mixed": {
+        "layers": "attention/mlp rwkv7/mlp rwkv7@wide/rwkv7_ffn mlp rwkv7_ffn",
+        "rwkv7": {"head_dim": 3, "chunk": 5, **RANKS7},
+        "attention": {"heads": 4},
+        "mlp": {"hidden_size": 32},
+        "variants": {"wide": {"head_dim": 6, "value_rank": 7}},
+    },
+}
+
+
+def values_of(name: str, **model) -> dict:
+    return {"hidden_size": H, "vocab_size": V, "embedding": {"norm": True}, **MODELS[name], **model}
+
+
+def config_of(name: str, documents: bool = False, model: dict | None = None, **training):
+    return resolve({
+        "model": values_of(name, **(model or {})), "data": {"reset_attention_at_eod": documents},
+        "training": {"steps": 1, "sequence_length": S, **training}})
+
+
+def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
+    return torch.randint(V, (samples, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 1, 16]])
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
+    model = build_model(config_of(name)).eval()
+    randomised(model, 2)
+    tokens = tokens_of()
+    with torch.no_grad():
+        wanted, state, begin, found = model.logits(tokens), model.new_state(), 0, []
+        for piece in pieces:
+            found.append(model.decode(tokens[:, begin: begin + piece], state, begin))
+            begin += piece
+    assert relative(torch.cat(found, 1), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("cuts", [(1, 2, 17), (8, 16)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...], documents: bool):
+    """The blocks over pieces of a sequence, each going on from the state of the last, give the outputs and the
+    gradients of the whole."""
+    model = build_model(config_of(name, documents))
+    randomised(model, 3)
+    numbers = torch.tensor([[0] * 5 + [1] * 7 + [2] * 12, [0] * 13 + [1] * 11]) if documents else None
+
+    def outputs(bounds) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        state, parts = model.new_state(), []
+        for begin, end in zip(bounds, bounds[1:]):
+            stream = model.embedding(tokens_of()[:, begin:end], documents=None if numbers is None else numbers[:, begin:end])
+            for block, own in zip(model.blocks, state):
+                stream = block(stream, own)
+            parts.append(stream.hidden)
+        y = torch.cat(parts, 1)
+        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(5))).sum().backward()
+        return y.detach(), {key: p.grad for key, p in named(model).items() if p.grad is not None}
+
+    whole, gradients = outputs([0, S])
+    assert relative(model.stream(tokens_of(), documents=numbers).hidden.detach(), whole) < 1e-6  # a state changes nothing
+    found, own = outputs([0, *cuts, S])
+    assert relative(found, whole) < 1e-5
+    for key in gradients:
+        assert relative(own[key], gradients[key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_documents_do_not_see_each_other(name: str):
+    """Loss and gradients of packed documents are those of each document alone."""
+    model = build_model(config_of(name, documents=True))
+    randomised(model, 8)
+    lengths = [(5, 12, 7), (1, 2, 21)]
+    tokens, labels = tokens_of(), tokens_of(seed=7)
+    numbers = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in lengths])
+    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
+
+    def gradients(loss) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in named(model).items()}
+
+    packed = model(tokens, labels, torch.ones(2, S), positions=positions, documents=numbers)[0]
+    alone = 0.0
+    for sample, row in enumerate(lengths):
+        for begin, length in zip((0, row[0], row[0] + row[1]), row):
+            part = (slice(sample, sample + 1), slice(begin, begin + length))
+            alone = alone + model(tokens[part], labels[part], torch.ones(1, length))[0]
+    together = model(tokens, labels, torch.ones(2, S))[0]
+    assert abs(packed - alone) < 1e-5 * alone and abs(together - alone) > 1e-4 * alone
+    wanted = gradients(alone)
+    for key, gradient in gradients(packed).items():
+        assert relative(gradient, wanted[key]) < 2e-5, key
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputing_a_block_changes_no_bit(name: str, mode: str):
+    def gradients(mode: str):
+        model = build_model(config_of(name, activation_checkpointing={"mode": mode}))
+        randomised(model, 4)
+        model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))[0].backward()
+        return {key: p.grad for key, p in named(model).items()}
+
+    wanted, found = gradients("none"), gradients(mode)
+    assert all(found[key].equal(wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_of_parameters_and_flops(name: str):
+    """FLOPs are what torch counts, with chunks that divide the sequence."""
+    own = {kind: {**MODELS[name][kind], "chunk": 8} for kind in MODELS[name] if kind.startswith("rwkv") and "ffn" not in kind}
+    config = config_of(name, model=own)
+    model = build_model(config).eval()
+    for block, row in zip(model.blocks, layers_table(config)[1:-1]):
+        assert row["parameters"] == sum(p.numel() for p in block.parameters())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            model.logits(tokens_of())
+    assert counter.get_total_flops() == totals(config).forward_flops * 2 * S
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "mixed"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_activations_kept_by_a_block(name: str, mode: str):
+    """Bytes that exist between forward and backward: what one more block adds."""
+    def kept(blocks: int) -> tuple[int, int]:
+        own = {**MODELS[name][name], "chunk": 8}
+        config = resolve({
+            "model": values_of(name, layers=f"({name}/{name}_ffn) x{blocks}", **{name: own}),
+            "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}}})
+        model = build_model(config)
+        with Allocations(model.parameters()) as allocations:
+            loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
+        found = allocations.bytes()
+        loss.backward()
+        return found, layers(config)[blocks].kept
+
+    (two, _), (three, row) = kept(2), kept(3)
+    assert three - two == pytest.approx(row * 2 * 64 * 4, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_size_of_the_decoding_state(name: str):
+    config = config_of(name)
+    model, sizes = build_model(config).eval(), []
+    for length in (S, S // 2):
+        state = model.new_state()
+        with torch.no_grad():
+            model.decode(tokens_of(length=length), state, 0)
+        sizes.append([
+            sum(tensor[0].numel() for part in (own.mixer, own.ffn) if part is not None
+                and type(part).__name__ != "KeyValueCache" for tensor in vars(part).values() if tensor is not None)
+            for own in state])
+    assert sizes[0] == sizes[1]
+    for size, block, row in zip(sizes[0], model.blocks, layers(config)[1:-1]):
+        if "attention" not in str(block.pattern):
+            assert size == row.counts.state
+
+
+def step(name: str, layout: Layout, mode: str = "none"):
+    """(loss, this rank's gradients by name with their spans, logits) on this rank of the layout."""
+    mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
+    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh)
+    with torch.no_grad():
+        for key, p in named(model).items():
+            whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
+            for dim, spans in enumerate(p.logical.spans(mesh.tensor.rank, mesh.tensor.size)):
+                whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in spans], dim)
+            p.add_(0.2 * whole)
+    loss, _ = model(tokens_of(), tokens_of(seed=2), torch.ones(2, S))
+    loss.backward()
+    with torch.no_grad():
+        logits = model.eval().logits(tokens_of())
+    return (
+        loss.item(),
+        {key: (p.grad, p.logical.spans(mesh.tensor.rank, mesh.tensor.size)) for key, p in named(model).items()},
+        logits,
+    )
+
+
+@pytest.mark.parametrize("ranks, sequence, mode", [(2, False, "none"), (2, True, "selective")])
+def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str):
+    for name in MODELS:
+        loss, wanted, logits = step(name, Layout())
+        for rank, (own, pieces, own_logits) in enumerate(
+            run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
+        ):
+            assert own == pytest.approx(loss, rel=1e-5), (name, rank)
+            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            for key, (gradient, spans) in pieces.items():
+                expected = wanted[key][0]
+                for dim, parts in enumerate(spans):
+                    expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
+                assert relative(gradient, expected) < 2e-5, (name, key, rank)
