@@ -106,11 +106,13 @@ def layers(options: argparse.Namespace) -> None:
     text = ["  ".join(cell.rjust(width) if right else cell.ljust(width)
                       for cell, width, right in zip(line, widths, numeric)).rstrip() for line in cells]
     text += [
-        f"parameters: {total.parameters:,} ({total.non_embedding_parameters:,} without embeddings)",
+        f"parameters: {total.parameters:,} ({total.non_embedding_parameters:,} without embeddings)"
+        + (f", {total.active_parameters:,} active per token" if total.active_parameters < total.parameters else ""),
         f"FLOPs per token: {total.forward_flops:,} forward, {total.training_flops:,} forward and backward"
         + (f", {total.hardware_flops:,} with recomputation" if total.hardware_flops > total.training_flops else "")]
     _emit(options, "\n".join(text), {
         "parameters": total.parameters, "non_embedding_parameters": total.non_embedding_parameters,
+        "active_parameters": total.active_parameters,
         "forward_flops": total.forward_flops, "training_flops": total.training_flops,
         "hardware_flops": total.hardware_flops, "layers": rows})
 

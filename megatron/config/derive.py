@@ -148,6 +148,10 @@ def head_init(at: View) -> str:
     return at["model.init.embedding"]
 
 
+def head_norm(at: View) -> str:
+    return at["model.norm.type"]
+
+
 def init_layers(at: View) -> int | None:
     return len(at.blocks) or None
 
@@ -223,6 +227,7 @@ DERIVATIONS = (
     Derivation("model.embedding.max_positions", ("training.sequence_length",), "training.sequence_length",
                max_positions),
     Derivation("model.init.head", ("model.init.embedding",), "model.init.embedding", head_init),
+    Derivation("model.head.norm", ("model.norm.type",), "model.norm.type", head_norm),
     Derivation("model.init.layers", ("model.layers",), "the number of blocks in model.layers", init_layers),
     Derivation("model.vocab_size", ("tokenizer.path", "model.vocab_multiple"),
                "the tokenizer's size rounded up to a multiple of model.vocab_multiple", vocab_size),

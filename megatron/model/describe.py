@@ -71,7 +71,7 @@ def _recomputation(config: Config, index: int, block: Block, counts: Counts) -> 
 
 
 def layers_table(config: Config) -> list[dict[str, Any]]:
-    """One row per layer: name, kind, pipeline stage, parameters, FLOPs of the forward pass per token, bytes of
+    """One row per layer: name, kind, pipeline stage, parameters, those of them that a token uses, FLOPs of the forward pass per token, bytes of
     activations kept for one micro-batch (of all tensor parallel ranks together), bytes of decoding state of one sample
     of training.sequence_length tokens."""
     size, tokens = BYTES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
@@ -81,6 +81,7 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
             "kind": layer.kind,
             "stage": layer.stage,
             "parameters": layer.counts.parameters,
+            "active_parameters": layer.counts.parameters - layer.counts.idle,
             "flops": layer.counts.flops,
             "activation_bytes": layer.kept * tokens * size,
             "state_bytes": layer.counts.state * size,
@@ -95,7 +96,8 @@ class Totals:
 
     Attributes:
         parameters: trainable elements.
-        embedding_parameters: of these, in the token and position embeddings and in an untied head's matrix.
+        active_parameters: of these, what one token uses: all but the experts that it does not choose.
+        embedding_parameters: of all, in the token and position embeddings and in an untied head's matrix.
         forward_flops: per token.
         training_flops: per token, forward and backward, the backward pass counted as twice the forward pass; without
             recomputation. Model FLOPs utilisation is a share of this.
@@ -103,6 +105,7 @@ class Totals:
     """
 
     parameters: int
+    active_parameters: int
     embedding_parameters: int
     forward_flops: int
     training_flops: int
@@ -121,6 +124,7 @@ def totals(config: Config) -> Totals:
     forward = sum(row.counts.flops for row in rows)
     return Totals(
         parameters=sum(row.counts.parameters for row in rows),
+        active_parameters=sum(row.counts.parameters - row.counts.idle for row in rows),
         embedding_parameters=(vocabularies * model.vocab_size + positions) * model.hidden_size,
         forward_flops=forward,
         training_flops=3 * forward,

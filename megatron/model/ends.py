@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.config.sections.model import ModelSection
+from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
 from megatron.parallel.collectives import all_reduce, enter, sum_gradient
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
@@ -76,7 +76,7 @@ class Head(nn.Module):
         super().__init__()
         self.mesh = make.mesh
         self.options = LossOptions(model.head.multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
-        self.norm = Norm(make.scope("final_norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
+        self.norm = Norm(make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence)
         shape = (model.vocab_size, model.hidden_size)
         head = make.scope("head")
         self.weight = tied if tied is not None else head.parameter(
@@ -107,6 +107,11 @@ class Head(nn.Module):
         return all_reduce(whole, self.mesh.tensor)
 
 
+def final_norm(model: ModelSection) -> NormOptions:
+    """The options of the norm before the head."""
+    return model.norm if model.head.norm is None else model.norm.model_copy(update={"type": model.head.norm})
+
+
 def embedding_counts(model: ModelSection) -> Counts:
     H = model.hidden_size
     rows = model.vocab_size + (model.embedding.max_positions if model.embedding.position == "learned" else 0)
@@ -123,4 +128,5 @@ def head_counts(model: ModelSection) -> Counts:
     """
     H, matrix = model.hidden_size, model.vocab_size * model.hidden_size
     own = (0 if model.embedding.tied else matrix) + (model.vocab_size if model.head.bias else 0)
-    return Counts(own + norm_parameters(model.norm, H), flops=2 * matrix, activations=norm_activations(model.norm, H) + H)
+    norm = final_norm(model)
+    return Counts(own + norm_parameters(norm, H), flops=2 * matrix, activations=norm_activations(norm, H) + H)

@@ -126,6 +126,7 @@ class HeadOptions(Section):
     multiplier: float = key(1.0, "Logits are multiplied by this (logit scale).", gt=0)
     softcap: float | None = key(None, "Cap logits l as softcap * tanh(l / softcap).", gt=0)
     bias: bool = key(False, "Whether the head has a bias.")
+    norm: Norm | None = key(None, "Type of the norm before the head.", derived="model.norm.type")
 
 
 InitScheme = Literal[

@@ -1,0 +1,78 @@
+"""Published mixtures of experts: all parameters, and those that a token uses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+
+from megatron.checkpoint.hf.config import hf_config
+from megatron.model.describe import layers, totals
+from megatron.model.stack import build_model
+from tests.model.test_configs import settings
+
+# Parameters, and of them active ones: published numbers or, to the last digit, those of the released shapes.
+SIZES = {
+    "mixtral/8x7b": (46_702_792_704, 12_879_925_248),
+    "olmoe/1b_7b": (6_919_161_856, 1_282_017_280),
+    "qwen3_moe/30b_a3b": (30_532_122_624, 3_353_032_704),
+    "deepseek_moe/16b": (16_375_728_128, 2_828_650_496),
+    "blackmamba/340m_1.5b": (1_458_462_072, 343_694_712),
+    "blackmamba/630m_2.8b": (2_783_213_584, 628_770_832),
+}
+LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
+THEIRS = {
+    "mixtral/8x7b": hf.MixtralConfig(**LARGE, vocab_size=32000, num_hidden_layers=32, num_local_experts=8, num_experts_per_tok=2),
+    "olmoe/1b_7b": hf.OlmoeConfig(
+        vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
+        num_experts=64, num_experts_per_tok=8),
+    "qwen3_moe/30b_a3b": hf.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str):
+    resolved = settings(name)
+    assert not resolved.warnings
+    counts, model = totals(resolved.config), build_model(resolved.config, device="meta")
+    assert (counts.parameters, counts.active_parameters) == SIZES[name]
+    assert counts.parameters == sum(p.numel() for p in model.parameters())
+    moe = resolved.config.model.moe
+    experts = {p.logical.name: p.numel() for p in model.parameters() if ".experts." in p.logical.name}
+    assert counts.parameters - counts.active_parameters == sum(experts.values()) * (moe.experts - moe.top_k) // moe.experts
+    # a multiply-add per active parameter in a matrix, and attention's or the scan's own
+    matrices = counts.active_parameters - counts.embedding_parameters
+    own = sum(row.counts.flops for row in layers(resolved.config)) - 2 * resolved.config.model.vocab_size * (
+        resolved.config.model.hidden_size)
+    assert 0.98 < own / (2 * matrices + attention(resolved.config)) < 1.03
+
+
+def attention(config) -> int:
+    """FLOPs per token of attention's products with keys and values."""
+    model, length = config.model, config.training.sequence_length
+    heads = model.attention.heads
+    layers_of = sum(block.mixer is not None and block.mixer.name == "attention" for block in build_model(
+        config, device="meta").plan.blocks)
+    return 4 * length * heads * model.attention.head_dim * layers_of if heads else 0
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_transformers_agrees(name: str):
+    with torch.device("meta"):
+        theirs = hf.AutoModelForCausalLM.from_config(THEIRS[name])
+    assert sum(p.numel() for p in theirs.parameters()) == SIZES[name][0]
+    architecture, written = hf_config(settings(name).config)
+    assert architecture.name == THEIRS[name].model_type
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads",
+                "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
+                "norm_topk_prob"):
+        if getattr(THEIRS[name], key, None) is not None and (key, name) != ("intermediate_size", "qwen3_moe/30b_a3b"):
+            assert getattr(written, key) == getattr(THEIRS[name], key), key
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_only_data_are_missing(name: str):
+    """With something to read, a start on one CPU is refused for nothing."""
+    settings(name, "layouts/cpu", overrides=("data.synthetic=copy", "tokenizer.type=none", "tokenizer.path=null"), inputs=True)
