@@ -122,6 +122,38 @@ def channel_mix_width(at: View, kind: str, factor: float, multiple: int) -> int 
     return int(factor * at["model.hidden_size"]) // multiple * multiple or None if at.uses(kind) else None
 
 
+def delta_key_heads(at: View) -> int | None:
+    return at["model.gated_delta.heads"]
+
+
+def delta_key_dim(at: View) -> int | None:
+    heads = at["model.gated_delta.key_heads"]
+    return 3 * at["model.hidden_size"] // (4 * heads) or None if heads else None
+
+
+def delta_value_dim(at: View) -> int | None:
+    channels = at["model.gated_delta.key_dim"]
+    return 2 * channels if channels else None
+
+
+def delta_norm_epsilon(at: View) -> float | None:
+    return at["model.norm.epsilon"] if at.uses("gated_delta") else None
+
+
+def cca_kv_heads(at: View) -> int | None:
+    return at["model.cca.heads"]
+
+
+def cca_head_dim(at: View) -> int | None:
+    heads = at["model.cca.heads"]
+    return at["model.hidden_size"] // (2 * heads) or None if heads else None
+
+
+def cca_attention_factor(at: View) -> float | None:
+    scaling = at["model.cca.rotary.scaling"]
+    return 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0 if scaling["type"] == "yarn" else None
+
+
 def mlp_hidden_size(at: View) -> int | None:
     if not at.uses("mlp"):
         return None
@@ -219,6 +251,17 @@ DERIVATIONS = (
                  partial(channel_mix_width, kind=f"rwkv{number}_ffn", factor=factor, multiple=multiple))
       for number, factor, multiple, formula in (
           (7, 4, 1, "4 * model.hidden_size"),)),
+    Derivation("model.gated_delta.key_heads", ("model.gated_delta.heads",), "model.gated_delta.heads", delta_key_heads),
+    Derivation("model.gated_delta.key_dim", ("model.hidden_size", "model.gated_delta.key_heads"),
+               "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down", delta_key_dim),
+    Derivation("model.gated_delta.value_dim", ("model.gated_delta.key_dim",), "2 * model.gated_delta.key_dim",
+               delta_value_dim),
+    Derivation("model.gated_delta.norm_epsilon", ("model.norm.epsilon",), "model.norm.epsilon", delta_norm_epsilon),
+    Derivation("model.cca.kv_heads", ("model.cca.heads",), "model.cca.heads", cca_kv_heads),
+    Derivation("model.cca.head_dim", ("model.hidden_size", "model.cca.heads"),
+               "model.hidden_size / (2 * model.cca.heads)", cca_head_dim),
+    Derivation("model.cca.rotary.scaling.attention_factor", ("model.cca.rotary.scaling.factor",),
+               "0.1 * ln(factor) + 1", cca_attention_factor),
     Derivation("model.mlp.hidden_size", ("model.hidden_size", "model.mlp.gated"),
                "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", mlp_hidden_size),
     Derivation("model.moe.hidden_size", ("model.hidden_size", "model.moe.gated"),

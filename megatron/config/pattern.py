@@ -38,6 +38,8 @@ KINDS: dict[str, KindInfo] = {
     "mamba2": KindInfo("mixer", "mamba2"),
     "rwkv7": KindInfo("mixer", "rwkv7"),
     "rwkv7_ffn": KindInfo("ffn", "rwkv7_ffn"),
+    "gated_delta": KindInfo("mixer", "gated_delta"),
+    "cca": KindInfo("mixer", "cca"),
     "mlp": KindInfo("ffn", "mlp"),
     "moe": KindInfo("ffn", "moe"),
 }

@@ -80,12 +80,28 @@ def state_space_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
                 )
 
 
+def mixer_heads_divide_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
+    """Heads of values of gated_delta are cut; its heads of keys need no rule. A query head of cca needs the keys of its
+    group, and its keys all queries of the group: key/value heads are cut."""
+    ranks = facts.config.parallel.tensor
+    for section, option, unit in (("gated_delta", "heads", "heads"), ("cca", "kv_heads", "key/value heads")):
+        for prefix, own in kind_options(facts, section):
+            count = getattr(own, option)
+            if count and count % ranks:
+                yield facts.problem(
+                    section_key(facts, prefix, option, section),
+                    "parallel.tensor",
+                    rule=f"each tensor parallel rank has the same number of the {count} {unit} of {section}",
+                    fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or another number of {unit}",
+                )
+
+
 def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
     """DeepSpeed 0.19.8 keeps offloaded parameters in buffers of the compute type, and would round those in fp32."""
     config = facts.config
     if config.zero.offload_parameters.device == "none" or config.precision.compute == "fp32":
         return
-    for kind in ("mamba", "mamba2", "moe", "rwkv7"):
+    for kind in ("mamba", "mamba2", "moe", "rwkv7", "gated_delta", "cca"):
         if facts.uses(kind):
             yield facts.problem(
                 "zero.offload_parameters.device",
@@ -318,6 +334,7 @@ RULES = (
     context_and_expert_wait,
     heads_divide_over_tensor_ranks,
     state_space_divides_over_tensor_ranks,
+    mixer_heads_divide_over_tensor_ranks,
     offloaded_parameters_have_one_type,
     mlp_divides_over_tensor_ranks,
     sequence_divides_over_tensor_ranks,

@@ -20,14 +20,16 @@ def pattern_is_readable(facts: Facts) -> Iterator[Problem]:
         yield facts.problem("model.layers", rule=rule, fix=error.fix)
 
 
-def attention_has_heads(facts: Facts) -> Iterator[Problem]:
-    if facts.uses("attention") and facts.config.model.attention.heads is None:
-        yield facts.problem(
-            "model.attention.heads",
-            "model.layers",
-            rule="a pattern with attention layers needs the number of heads",
-            fix="give model.attention.heads, for example model.hidden_size / 64",
-        )
+def mixers_have_heads(facts: Facts) -> Iterator[Problem]:
+    for section in ("attention", "gated_delta", "cca"):
+        for prefix, own in kind_options(facts, section):
+            if own.heads is None:
+                yield facts.problem(
+                    section_key(facts, prefix, "heads", section),
+                    "model.layers",
+                    rule=f"a pattern with {section} layers needs the number of heads",
+                    fix=f"give model.{section}.heads, for example model.hidden_size / 64",
+                )
 
 
 def divisors(number: int) -> list[int]:
@@ -119,6 +121,52 @@ def state_space_heads_are_whole(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 section_key(facts, prefix, "most_step", "mamba2"), "model.mamba2.least_step",
                 rule="the largest time step is above the smallest", fix="leave most_step out, or make it larger",
+            )
+
+
+def delta_heads_share_keys(facts: Facts) -> Iterator[Problem]:
+    for prefix, delta in kind_options(facts, "gated_delta"):
+        if delta.heads and delta.key_heads and delta.heads % delta.key_heads:
+            yield facts.problem(
+                section_key(facts, prefix, "key_heads", "gated_delta"),
+                section_key(facts, prefix, "heads", "gated_delta"),
+                rule="each head of keys serves the same number of heads of values, so heads % key_heads must be 0",
+                fix=f"use {near(delta.key_heads, divisors(delta.heads))} key_heads",
+            )
+        if delta.decay_high <= delta.decay_low:
+            yield facts.problem(
+                section_key(facts, prefix, "decay_high", "gated_delta"),
+                section_key(facts, prefix, "decay_low", "gated_delta"),
+                rule="the largest initial decay rate is above the smallest",
+                fix="published models use 0 and 16",
+            )
+
+
+def cca_heads_fit(facts: Facts) -> Iterator[Problem]:
+    for prefix, cca in kind_options(facts, "cca"):
+        if not cca.heads or not cca.head_dim or not cca.kv_heads:
+            continue
+        if cca.heads % cca.kv_heads:
+            yield facts.problem(
+                section_key(facts, prefix, "kv_heads", "cca"),
+                section_key(facts, prefix, "heads", "cca"),
+                rule="each key/value head serves the same number of query heads, so heads % kv_heads must be 0",
+                fix=f"use {near(cca.kv_heads, divisors(cca.heads))} kv_heads",
+            )
+        rotated = int(cca.head_dim * cca.rotary.fraction)
+        if cca.position == "rotary" and cca.rotary.fraction > 0 and (rotated % 2 or not rotated):
+            yield facts.problem(
+                section_key(facts, prefix, "head_dim", "cca"),
+                "model.cca.rotary.fraction",
+                rule=f"rotary positions turn pairs of channels, and head_dim * fraction = {rotated} is no positive even number",
+                fix="use an even head_dim, and a fraction that leaves an even number of channels",
+            )
+        elif cca.head_dim * cca.kv_heads % 2:
+            yield facts.problem(
+                section_key(facts, prefix, "head_dim", "cca"),
+                section_key(facts, prefix, "kv_heads", "cca"),
+                rule="half of the value channels (head_dim * kv_heads) come from the token before",
+                fix="use an even head_dim",
             )
 
 
@@ -254,7 +302,9 @@ def tokenizer_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     pattern_is_readable,
-    attention_has_heads,
+    mixers_have_heads,
+    delta_heads_share_keys,
+    cca_heads_fit,
     heads_fill_hidden_size,
     kv_heads_divide_heads,
     state_space_heads_are_whole,

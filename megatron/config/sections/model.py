@@ -72,16 +72,21 @@ class MLPOptions(Section):
     bias: bool = key(False, "Whether the projections have biases.")
 
 
-class StateSpaceOptions(Section):
-    """What the mixers of the Mamba family share."""
+class RecurrentOptions(Section):
+    """What mixers with a convolution in front of a decaying state share."""
 
-    expand: int = key(2, "Inner channels of the mixer over model.hidden_size.", gt=0)
     convolution: int = key(4, "Taps of the causal convolution along the sequence.", unit="tokens", gt=0)
     convolution_bias: bool = key(True, "Whether the convolution has a bias.")
-    bias: bool = key(False, "Whether the projections into and out of the mixer have biases.")
     time_step_low: float = key(0.001, "Initial time steps are log-uniform from here ...", gt=0)
     time_step_high: float = key(0.1, "... to here.", gt=0)
     time_step_floor: float = key(1e-4, "No initial time step is smaller.", gt=0)
+
+
+class StateSpaceOptions(RecurrentOptions):
+    """What the mixers of the Mamba family share."""
+
+    expand: int = key(2, "Inner channels of the mixer over model.hidden_size.", gt=0)
+    bias: bool = key(False, "Whether the projections into and out of the mixer have biases.")
 
 
 class MambaOptions(StateSpaceOptions):
@@ -99,6 +104,48 @@ class Mamba2Options(StateSpaceOptions):
     least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
     most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
     chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+class GatedDeltaOptions(RecurrentOptions):
+    heads: int | None = key(
+        None, "Number of heads of values, each with a state; needed where the pattern has a gated_delta layer.", gt=0)
+    key_heads: int | None = key(
+        None, "Number of heads of queries and keys; each serves as many heads of values.",
+        derived="model.gated_delta.heads", gt=0)
+    key_dim: int | None = key(
+        None, "Channels per head of queries and keys.", unit="channels",
+        derived="3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down", gt=0)
+    value_dim: int | None = key(
+        None, "Channels per head of values.", unit="channels", derived="2 * model.gated_delta.key_dim", gt=0)
+    convolution_bias: bool = key(False, "Whether the convolution has a bias.")
+    negative_eigenvalues: bool = key(
+        False, "What is held under a key is replaced up to twice over (beta in [0, 2]): a state can change its sign.")
+    norm_epsilon: float | None = key(
+        None, "Added to the mean square of each head's output before the root.", derived="model.norm.epsilon", gt=0)
+    decay_low: float = key(0.0, "Initial decay rates A are uniform from here (and at least 1e-4) ...", ge=0)
+    decay_high: float = key(16.0, "... to here.", gt=0)
+    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+class CCAOptions(Section):
+    heads: int | None = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
+    kv_heads: int | None = key(
+        None, "Number of key/value heads; fewer than heads compress keys and values further.",
+        derived="model.cca.heads", gt=0)
+    head_dim: int | None = key(
+        None, "Channels per head; heads * head_dim is the compressed width in which attention runs.", unit="channels",
+        derived="model.hidden_size / (2 * model.cca.heads)", gt=0)
+    depthwise: int = key(2, "Taps of the first convolution, of each channel alone.", unit="tokens", gt=0)
+    grouped: int = key(2, "Taps of the second convolution, which mixes the channels of each head.", unit="tokens", gt=0)
+    temperature: Literal["exponential", "linear"] = key(
+        "exponential",
+        "Keys are multiplied by exp(t), t from 0 (the paper), or by t itself, from 1 (the released ZAYA1 models).")
+    position: Literal["rotary", "none"] = key("rotary", "Position information inside attention.")
+    rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
+    window: int | None = key(
+        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0)
+    qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
+    output_bias: bool = key(False, "Whether the output projection has a bias.")
 
 
 class ResidualOptions(Section):
@@ -165,6 +212,10 @@ class ModelSection(Section):
     mamba2: Mamba2Options = key(Mamba2Options, "Options of the mamba2 mixer (Dao and Gu 2024).")
     rwkv7: RWKV7Options = key(RWKV7Options, "Options of the rwkv7 mixer (Peng et al. 2025).")
     rwkv7_ffn: RWKV7FFNOptions = key(RWKV7FFNOptions, "Options of the rwkv7_ffn feed-forward.")
+    gated_delta: GatedDeltaOptions = key(
+        GatedDeltaOptions, "Options of the gated_delta mixer (Yang, Kautz and Hatamizadeh 2024).")
+    cca: CCAOptions = key(
+        CCAOptions, "Options of the cca mixer, compressed convolutional attention (Figliolia et al. 2025).")
     mlp: MLPOptions = key(MLPOptions, "Options of the mlp feed-forward.")
     moe: MoEOptions = key(MoEOptions, "Options of the moe feed-forward: a mixture of experts.")
     variants: dict[str, dict[str, Any]] = key(

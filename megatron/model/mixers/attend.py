@@ -65,7 +65,7 @@ def attend(
 
     Args:
         q: [B, n, Q, D]; k, v: [B, m, K, D].
-        documents_BS: int [B, K]: tokens attend only within equal numbers (needs Q = K).
+        documents_BS: int [B, K]: tokens attend only within equal numbers.
         dropout: (rate, key, samples_B, first head) for dropout of probabilities; None in evaluation.
         remember: `Stream.remember`, so that layers share masks.
 
@@ -99,7 +99,7 @@ def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None
         allowed = allowed & (q - k < pattern.window)
     allowed = allowed[None, None]
     if documents_BS is not None:
-        allowed = allowed & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+        allowed = allowed & (documents_BS[:, None, -queries:, None] == documents_BS[:, None, None, :])
     if pattern.slopes is None:
         return torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
     slopes = torch.tensor(pattern.slopes, device=device).view(1, -1, 1, 1)

@@ -27,7 +27,10 @@ from .attend import Pattern, alibi_slopes, attend
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens read so far, [B, m, length, D]; buffers grow by doubling."""
+    """Keys and values of the tokens read so far, [B, m, length, D]; buffers grow by doubling.
+
+    Where gradients flow through them, each piece makes new tensors instead.
+    """
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -35,6 +38,11 @@ class KeyValueCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.shape[2]
+        if k.requires_grad or v.requires_grad:
+            if self.keys is not None:
+                k, v = (torch.cat([old[:, :, : self.length], new], 2) for old, new in ((self.keys, k), (self.values, v)))
+            self.keys, self.values, self.length = k, v, end
+            return k, v
         if self.keys is None or end > self.keys.shape[2]:
             self.keys, self.values = self._grown(self.keys, k, 2 * end), self._grown(self.values, v, 2 * end)
         self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.model import StateSpaceOptions
+from megatron.config.sections.model import RecurrentOptions
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.parameters import ParameterFactory
@@ -34,12 +34,21 @@ def causal_convolution(
     return recomputed(_convolve, x_BSC, weight_C1K, bias_C, past_BKC, starts_BS)
 
 
-def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
-    """The last `taps` - 1 tokens of the past and x together, what a later piece of the sequence needs."""
-    return _with_past(x_BSC, past_BKC, taps)[:, x_BSC.shape[1] :]
+def last_taps(x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None = None) -> Tensor:
+    """The last `taps` - 1 tokens of the past and x together, what a later piece of the sequence needs.
+
+    Args:
+        starts_BS: as above; tokens of documents before the last one are zeroed, so that later pieces do not see them.
+    """
+    kept = with_past(x_BSC, past_BKC, taps)[:, x_BSC.shape[1] :]
+    if starts_BS is None:
+        return kept
+    places = torch.arange(x_BSC.shape[1] - taps + 1, x_BSC.shape[1], device=x_BSC.device)
+    return kept * (places >= starts_BS[:, -1:]).unsqueeze(-1)
 
 
-def _with_past(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
+def with_past(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
+    """x behind the `taps` - 1 tokens before it, zeros where nothing came before."""
     if past_BKC is None:
         return F.pad(x_BSC, (0, 0, taps - 1, 0))
     return torch.cat([past_BKC.to(x_BSC.dtype), x_BSC], 1)
@@ -47,7 +56,7 @@ def _with_past(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
 
 def _convolve(x_BSC, weight_C1K, bias_C, past_BKC, starts_BS):
     length, taps = x_BSC.shape[1], weight_C1K.shape[-1]
-    padded = _with_past(x_BSC, past_BKC, taps)
+    padded = with_past(x_BSC, past_BKC, taps)
     if starts_BS is None:
         y = F.conv1d(padded.transpose(1, 2), weight_C1K, bias_C, groups=weight_C1K.shape[0])
         return F.silu(y).transpose(1, 2).contiguous()
@@ -68,7 +77,7 @@ class Taps(nn.Module):
     """
 
     def __init__(
-        self, make: ParameterFactory, parts: tuple[int, ...], options: StateSpaceOptions, *, shard: bool = True
+        self, make: ParameterFactory, parts: tuple[int, ...], options: RecurrentOptions, *, shard: bool = True
     ):
         super().__init__()
         self.axis = None if shard else make.mesh.tensor

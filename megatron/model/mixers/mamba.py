@@ -111,7 +111,7 @@ class Mamba(nn.Module):
             starts_BS=starts,
         )
         if state is not None:
-            state.x, state.memory = last_taps(u, past.x, options.convolution), memory
+            state.x, state.memory = last_taps(u, past.x, options.convolution, starts), memory
             state.document = None if stream.documents is None else stream.documents[:, -1]
         return self.output(y)
 

@@ -111,7 +111,7 @@ class Mamba2(nn.Module):
         )
         if state is not None:
             state.x, state.bc = (
-                last_taps(each, old, options.convolution) for each, old in ((value, past.x), (bc, past.bc))
+                last_taps(each, old, options.convolution, starts) for each, old in ((value, past.x), (bc, past.bc))
             )
             state.memory = memory
             state.document = None if stream.documents is None else stream.documents[:, -1]

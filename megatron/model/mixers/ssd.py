@@ -54,7 +54,7 @@ def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, *, chunk: int, limits:
     room = -length % chunk
     x_p, dt_p, B_p, C_p = (F.pad(each, (0, 0) * (each.dim() - 2) + (0, room)) for each in (x, dt, B, C))
     x_p, dt_p, B_p, C_p = (each.unflatten(1, (-1, chunk)) for each in (x_p, dt_p, B_p, C_p))
-    inside, to_end, from_begin, through = _decays(dt_p * -A_log.exp(), starts, room, chunk)
+    inside, to_end, from_begin, through = decays(dt_p * -A_log.exp(), starts, room, chunk)
 
     steps = (x_p * dt_p.unsqueeze(-1)).unflatten(3, (groups, -1))  # dt x, [B, c, Q, g, r, P]
     scores = torch.einsum("bcqgn,bcsgn->bcgqs", C_p, B_p).unsqueeze(3) * inside.unflatten(2, (groups, -1))
@@ -66,7 +66,7 @@ def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, *, chunk: int, limits:
     return (y + D.unsqueeze(-1) * x).to(dtype), final
 
 
-def _decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
+def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
     """What is left at one position of what was written at another, in fp32.
 
     Sums of rates are float64: a difference of two large sums must keep the digits of a short stretch.
