@@ -5,6 +5,7 @@ One run writes to a folder at a time.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import uuid
 from collections.abc import Callable, Collection
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .communicator import SOLO, Communicator
-from .durable import move, remove
+from .durable import move, remove, sync_directory
 from .errors import CheckpointError
 from .names import leftover_of, step_of
 from .reader import Checkpoint, open_checkpoint
@@ -126,6 +127,19 @@ class Store:
         """
         return self._on_rank_0(self._clean)
 
+    def set_aside(self, after: int) -> list[str]:
+        """Put checkpoints of later steps where `resume("auto")` does not look: the run goes back and leaves that branch.
+
+        They move into `superseded_1`, `superseded_2`, … within the folder, and stay whole there.
+
+        Args:
+            after: the step that the run goes on from; -1 if it starts anew.
+
+        Returns:
+            What was done, on every rank.
+        """
+        return self._on_rank_0(lambda: self._set_aside(after))
+
     def retain(
         self, keep_last: int | None, keep_every: int | None = None, *, protect: Collection[str] = ()
     ) -> list[str]:
@@ -172,6 +186,19 @@ class Store:
                 shutil.rmtree(path)
                 done.append(f"{path.name} removed: a run was killed while {_DOING[kind]} {name}")
         return done
+
+    def _set_aside(self, after: int) -> list[str]:
+        later = [path for path in self.paths() if step_of(path) > after]
+        if not later:
+            return []
+        aside = next(path for number in itertools.count(1)
+                     if not (path := self.directory / f"superseded_{number}").exists())
+        aside.mkdir()
+        for path in later:
+            move(path, aside / path.name)
+        sync_directory(self.directory)
+        names = ", ".join(path.name for path in later)
+        return [f"{names} set aside in {aside}: this run leaves that branch"]
 
     def _retain(self, keep_last: int, keep_every: int | None, protect: Collection[str]) -> list[str]:
         complete = [path for path in self.paths() if _is_complete(path)]

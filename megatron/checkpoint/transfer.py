@@ -14,7 +14,7 @@ from .communicator import SOLO, Communicator
 from .durable import move
 from .errors import CheckpointError
 from .index import INDEX_NAME
-from .names import MANIFEST_NAME, META_NAME, leftover_name
+from .names import MANIFEST_NAME, META_NAME, leftover_name, step_of
 from .reader import open_checkpoint
 from .writer import describe, read_manifest
 
@@ -79,6 +79,27 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return target
+
+
+def newest(url: str) -> str:
+    """The URL of the checkpoint that is meant: itself, or if it is a folder of checkpoints, the newest whole one in it.
+
+    Raises:
+        CheckpointError: no whole checkpoint is there, or the place cannot be read.
+    """
+    url = url.rstrip("/")
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        if system.exists(f"{root}/{MANIFEST_NAME}"):
+            return url
+        names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
+        steps = sorted((name for name in names if step_of(Path(name)) is not None), key=lambda name: step_of(Path(name)))
+        whole = [name for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
+    except Exception as error:  # every store has its own exceptions
+        raise CheckpointError(url, f"it cannot be read: {describe(error)}") from error
+    if not whole:
+        raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
+    return f"{url}/{whole[-1]}"
 
 
 def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:

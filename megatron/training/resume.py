@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, Meta, open_checkpoint
 from megatron.checkpoint.fragment import MASTER, WEIGHT
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.yaml_source import parse
 from megatron.model.stack import DTYPES
 
+from .fetch import local_path
 from .world import World
 
 # Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
@@ -41,8 +42,15 @@ class Source:
         return self.checkpoint is None and self.weights is None
 
 
-def find(config: Config, world: World, say: Callable[[str], None]) -> Source:
+def find(config: Config, world: World, say: Callable[[str], None], attempt: int = 0) -> Source:
     """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
+
+    A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
+    aside: `auto` would otherwise take them one day for its own.
+
+    Args:
+        attempt: how often this run was started again after a failure. It then goes on from its own newest checkpoint,
+            whatever the first start was told.
 
     Raises:
         CheckpointError: it is missing or damaged; on every rank.
@@ -50,8 +58,14 @@ def find(config: Config, world: World, say: Callable[[str], None]) -> Source:
     store = Store(config.checkpoint.dir, world.communicator)
     for line in store.clean():
         say(line)
-    found = store.resume(config.checkpoint.resume)
+    how = config.checkpoint.resume
+    if how not in ("auto", "none"):
+        how = local_path(how, store.directory, world.communicator)
+    found = _chosen(store, how, attempt)
     say(found.reason)
+    if how != "auto":
+        for line in store.set_aside(after=found.checkpoint.step if found.checkpoint else -1):
+            say(line)
     if found.checkpoint is not None:
         changed = changes(found.checkpoint.meta.config, config)
         for line in changed:
@@ -59,10 +73,20 @@ def find(config: Config, world: World, say: Callable[[str], None]) -> Source:
         facts = {"checkpoint": str(found.checkpoint.path), "skipped": [str(path) for path, _ in found.skipped], "changed": changed}
         return Source(found.checkpoint, None, facts)
     if config.checkpoint.initialize_from:
-        path = Path(config.checkpoint.initialize_from)
+        path = Path(local_path(config.checkpoint.initialize_from, store.directory, world.communicator))
         say(f"weights from {path}; optimizer, schedule and data start anew")
         return Source(None, path, {"initialize_from": str(path)})
     return Source()
+
+
+def _chosen(store: Store, how: str, attempt: int) -> Resume:
+    """What the first start was told, or on a later one the newest checkpoint that was saved since."""
+    if how == "auto" or not attempt:
+        return store.resume(how)
+    begin, own = store.resume(how), store.resume("auto")
+    if own.checkpoint is None or (begin.checkpoint is not None and own.checkpoint.step < begin.checkpoint.step):
+        return begin
+    return own
 
 
 def load(source: Source, world: World, engine) -> int:

@@ -55,7 +55,7 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     data = world.mesh.data
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, say)
-    source = find(config, world, say)
+    source = find(config, world, say, place.attempt)
     engine = build_engine(config, world.mesh, world.device, values=source.new)
     first = load(source, world, engine)
     costs = totals(config)

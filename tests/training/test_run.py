@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ logging: {console: quiet, curve: false}
 """
 
 
-def job(folder: str, ranks: int, *overrides: str) -> list[dict]:
+def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict]:
     """One run on this worker's ranks; rank 0 returns the lines of metrics.jsonl."""
     import torch.distributed as dist
 
@@ -49,16 +50,16 @@ def job(folder: str, ranks: int, *overrides: str) -> list[dict]:
     mesh = Mesh.build(Layout.of(resolved.config, ranks))
     talk = GroupCommunicator() if ranks > 1 else SOLO
     write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
-    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=resolved.text())
+    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=resolved.text(), attempt=attempt)
     run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
     if mesh.rank:
         return []
     return [json.loads(line) for line in (Path(resolved.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
 
 
-def start(tmp_path: Path, ranks: int, *overrides: str) -> list[dict]:
+def start(tmp_path: Path, ranks: int, *overrides: str, attempt: int = 0) -> list[dict]:
     (tmp_path / "tiny.yml").write_text(TINY)
-    return on_ranks(ranks, job, str(tmp_path), ranks, *overrides)[0]
+    return on_ranks(ranks, partial(job, attempt=attempt), str(tmp_path), ranks, *overrides)[0]
 
 
 def losses(lines: list[dict]) -> list[float]:
@@ -107,6 +108,63 @@ def test_the_layout_changes_nothing_that_is_learned(tmp_path: Path) -> None:
     ours, theirs = tensors(tmp_path, 6), tensors(tmp_path, 6, "one")
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_that_goes_back_leaves_the_other_branch(tmp_path: Path) -> None:
+    """Later checkpoints of the old branch would be what the next `resume: auto`, after a crash, goes on from."""
+    start(tmp_path, 1)
+    folder = tmp_path / "run" / "checkpoints"
+    back = f"checkpoint.resume={folder}/step_00000002"
+    found = start(tmp_path, 1, back, "optimizer.lr=1e-3", "training.stop_at_step=4")
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_00000002", "step_00000004"]
+    aside = folder / "superseded_1"
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000004", "step_00000006"]
+    assert open_checkpoint(aside / "step_00000006", verify="checksums").step == 6
+    # Started again after a failure it goes on, though its configuration still names step 2.
+    whole = start(tmp_path, 1, back, "optimizer.lr=1e-3", attempt=1)
+    learned = [[line["loss"] for line in lines if "loss" in line] for lines in (found, whole)]
+    assert [len(each) for each in learned] == [4, 6] and learned[1][:4] == learned[0]
+    event = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+             if json.loads(line)["event"] == "resume"][-1]
+    assert event["checkpoint"].endswith("step_00000004")
+    start(tmp_path, 1, "checkpoint.resume=none", "training.stop_at_step=2")
+    assert [path.name for path in folder.glob("step_*")] == ["step_00000002"]
+    assert sorted(path.name for path in (folder / "superseded_2").iterdir()) == [
+        f"step_0000000{step}" for step in (2, 4, 6)]
+
+
+def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
+    expected = start(tmp_path, 1)
+    url = f"file://{tmp_path}/bucket"
+    start(tmp_path, 1, f"run.dir={tmp_path}/first", f"checkpoint.upload={url}", "training.stop_at_step=4")
+    (tmp_path / "bucket" / "step_00000005").mkdir()  # an upload that never came to its manifest
+    found = start(tmp_path, 2, f"run.dir={tmp_path}/second", f"checkpoint.resume={url}")
+    assert losses(found) == pytest.approx(losses(expected)[-len(losses(found)):], rel=1e-5) and found[0]["step"] == 4
+    again = start(tmp_path, 1, f"run.dir={tmp_path}/third", f"checkpoint.initialize_from={url}/step_00000002",
+                  "training.steps=2")
+    assert again[0]["step"] == 0
+    with pytest.raises(RuntimeError, match="there is no checkpoint"):
+        start(tmp_path, 1, f"run.dir={tmp_path}/fourth", f"checkpoint.resume={url}/nowhere")
+
+
+def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False, initializer_range=0.2))
+    theirs.save_pretrained(tmp_path / "theirs")
+    run = ["model.layers=(attention/mlp) x2", "model.norm.type=rmsnorm", "model.norm.epsilon=1e-6", "model.mlp.gated=true",
+           "model.mlp.activation=silu", "model.mlp.hidden_size=48", "model.dropout=0", "training.steps=2"]
+    lines = start(tmp_path, 2, *run, "parallel.tensor=2", "optimizer.lr=0.0",
+                  f"checkpoint.initialize_from={tmp_path}/theirs")
+    stored = tensors(tmp_path, 2)
+    assert torch.equal(stored["embedding.tokens.weight", MASTER].view(257, 32), theirs.model.embed_tokens.weight)
+    assert lines[0]["step"] == 0
+    with pytest.raises(RuntimeError, match="does not fit|shape"):
+        start(tmp_path, 1, "model.layers=(attention/mlp) x2", "training.steps=2", f"run.dir={tmp_path}/other",
+              f"checkpoint.initialize_from={tmp_path}/theirs")
 
 
 def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:

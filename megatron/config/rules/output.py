@@ -30,7 +30,7 @@ def resume_exists(facts: Facts) -> Iterator[Problem]:
             rule="resume is auto, none, or the path of a checkpoint",
             fix="write none to start anew",
         )
-    elif not File(resume).exists():
+    elif "://" not in resume and not File(resume).exists():  # a URL is looked at by the run itself
         yield facts.problem(
             "checkpoint.resume",
             rule=f"there is no checkpoint {resume}",
@@ -40,11 +40,11 @@ def resume_exists(facts: Facts) -> Iterator[Problem]:
 
 def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
     path = facts.config.checkpoint.initialize_from
-    if path is not None and not File(path).exists():
+    if path is not None and "://" not in path and not File(path).exists():
         yield facts.problem(
             "checkpoint.initialize_from",
             rule=f"there is no checkpoint or folder {path}",
-            fix=f"check the path; it is seen from {File.cwd()}",
+            fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the hub)",
         )
 
 

@@ -26,8 +26,9 @@ class CheckpointSection(Section):
         None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0)
     resume: str = key(
         "auto",
-        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path of one.")
-    initialize_from: str | None = key(None, "Take only the weights from this checkpoint or Hugging Face folder.")
+        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or fsspec URL "
+        "of one.")
+    initialize_from: str | None = key(None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder.")
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
