@@ -4,9 +4,52 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One picture of a row of them: values [rows][columns], with the ends of the axes and the middle of the colours."""
+
+    title: str
+    values: Sequence[Sequence[float]]
+    x: str
+    y: str
+    columns: Sequence[float] | None = None  # labels of the first and the last column
+    rows: Sequence[str] = ()
+
+
+def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float) -> None:
+    """Draw heat maps side by side into a PNG file, which appears whole or not at all.
+
+    Args:
+        most: the value of the strongest colour; 1 is in the middle, 0 at the other end.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    height = max(2.5, min(9.0, 1.5 + 0.25 * max(len(each.values) for each in maps)))
+    figure = Figure(figsize=(5.5 * len(maps), height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    norm, image = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=max(most, 1.01)), None
+    for axes, each in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps):
+        first, last = each.columns or (0, len(each.values[0]) - 1)
+        half = (last - first) / max(len(each.values[0]) - 1, 1) / 2 or 0.5
+        extent = (first - half, last + half, len(each.values) - 0.5, -0.5)
+        image = axes.imshow(each.values, aspect="auto", cmap="coolwarm", norm=norm, extent=extent, interpolation="nearest")
+        axes.set(title=each.title, xlabel=each.x, ylabel=each.y)
+        axes.set_yticks(range(len(each.rows)), each.rows, fontsize=7)
+    figure.colorbar(image, ax=figure.axes)
+    beside = path.with_name(path.name + ".new")
+    figure.savefig(beside, format="png")
+    os.replace(beside, path)
 
 
 def save_lines(

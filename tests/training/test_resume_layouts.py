@@ -33,6 +33,7 @@ ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
 MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
 BF16 = {"precision": "bf16"}
 MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
+MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
 
 # (architecture, recipe, saved on, resumed on, largest relative error of losses)
 PAIRS = [
@@ -46,13 +47,15 @@ PAIRS = [
     *[("neox", merged(ADAMW, BF16), "tp2 pp2", to, 1e-2) for to in ("dp2 ZeRO 3", "tp2")],
     *[("state space", merged(ADAMW, MAMBA), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     *[("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3", to, 1e-2) for to in ("dp2 ZeRO 1", "pp2 of 1 and 4")],
+    *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
+    ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
 ]
 SAME = [
     ("gpt2", ADAMW, "dp2 ZeRO 1"), ("gpt2", merged(ADAMW, BF16), "dp2 ZeRO 3"), ("llama", ADAMW, "dp2 ZeRO 3"),
     ("llama", ADAMW, "dp2 ZeRO 0"), ("qwen3", ADAMW, "pp4 of 1, 2, 1, 1"), ("mqa", ADAMW, "tp2 dp2 ZeRO 3"),
     ("qwen3", MUON, "dp2 ZeRO 1"), ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
     ("neox", merged(ADAMW, BF16), "tp2 pp2"), ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
-    ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"),
+    ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"), ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 3"),
 ]
 
 
@@ -100,7 +103,7 @@ def together(values: dict[str, Any], ranks: int, count: int, source: Path | None
 
 def values_of(architecture: str, recipe: dict[str, Any], layout: str) -> tuple[dict[str, Any], int]:
     matrix = read()
-    own = {name: value for name, value in matrix["architectures"][architecture].items() if name != "about"}
+    own = {name: value for name, value in matrix["architectures"][architecture].items() if name not in ("about", "apart")}
     cut = {name: value for name, value in LAYOUTS[layout].items() if name != "ranks"}
     small = {"model": {"layers": "(attention/mlp) x5"}, "training": {"micro_batch_size": 2}}
     return merged(matrix["common"], own, small, recipe, cut), LAYOUTS[layout]["ranks"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
+from megatron.report.experts import save_expert_load
 
 
 class Closing:
@@ -28,6 +29,8 @@ class Closing:
             save_loss_curve(history, self._folder / "loss.png", self._name)
             trainer.say(terminal_loss_curve(history))
             trainer.say(f"loss curve: {self._folder / 'loss.png'}")
+            if save_expert_load(metrics, self._folder / "experts.png", self._name):
+                trainer.say(f"load of the experts: {self._folder / 'experts.png'}")
         trainer.say(summary(history, seconds=trainer.clock.total, reason=_reason(trainer)))
 
 

@@ -1,0 +1,41 @@
+"""What a model's routers decide on given tokens, seen from outside."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .choice import choose, scores_of, weights_of
+from .layer import MoE
+
+
+def moe_layers(model: nn.Module) -> dict[int, MoE]:
+    """The mixture of experts layers by their number in the stack."""
+    return {each.balance.layer: each for each in model.modules() if isinstance(each, MoE)}
+
+
+@torch.no_grad()
+def traced(model: nn.Module, tokens_BS: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Layer -> (experts int64 [B, S, k], best first; their weights fp32 [B, S, k]), as in evaluation.
+
+    Raises:
+        ValueError: experts choose in this model, so tokens have no list of theirs.
+    """
+    layers, found, hooks = moe_layers(model), {}, []
+    for number, moe in layers.items():
+        if moe.options.router.select == "expert_choice":
+            raise ValueError(f"layer {number}: experts choose their tokens (select: expert_choice)")
+
+        def keep(_router, _inputs, logits_TE, number=number, moe=moe):
+            scores_TE = scores_of(logits_TE, moe.options.router.score)
+            experts_Tk = choose(logits_TE, scores_TE, moe.balance.correction, moe.options, training=False).experts_Tk
+            weights_Tk = weights_of(scores_TE.gather(1, experts_Tk), moe.options.router)
+            found[number] = tuple(each.unflatten(0, tokens_BS.shape) for each in (experts_Tk, weights_Tk))
+
+        hooks.append(moe.router.register_forward_hook(keep))
+    try:
+        model.eval().logits(tokens_BS)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

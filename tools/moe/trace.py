@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Which experts the tokens of a batch use: the routing of a checkpoint on a step of its run's data.
+
+    python tools/moe/trace.py runs/my_run                          the newest checkpoint, on the batch of step 0
+    python tools/moe/trace.py runs/my_run --step 500 --samples 2   of another batch, its first two samples
+    python tools/moe/trace.py runs/my_run --output trace.jsonl     a line per token and layer
+
+A line has sample, position, token (the id), layer, experts (the chosen ones, best first) and weights. In front of it
+all is shown, per layer, the largest load over an even share, and how many experts nobody used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def rows(model, tokens) -> Iterator[dict]:
+    """A row per token and layer of tokens [B, S], as described above."""
+    from megatron.model.ffn.moe.trace import traced
+
+    for layer, (experts, weights) in traced(model, tokens).items():
+        for sample in range(tokens.shape[0]):
+            for position in range(tokens.shape[1]):
+                yield {"sample": sample, "position": position, "token": int(tokens[sample, position]), "layer": layer,
+                       "experts": experts[sample, position].tolist(),
+                       "weights": [round(weight, 6) for weight in weights[sample, position].tolist()]}
+
+
+def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
+    """A line per layer: the largest load over an even share, and the experts that nobody used."""
+    lines = []
+    for layer, count in experts.items():
+        loads = [0] * count
+        for row in (each for each in found if each["layer"] == layer):
+            for expert in row["experts"]:
+                loads[expert] += 1
+        lines.append(f"layer {layer}: largest load over an even share {max(loads) * count / max(sum(loads), 1):.3f}, "
+                     f"{loads.count(0)} of {count} experts unused")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
+    parser.add_argument("--step", type=int, default=0, help="the update whose batch is read (default 0)")
+    parser.add_argument("--samples", type=int, help="only so many samples (default: a micro-batch)")
+    parser.add_argument("--output", type=Path, help="write the rows here (default: standard output)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    import torch
+
+    from megatron.checkpoint.errors import CheckpointError
+    from megatron.data.loader import build_loader
+    from megatron.model.ffn.moe.trace import moe_layers
+    from megatron.training.text import find_checkpoint, load_model
+
+    try:
+        model, config = load_model(find_checkpoint(options.path), torch.device("cpu"), torch.float32)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+    layers = {layer: moe.options.experts for layer, moe in moe_layers(model).items()}
+    if not layers:
+        print(f"{options.path}: the model has no layer of kind moe: {config.model.layers}", file=sys.stderr)
+        return 2
+    loader = build_loader(config, data_rank=0, data_ranks=1)
+    try:
+        tokens = loader.step(options.step).tokens.flatten(0, 1)[: options.samples or config.training.micro_batch_size, :-1]
+    finally:
+        loader.close()
+    found = list(rows(model, tokens))
+    told = summary(found, layers)
+    if options.json:
+        print(json.dumps({"summary": told, "rows": found}))
+        return 0
+    print("\n".join(told), file=sys.stderr if options.output is None else sys.stdout)
+    text = "".join(json.dumps(row) + "\n" for row in found)
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        options.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
