@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import devices, network
+from . import devices, fabric, network
 from .code_version import code_version
 from .protocol import Lines, decode, encode, encode_text
 from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment
@@ -184,6 +184,7 @@ class Agent:
             **job.environment,
             **devices.visibility(host.slots, {**os.environ, **job.environment}, job.device),
         }
+        base |= fabric.defaults(base) if job.device != "cpu" else {}
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
         interface, address = message["places"].get(str(self.index), ("", message["master_address"]))
@@ -196,6 +197,7 @@ class Agent:
             logs.mkdir(parents=True, exist_ok=True)
         master = (message["master_address"], int(message["master_port"]))
         first, size = job.first_rank(self.index), len(host.slots)
+        bind = "none" if job.wrapper or (job.bind == "numa" and job.device == "cpu") else job.bind
         places = (
             [(self.index, 0, 1, len(job.hosts))]
             if job.wrapper
@@ -206,7 +208,7 @@ class Agent:
                 number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None
             )
             environment = rank_environment(base, number, local, local_size, world, master)
-            cores = None if job.wrapper else devices.cores_of(local, size, host.slots[local], job.bind)
+            cores = devices.cores_of(local, size, environment, bind)
             rank.start(
                 job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None)
             )

@@ -7,45 +7,55 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+# In the order in which they count: HIP takes HIP_VISIBLE_DEVICES before CUDA_VISIBLE_DEVICES, and either of them counts
+# within what ROCR_VISIBLE_DEVICES, a level below, has left over.
 VISIBLE = {
     "nvidia": ("CUDA_VISIBLE_DEVICES",),
-    "amd": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "amd": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 }
+DEV, SYS = Path("/dev"), Path("/sys")  # tests have others
 
 
 def vendor() -> str | None:
     """ "nvidia", "amd" or None."""
-    if Path("/dev/kfd").exists():
+    if (DEV / "kfd").exists():
         return "amd"
-    if Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():
+    if (DEV / "nvidiactl").exists() or (DEV / "dxg").exists():
         return "nvidia"
     return None
 
 
 def visible(environment: Mapping[str, str]) -> list[str] | None:
     """What the environment lets a process see, as it names the devices; None where it does not say."""
-    for name in VISIBLE.get(vendor() or "nvidia", ()):
-        if name in environment:
-            return [
-                each.strip()
-                for each in environment[name].split(",")
-                if each.strip() not in ("", "-1", "NoDevFiles")
-            ]
-    return None
+    return next((_names(environment[name]) for name in VISIBLE.get(vendor() or "nvidia", ()) if name in environment), None)
+
+
+def _names(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip() not in ("", "-1", "NoDevFiles")]
+
+
+def physical(environment: Mapping[str, str]) -> list[str]:
+    """The devices that a process sees, in its order: as the driver numbers them, or by the name (UUID) given."""
+    maker = vendor()
+    found = [str(index) for index in range(_installed(maker))]
+    chosen = [environment[name] for name in ("ROCR_VISIBLE_DEVICES",) if maker == "amd" and name in environment]
+    above = (name for name in VISIBLE.get(maker or "", ()) if name != "ROCR_VISIBLE_DEVICES")
+    chosen += [environment[name] for name in above if name in environment][:1]
+    for text in chosen:
+        names = [name for name in _names(text) if not name.isdigit() or int(name) < len(found)]
+        found = [found[int(name)] if name.isdigit() else name for name in names]
+    return found
 
 
 def count(environment: Mapping[str, str] = os.environ) -> int:
     """Accelerators that a process with this environment can use."""
-    maker = vendor()
-    if maker is None:
-        return 0
-    installed = _count_amd() if maker == "amd" else len(nvidia_buses()) or _count_nvidia_files()
-    chosen = visible(environment)
-    if chosen is None:
-        return installed
-    return sum(
-        not name.isdigit() or int(name) < installed for name in chosen
-    )  # a UUID or a MIG slice counts as it is
+    return len(physical(environment))
+
+
+def _installed(maker: str | None) -> int:
+    if maker == "amd":
+        return len(amd_buses())
+    return len(nvidia_buses()) or _count_nvidia_files() if maker == "nvidia" else 0
 
 
 def ranks_here(environment: Mapping[str, str] = os.environ, device: str = "auto") -> int:
@@ -72,7 +82,8 @@ def visibility(slots: tuple[int, ...], environment: Mapping[str, str], device: s
             f"slots {list(slots)} ask for more than the {len(names)} visible devices ({', '.join(names) or 'none'})"
         )
     name = next((each for each in VISIBLE[maker] if each in environment), VISIBLE[maker][0])
-    return {name: ",".join(names[slot] for slot in slots)}
+    order = {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")} if maker == "nvidia" else {}
+    return {name: ",".join(names[slot] for slot in slots), **order}  # the driver's order, in which we look for cores
 
 
 def nvidia_buses() -> list[str]:
@@ -114,14 +125,25 @@ def _nvidia_bus(library: ctypes.CDLL, index: int) -> str:
 
 
 def _count_nvidia_files() -> int:
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    return sum(path.name[6:].isdigit() for path in DEV.glob("nvidia*"))
 
 
-def _count_amd() -> int:
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes")
+def amd_buses() -> list[str]:
+    """PCI bus identifiers of the AMD devices that this process may open, in index order, from the kernel's topology."""
+    nodes = SYS / "class/kfd/kfd/topology/nodes"
     if not nodes.exists():
-        return 0
-    return sum((node / "gpu_id").read_text().strip() not in ("", "0") for node in nodes.iterdir())
+        return []
+    found = []
+    for node in sorted(nodes.iterdir(), key=lambda each: int(each.name)):
+        try:
+            if (node / "gpu_id").read_text().strip() in ("", "0"):  # a CPU
+                continue
+            values = dict(line.split() for line in (node / "properties").read_text().splitlines())
+        except OSError:  # not ours: a container or a scheduler keeps it from us
+            continue
+        place = int(values.get("location_id", 0))
+        found.append(f"{int(values.get('domain', 0)):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}")
+    return found
 
 
 def parse_cores(text: str) -> list[int]:
@@ -133,19 +155,25 @@ def parse_cores(text: str) -> list[int]:
     return cores
 
 
-def cores_of(local_rank: int, local_ranks: int, slot: int, bind: str) -> list[int] | None:
-    """Cores for a rank: None for all; with "numa" those next to its device; with "cores" an equal share of all."""
+def cores_of(local_rank: int, local_ranks: int, environment: Mapping[str, str], bind: str) -> list[int] | None:
+    """Cores for a rank: None for all; with "numa" those next to its device; with "cores" an equal share of all.
+
+    Args:
+        environment: of the rank, which sees the devices of all ranks of its host.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     if bind == "cores" and len(allowed) >= local_ranks:
         share = len(allowed) // local_ranks
         return allowed[local_rank * share : (local_rank + 1) * share]
-    if bind == "numa" and vendor() == "nvidia":
-        names, buses = visible(os.environ), nvidia_buses()
-        index = int(names[slot]) if names and slot < len(names) and names[slot].isdigit() else slot
-        near = Path(f"/sys/bus/pci/devices/{buses[index]}/local_cpulist") if index < len(buses) else None
-        if near and near.exists():
-            return sorted(set(parse_cores(near.read_text())) & set(allowed)) or None
-    return None
+    maker = vendor()
+    if bind != "numa" or maker is None:
+        return None
+    seen, buses = physical(environment), amd_buses() if maker == "amd" else nvidia_buses()
+    name = seen[local_rank] if local_rank < len(seen) else ""
+    if not name.isdigit() or int(name) >= len(buses):  # a UUID, a slice of a device
+        return None
+    near = SYS / "bus/pci/devices" / buses[int(name)] / "local_cpulist"
+    return sorted(set(parse_cores(near.read_text())) & set(allowed)) or None if near.exists() else None
 
 
 def threads_per_rank(local_ranks: int) -> int:

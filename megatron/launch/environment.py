@@ -7,11 +7,12 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import arguments as words
+from . import fabric
 from .code_version import code_version
 from .network import free_port, interface_towards
 from .slurm_nodes import expand
@@ -60,6 +61,7 @@ class WorkerEnvironment:
         """The place as the environment variables that torch.distributed and DeepSpeed read; set them before init."""
         network = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         return {
+            **(fabric.defaults(os.environ) if self.starter != "agent" else {}),  # the agent has set them
             **network,
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -114,6 +116,9 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEn
             f"the environment says rank {place.rank} of {place.world_size} and local rank {place.local_rank} of "
             f"{place.local_world_size}, which cannot be; start with deepy.py, or unset these variables"
         )
+    several = place.world_size > place.local_world_size
+    if several and place.interface is None and place.starter != "agent" and "GLOO_SOCKET_IFNAME" not in env:
+        place = replace(place, interface=interface_towards(place.master_address))
     return place
 
 

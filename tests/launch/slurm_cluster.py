@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from .namespaces import Cluster
+from .namespaces import Cluster, die_with_the_tests, wait_for
 
 _CONF = """
 ClusterName=test
@@ -35,52 +35,34 @@ SlurmdLogFile={folder}/slurmd.%n.log
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel", "sinfo", "squeue")
 
 
 class Slurm:
     """Daemons in a `Cluster`. A context manager; `environment` makes clients find them."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.folder = cluster, cluster.folder / "slurm"
         self.processes: list[subprocess.Popen] = []
-        self.conf = folder / "slurm.conf"
+        self.conf = self.folder / "slurm.conf"
         self.environment = {**os.environ, "SLURM_CONF": str(self.conf)}
 
     def __enter__(self) -> Slurm:
+        (self.folder / "state").mkdir(parents=True)
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={self.cluster.addresses[name]} CPUs=4 RealMemory=8000"
-            for name in self.cluster.names
+            f"NodeName={name} NodeAddr={self.cluster.addresses[name]} CPUs=4 RealMemory=8000" for name in self.cluster.names
         )
         self.conf.write_text(_CONF.format(login=self.cluster.addresses["login"], folder=self.folder, nodes=nodes))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self.folder / "state").mkdir()
-        key = self.folder / "munge.key"
-        key.write_bytes(os.urandom(1024))
-        key.chmod(0o400)
-        files = [
-            f"--{name}={self.folder}/munge.{end}"
-            for name, end in (
-                ("key-file", "key"),
-                ("socket", "sock"),
-                ("pid-file", "pid"),
-                ("log-file", "log"),
-                ("seed-file", "seed"),
-            )
-        ]
-        self._start(["munged", "--foreground", "--force", *files])
-        while not (self.folder / "munge.sock").exists():
-            time.sleep(0.05)
-        self._start(self.cluster.enter("login", ["slurmctld", "-D", "-i", "-f", str(self.conf)]))
-        for name in self.cluster.names:
-            self._start(self.cluster.enter(name, ["slurmd", "-D", "-N", name, "-f", str(self.conf)]))
-        end = time.monotonic() + 30
-        while self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() != str(
-            len(self.cluster.names)
-        ):
-            if time.monotonic() > end:
-                raise RuntimeError((self.folder / "slurmctld.log").read_text()[-3000:])
-            time.sleep(0.2)
+        try:
+            self._munge()
+            self._start(self.cluster.enter("login", ["slurmctld", "-D", "-i", "-f", str(self.conf)]))
+            for name in self.cluster.names:
+                self._start(self.cluster.enter(name, ["slurmd", "-D", "-N", name, "-f", str(self.conf)]))
+            wait_for(self._all_idle, 30, lambda: (self.folder / "slurmctld.log").read_text()[-3000:])
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,18 +70,27 @@ class Slurm:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for name in self.cluster.inits:  # nsenter has forked: what it started is known to its host only
+            self.cluster.run(name, ["sh", "-c", "kill -9 $(pgrep '^slurm')"])
 
-    def _start(self, command: list[str]) -> None:
+    def _munge(self) -> None:
+        """One for all hosts: its clients reach it by a file."""
+        key, socket = self.folder / "munge.key", self.folder / "munge.sock"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        self._start(["munged", "--foreground", "--force", f"--socket={socket}", *files])
+        wait_for(socket.exists, 10, lambda: "munged does not answer")
+
+    def _all_idle(self) -> bool:
+        return self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() == str(len(self.cluster.names))
+
+    def _start(self, command: Sequence[str]) -> None:
         self.processes.append(
-            subprocess.Popen(
-                command,
-                env=self.environment,
-                start_new_session=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        )
+            subprocess.Popen(command, env=self.environment, start_new_session=True, preexec_fn=die_with_the_tests,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
-    def run(self, name: str, command: list[str], timeout: float = 60) -> subprocess.CompletedProcess:
+    def run(self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None,
+            **variables: str) -> subprocess.CompletedProcess:
         """Run a client on a host."""
-        return self.cluster.run(name, command, timeout, env=self.environment)
+        return self.cluster.run(name, command, timeout, folder, env={**self.environment, **variables})

@@ -162,10 +162,10 @@ def test_equal_shares_of_cores_do_not_overlap():
     import os
 
     allowed = os.sched_getaffinity(0)
-    shares = [cores_of(rank, 2, rank, "cores") for rank in range(2)]
+    shares = [cores_of(rank, 2, {}, "cores") for rank in range(2)]
     if len(allowed) >= 2:
         assert not set(shares[0]) & set(shares[1]) and set(shares[0] + shares[1]) <= allowed
-    assert cores_of(0, 10**6, 0, "cores") is None and cores_of(0, 2, 0, "none") is None
+    assert cores_of(0, 10**6, {}, "cores") is None and cores_of(0, 2, {}, "none") is None
 
 
 def test_one_rank_without_accelerators():

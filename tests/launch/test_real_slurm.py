@@ -1,0 +1,110 @@
+"""A real Slurm on hosts made of namespaces: salloc, srun, signals, and a batch job that is warned and queued again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+from .host_job import DEEPY, looping
+from .namespaces import wait_for
+from .running import CONFIG
+
+pytestmark = pytest.mark.limit(150)
+WORKER = str(ROOT / "tests" / "launch" / "gloo_worker.py")
+ALLOCATE = ("salloc", "-N2", "--ntasks-per-node=2")
+
+
+@pytest.fixture
+def start(cluster, slurm, tmp_path, jobs):
+    """Starts deepy.py in an allocation: no hostfile, no ssh."""
+
+    def started(*own):
+        command = [*ALLOCATE, *looping(tmp_path, *own, hostfile=False)]
+        return jobs(cluster, tmp_path, command, environment=slurm.environment)
+
+    return started
+
+
+def test_an_allocation_needs_nothing_else_and_signals_reach_the_ranks(start):
+    job = start()
+    assert [(each["sum"], each["host"], each["starter"]) for each in job.up()] == [
+        (10.0, f"node{1 + rank // 2}", "agent") for rank in range(4)]
+    os.kill(job.launcher(), signal.SIGUSR1)
+    status, _, error = job.finish()
+    assert status == 128 + signal.SIGUSR1 and "inside Slurm job" in error, error
+    assert job.saved() == [str(int(signal.SIGUSR1))] * 4 and job.nothing_left()
+
+
+def test_a_killed_rank_is_named(cluster, start):
+    job = start()
+    up = job.up()
+    begin = time.monotonic()
+    cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
+    status, _, error = job.finish()
+    assert status == 137 and "first failure: rank 3 on node2" in error and time.monotonic() - begin < 12, error
+    assert job.nothing_left()
+
+
+def test_a_killed_launcher_leaves_nothing(start):
+    job = start()
+    job.up()
+    os.kill(job.launcher(), signal.SIGKILL)
+    assert job.nothing_left(within=20)
+    assert job.saved() == [str(int(signal.SIGTERM))] * 4
+
+
+def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path):
+    """The whole cycle: job script, submission, Slurm's own warning before the end, save, requeue, second start, end."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "a.yml").write_text(CONFIG)
+    variables = {"NOTES": str(notes), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    batch = ["launch.batch.nodes=2", "launch.batch.time='00:01:00'", "launch.batch.warning=30"]
+    words = ["--ranks", "2", "--sbatch", "--submit", WORKER, "a.yml", "launch.device=cpu", *batch, "--", "loop"]
+    out = slurm.run("login", [*DEEPY, *words], folder=tmp_path, **variables)
+    assert out.returncode == 0 and "Submitted batch job" in out.stdout, out.stderr
+    number = out.stdout.split()[-1]
+
+    def arrived(*names: str, seconds: float = 60) -> None:
+        wait_for(lambda: all((notes / name).exists() for name in names), seconds, said)
+
+    def said() -> object:
+        shown = slurm.run("login", ["scontrol", "show", "job", number]).stdout
+        return names_of(notes), shown, [path.read_text() for path in tmp_path.glob("runs/*/slurm-*.out")]
+
+    arrived("up.3")
+    arrived(*(f"saved.{rank}" for rank in range(4)))  # nobody sends the signal but Slurm
+    assert [(notes / f"saved.{rank}").read_text() for rank in range(4)] == [str(int(signal.SIGUSR1))] * 4
+    for path in notes.iterdir():
+        path.unlink()
+
+    def again() -> bool:
+        # A job that was queued again waits for two minutes, if nobody says otherwise.
+        slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])
+        return (notes / "up.3").exists()
+
+    wait_for(again, 60, said)
+    assert json.loads((notes / "up.3").read_text())["sum"] == 10.0
+    slurm.run("login", ["scancel", number])
+    arrived(*(f"saved.{rank}" for rank in range(4)))
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_srun_alone_starts_the_script(cluster, slurm, tmp_path, jobs):
+    (tmp_path / "a.yml").write_text(CONFIG)
+    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, WORKER, "a.yml", "--", "steps", "3"]
+    job = jobs(cluster, tmp_path, command, environment=slurm.environment)
+    status, _, error = job.finish()
+    assert status == 0, error
+    assert [(each["sum"], each["starter"], each["interface"]) for each in job.up()] == [(10.0, "slurm", "eth0")] * 4
