@@ -3,13 +3,17 @@
 Each file of values is a dictionary: the whole parameter as `param`, and how tensor parallel ranks cut it: `cat_dim`
 and, for equally large parts that are each cut alone, `param_n_sub_params` (deepspeed's universal_checkpoint.py).
 `step.pt` is a number. Optimizers with other states have files of their names; DeepSpeed's loader takes any.
-DeepSpeed's native checkpoints become this by its own `python -m deepspeed.checkpoint.ds_to_universal`.
+DeepSpeed's native checkpoints become this by its own converter (`made_universal`).
 """
 
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,6 +46,33 @@ def read_names(path: Path) -> dict[str, str]:
     if wrong:
         raise ValueError(f"{path}: {wrong[0]} has no name, but {values[wrong[0]]!r}")
     return values
+
+
+@contextmanager
+def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
+    """The universal form of a checkpoint of DeepSpeed: itself, or what its own converter makes of a native one.
+
+    Args:
+        source: a folder that has `zero/`, or a native one.
+        out: where our checkpoint will be; the universal form is beside it for as long as it is needed.
+        trust: whether code in the native files may run: the converter unpickles them.
+
+    Raises:
+        CheckpointError: a native one that is not trusted, or that the converter does not understand.
+    """
+    if (source / "zero").is_dir() or not any(source.glob("*_model_states.pt")):
+        yield source
+        return
+    if not trust:
+        raise CheckpointError(source, "native files are pickles, which can run code when they are read: "
+                              "give --trust if you know where they are from")
+    with tempfile.TemporaryDirectory(dir=out.resolve().parent, prefix=".universal-") as folder:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source),
+                   "--output_folder", folder, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise CheckpointError(source, f"DeepSpeed's converter failed: {done.stderr.strip().splitlines()[-1:]}")
+        yield Path(folder)
 
 
 def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = None) -> int:

@@ -98,6 +98,47 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
     assert (meta.step, meta.optimizer, meta.resumable) == (3, {"step": 3.0}, True)
 
 
+def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
+    """What to_native.py does, on these workers."""
+    import torch.distributed as dist
+
+    from megatron.checkpoint import GroupCommunicator
+    from megatron.config import load
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+    from megatron.training.engine import prepare_deepspeed
+    from megatron.training.native import write_native
+    from megatron.training.world import World
+
+    config = load([config_file], [f"run.dir={folder}", *overrides], ranks=ranks).config
+    prepare_deepspeed(torch.device("cpu"))
+    world = World(torch.device("cpu"), Mesh.build(Layout.of(config, ranks)), GroupCommunicator(),
+                  GroupCommunicator(dist.new_group(backend="gloo")))
+    return str(write_native(config, world, lambda _: None))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, capsys) -> None:
+    from tests.training.test_run import job
+
+    (tmp_path / "tiny.yml").write_text(TINY + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\n")
+    on_ranks(2, job, str(tmp_path), 2, "parallel.tensor=2")
+    config, before = str(tmp_path / "tiny.yml"), tmp_path / "run" / "checkpoints" / "step_00000003"
+    folder = on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")[0]
+    assert Path(folder).name == "global_step3" and any(Path(folder).glob("*zero_pp_rank_1*"))
+    words = [folder, str(tmp_path / "back"), "--config", config, "--names", f"{tmp_path}/run/deepspeed/names.yml"]
+    assert tool("from_deepspeed").main(words) == 2 and "--trust" in capsys.readouterr().err
+    assert tool("from_deepspeed").main([*words, "--trust"]) == 0, capsys.readouterr().err
+    back, there = values_of(tmp_path / "back"), values_of(before)
+    assert back.keys() == {key for key in there if key[1] != "weight"}
+    assert all(value.equal(there[key]) for key, value in back.items())
+    assert open_checkpoint(tmp_path / "back").step == 3
+    with pytest.raises(RuntimeError, match="exists already"):
+        on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")
+    with pytest.raises(RuntimeError, match="do not say how tensors are cut"):
+        on_ranks(2, written, f"{tmp_path}/run", config, 2, "parallel.tensor=2")
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
     from megatron.checkpoint.universal import Universal, restore

@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""Write a universal checkpoint of DeepSpeed as one of ours, optimizer states included, for any layout.
+"""Write a checkpoint of DeepSpeed as one of ours, optimizer states included, for any layout.
 
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000
+python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG OUT --config run.yml --names names.yml --trust
 
-A native checkpoint becomes universal by DeepSpeed's own `python -m deepspeed.checkpoint.ds_to_universal`.
+A native checkpoint is first made universal by DeepSpeed's own converter, in a temporary folder beside OUT. That one
+unpickles files, which can run code that is in them: hence --trust.
 """
 
 from __future__ import annotations
@@ -21,23 +23,25 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import logical_tensors
-from megatron.checkpoint.universal import Universal, read_names, restore
+from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
 from megatron.config import ConfigError, load
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="the folder that has zero/")
+    parser.add_argument("source", type=Path, help="the folder that has zero/, or a native one")
     parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
     parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's configuration")
     parser.add_argument("--names", type=Path, metavar="FILE", help="YAML: our name of each tensor, and theirs")
+    parser.add_argument("--trust", action="store_true", help="unpickle the files of a native checkpoint")
     parser.add_argument("--step", type=int, help="completed updates of the run (default: the optimizer's)")
     options = parser.parse_args(arguments)
     try:
         resolved = load(options.config, ["parallel.tensor=1", "parallel.pipeline=1"], ranks=1, check_inputs=False)
         names = read_names(options.names) if options.names else None
-        source = Universal(options.source)
-        meta = restore(source, options.out, logical_tensors(resolved), resolved.text(), names=names, step=options.step)
+        with made_universal(options.source, options.out, options.trust) as folder:
+            meta = restore(
+                Universal(folder), options.out, logical_tensors(resolved), resolved.text(), names=names, step=options.step)
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         print(f"from_deepspeed: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,52 @@
+"""A checkpoint in the format that DeepSpeed's own engine saves, for exchange with programs that are built on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.store import Store
+from megatron.config import Config
+
+from .engine import build_engine
+from .fetch import local_path
+from .resume import resume
+from .world import World
+
+NAMES = "names.yml"
+
+
+def write_native(config: Config, world: World, say: Callable[[str], None]) -> Path:
+    """Build the run's engine, fill it from the checkpoint that `checkpoint.resume` means, and let it save itself.
+
+    Writes `<run.dir>/deepspeed/global_step<n>` and beside it `names.yml`, the tensors' names here and there, which
+    `tools/checkpoint/from_deepspeed.py --names` reads.
+
+    Raises:
+        CheckpointError: there is no checkpoint, one of that step is there already, or the layout is none of which
+            native files tell enough.
+    """
+    layout, target = world.mesh.layout, Path(config.run.dir) / "deepspeed"
+    if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage == 0:
+        raise CheckpointError(target, f"native files of layout {layout} do not say how tensors are cut, or have no fp32 "
+                              "masters; use parallel.tensor=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py")
+    store, how = Store(config.checkpoint.dir, world.communicator), config.checkpoint.resume
+    found = store.resume(how if how in ("auto", "none") else local_path(how, store.directory, world.communicator))
+    if found.checkpoint is None:
+        raise CheckpointError(store.directory, f"nothing to write: {found.reason}")
+    tag = f"global_step{found.checkpoint.step}"
+    if world.communicator.gather((target / tag).exists())[0]:
+        raise CheckpointError(target / tag, "it exists already")
+    say(found.reason)
+    engine = build_engine(config, world.mesh, world.device, values=False)
+    resume(found.checkpoint, world, engine)
+    theirs = engine.state.engine
+    theirs.global_steps = found.checkpoint.step
+    theirs.save_checkpoint(str(target), tag=tag, client_state={"universal_checkpoint_info": {}})
+    if world.speaks:
+        names = {parameter.logical.name: name for name, parameter in theirs.module.named_parameters()}
+        (target / NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
+    say(f"wrote {target / tag}")
+    return target / tag

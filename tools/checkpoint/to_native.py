@@ -1,0 +1,37 @@
+#!/usr/bin/env python
+"""Write a checkpoint in DeepSpeed's native format, as its engine saves it; the ranks are those of the files.
+
+./deepy.py --ranks 4 tools/checkpoint/to_native.py run.yml checkpoint.resume=CHECKPOINT    into <run.dir>/deepspeed
+
+The layout is data parallel with any ZeRO stage from 1: native files hold what a rank has, without saying how tensor
+parallel ranks or stages cut the model. For those there is the universal format (to_deepspeed.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from megatron.launch.environment import guarded
+
+
+def main() -> int:
+    from megatron.launch.environment import read_job
+    from megatron.training.native import write_native
+    from megatron.training.world import join, leave
+
+    config, place = read_job()
+    world = join(config, place)
+    try:
+        write_native(config, world, print if world.speaks else lambda _: None)
+    finally:
+        leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))
