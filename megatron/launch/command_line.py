@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
         return serve(argv[1:])
     from ..config.problems import ConfigError
     from .arguments import ArgumentError
+    from .environment import LaunchError
     from .hosts import HostError
     from .status import CONFIG_ERROR
 
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> int:
         return _serve(options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-    except (ArgumentError, HostError) as error:
+    except (ArgumentError, HostError, LaunchError) as error:
         sys.stderr.write("".join(f"deepy: {line}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
 
@@ -91,6 +92,8 @@ def _serve(options: argparse.Namespace) -> int:
         return 0
     if not options.words:
         raise ArgumentError(f"no script given; usage: {USAGE}")
+    if not (options.template or options.sbatch or options.dry_run):
+        _become_a_rank(options)
     from .plan import make_plan
 
     plan = make_plan(
@@ -115,6 +118,19 @@ def _serve(options: argparse.Namespace) -> int:
     from .supervisor import supervise
 
     return supervise(plan)
+
+
+def _become_a_rank(options: argparse.Namespace) -> None:
+    """Where something else has started the ranks, go on as the script itself, and never return."""
+    from .console import say
+    from .join import rank_command
+
+    found = rank_command(options.words[0], options.words[1:], overrides_of(options), os.environ)
+    if found:
+        command, said = found
+        if said:
+            say(said)
+        os.execv(command[0], command)
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:

@@ -89,7 +89,7 @@ def make_plan(
     Raises:
         ConfigError, HostError, ArgumentError: mistakes of the user.
     """
-    taken = _arguments(script, words)
+    taken = script_arguments(script, words)
     taken = replace(taken, overrides=(*taken.overrides, *overrides))
     launch = launch_section(taken.files, taken.overrides)
     return _plan(script, taken, some_hosts(launch) if later else choose(launch, environment), environment)
@@ -134,7 +134,12 @@ def without(plan: Plan, lost: set[str], environment: Mapping[str, str]) -> Plan:
     return _plan(plan.script, plan.taken, replace(plan.choice, hosts=hosts), environment, same_batch)
 
 
-def _arguments(script: str, words: Sequence[str]) -> Arguments:
+def script_arguments(script: str, words: Sequence[str]) -> Arguments:
+    """A script's arguments, taken apart and looked at.
+
+    Raises:
+        ArgumentError: no script, no configuration, or an option of deepy.py behind the script.
+    """
     from .command_line import KEYS
 
     if not script.endswith(".py") or script.startswith("-"):

@@ -23,6 +23,8 @@ from .protocol import Lines
 from .status import FORWARDED_SIGNALS
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# What mpirun and srun tell the agent of its own place, which is not that of its ranks; DeepSpeed believes it.
+_THE_AGENTS_PLACE = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_", "PALS_", "SLURM_PROCID", "SLURM_LOCALID", "JOB_TICKET")
 TAIL_LINES, TAIL_BYTES = 400, 65536
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 TRACEBACK = re.compile(
@@ -205,7 +207,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """The environment of a rank: `base`, and its place in the world."""
     return {
-        **base,
+        **{name: value for name, value in base.items() if not name.startswith(_THE_AGENTS_PLACE)},
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(local_rank),

@@ -19,6 +19,8 @@ from megatron.launch.environment import (
     worker_environment,
 )
 from megatron.launch.forwarding import forwarded, read_file, shown
+from megatron.launch.join import rank_command
+from megatron.launch.ranks import rank_environment
 from tests.paths import ROOT
 
 from .running import CONFIG
@@ -89,6 +91,31 @@ def test_the_place_of_a_worker(environment, expected):
         place.attempt,
     ) == expected
     assert 0 < place.master_port < 65536 or "MASTER_PORT" not in environment and place.starter == "environment"
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [(SLURM, "inside a step of srun"), (OPENMPI, "inside mpirun"), (MPICH, "inside mpiexec"),
+     (TORCHRUN, "RANK and WORLD_SIZE are set")])
+def test_deepy_becomes_a_rank_where_others_have_started_it(yaml, tmp_path, environment, why):
+    script = tmp_path / "a.py"
+    script.write_text("")
+    words, overrides = [yaml, "training.steps=9", "--", "own", "x=y"], ["launch.interface=ib0"]
+    first = {name: "0" if name.endswith(("RANK", "RANKID", "PROCID", "LOCALID")) else value
+             for name, value in environment.items()}
+    command, said = rank_command(str(script), words, overrides, first)
+    assert command == [sys.executable, "-u", str(script), yaml, "training.steps=9", *overrides, "--", "own", "x=y"]
+    assert why in said and f"{worker_environment(environment).world_size} ranks" in said
+    assert rank_command(str(script), words, overrides, environment)[1] == "", "one of them speaks"
+    assert rank_command(str(script), words, ["launch.runner=local"], environment) is None
+    assert rank_command(str(script), words, overrides, {"SLURM_JOB_ID": "5", "SLURM_PROCID": "0"}) is None
+
+
+def test_ranks_are_not_told_the_place_of_their_agent():
+    outside = {**OPENMPI, **MPICH, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "5", "JOB_TICKET": "s"}
+    given = rank_environment({**outside, "PATH": "/bin"}, 3, 1, 2, 4, ("10.0.0.1", 5))
+    assert set(given) - {"PATH", "SLURM_JOB_ID"} == {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def test_all_ranks_of_a_step_agree_on_where_to_meet():
