@@ -72,8 +72,8 @@ def _recomputation(config: Config, index: int, block: Block, counts: Counts) -> 
 
 def layers_table(config: Config) -> list[dict[str, Any]]:
     """One row per layer: name, kind, pipeline stage, parameters, those of them that a token uses, FLOPs of the forward
-    pass per token, bytes of activations kept for one micro-batch (of all tensor parallel ranks together), bytes of decoding state of one sample
-    of training.sequence_length tokens."""
+    pass per token, bytes of activations kept for one micro-batch (of all tensor parallel ranks together), bytes of
+    decoding state of one sample of training.sequence_length tokens."""
     size, tokens = BYTES[config.precision.compute], config.training.micro_batch_size * config.training.sequence_length
     return [
         {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, Meta, open_checkpoint
+from megatron.checkpoint import Checkpoint, FragmentSpec, Meta, open_checkpoint
 from megatron.checkpoint.fragment import MASTER, WEIGHT
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
@@ -15,6 +16,7 @@ from megatron.config.yaml_source import parse
 from megatron.model.stack import DTYPES
 
 from .fetch import local_path
+from .upcycle import mapped, upcycle
 from .world import World
 
 # Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
@@ -99,7 +101,7 @@ def load(source: Source, world: World, engine) -> int:
         resume(source.checkpoint, world, engine)
         return source.checkpoint.step
     if source.weights is not None:
-        initialize(source.weights, world, engine)
+        initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map)
     return 0
 
 
@@ -117,12 +119,14 @@ def resume(checkpoint, world: World, engine) -> None:
     state.refresh()
 
 
-def initialize(path: Path, world: World, engine) -> None:
-    """Weights alone, in whatever type they were saved."""
+def initialize(path: Path, world: World, engine, mapping: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`)."""
     checkpoint = open_checkpoint(path, verify="checksums", communicator=world.communicator)
-    masters = engine.state.masters()
-    checkpoint.check([each.spec for each in masters], communicator=world.communicator, states={MASTER, WEIGHT})
+    masters, made = mapped(checkpoint, engine.state.masters(), mapping)
+    wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made]
+    checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
     checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
+    upcycle(checkpoint, made)
     engine.state.refresh()
 
 

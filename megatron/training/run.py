@@ -56,7 +56,8 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, say)
     source = find(config, world, say, place.attempt)
-    engine = build_engine(config, world.mesh, world.device, values=source.new)
+    values = source.new or bool(config.checkpoint.initialize_map)  # a map may leave tensors their initial values
+    engine = build_engine(config, world.mesh, world.device, values=values)
     first = load(source, world, engine)
     costs = totals(config)
     layout = world.mesh.layout

@@ -108,5 +108,21 @@ def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
             )
 
 
-RULES = (one_way_to_start, kept_checkpoints_are_saved, resuming_needs_optimizer_state, profiled_steps_are_run)
+def map_has_its_source(facts: Facts) -> Iterator[Problem]:
+    checkpoint = facts.config.checkpoint
+    if checkpoint.initialize_map and checkpoint.initialize_from is None:
+        yield facts.problem(
+            "checkpoint.initialize_map", "checkpoint.initialize_from",
+            rule="the map says how tensors are made of those of another checkpoint, and there is none",
+            fix="give checkpoint.initialize_from, or leave the map out")
+    for ours, theirs in checkpoint.initialize_map.items():
+        if theirs != "new" and ours.count("*") != theirs.count("*"):
+            yield facts.problem_at(
+                ("checkpoint", "initialize_map", ours),
+                rule="each * of a tensor's name stands for the same word on both sides",
+                fix="write as many * on the right as on the left, or 'new'")
+
+
+RULES = (
+    one_way_to_start, map_has_its_source, kept_checkpoints_are_saved, resuming_needs_optimizer_state, profiled_steps_are_run)
 INPUT_RULES = (resume_exists, initial_weights_exist)

@@ -29,6 +29,11 @@ class CheckpointSection(Section):
         "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or fsspec URL "
         "of one.")
     initialize_from: str | None = key(None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder.")
+    initialize_map: dict[str, str] = key(
+        dict,
+        "With initialize_from: tensors of this model that are made of others of the checkpoint, as in "
+        "'layers.*.moe.experts.down.weight: layers.*.mlp.down.weight', or that start anew ('layers.*.moe.router.weight: "
+        "new'); `*` is a word.")
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")

@@ -40,3 +40,11 @@ WARNED_MOE = [
     case("rate of no correction", _MOE + "router: {correction_rate: 0.01}}}", "model.moe.router.correction_rate = 0.01",
          "nothing is corrected"),
 ]
+
+MOE += [
+    case("map without a source", "checkpoint: {initialize_map: {layers.*.moe.router.weight: new}}",
+         "checkpoint.initialize_map", "there is none", "give checkpoint.initialize_from"),
+    case("stars that do not match",
+         "checkpoint: {initialize_from: ., initialize_map: {layers.*.moe.experts.down.weight: layers.0.mlp.down.weight}}",
+         "the same word on both sides"),
+]
