@@ -96,6 +96,44 @@ class _ScatterSum(torch.autograd.Function):
         return _gather_sequence(grad, ctx.axis), None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, sent, received, axis):
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return _all_to_all(x_RH, sent, received, axis)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        return _all_to_all(grad_RH, ctx.received, ctx.sent, ctx.axis), None, None, None
+
+
+def _all_to_all(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    out_RH = x_RH.new_empty((sum(received), *x_RH.shape[1:]))
+    dist.all_to_all_single(out_RH, x_RH.contiguous(), received, sent, group=axis.group)
+    return out_RH
+
+
+def exchange(x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
+    """Each rank's rows to the ranks they are for; gradients go the way back.
+
+    Args:
+        x_RH: rows in the order of the ranks that get them.
+        sent: how many rows each rank of the axis gets from here.
+        received: how many come from each; they follow each other in the result.
+    """
+    return x_RH if axis.size == 1 else _Exchange.apply(x_RH, sent, received, axis)
+
+
+def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks, [t R, H]; the gradients of the ranks are summed. R is the same everywhere."""
+    return x_RH if axis.size == 1 else _Gather.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+
+
+def scatter_rows(x_RH: Tensor, axis: Axis) -> Tensor:
+    """This rank's share [R / t, H] of the sum of the ranks' rows."""
+    return x_RH if axis.size == 1 else _ScatterSum.apply(x_RH.unsqueeze(0), axis).squeeze(0)
+
+
 def enter(x: Tensor, mesh: Mesh) -> Tensor:
     """Into the tensor region: every rank gets the whole [B, S, H]; the gradients of the ranks are summed."""
     if mesh.tensor.size == 1:

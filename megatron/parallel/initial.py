@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from .shard import LogicalTensor
+from .shard import LogicalTensor, Span
 
 TILE = 1024
 
@@ -68,13 +68,15 @@ def generator(seed: int, *words: object) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def initial_values(tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1) -> torch.Tensor:
-    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns, of the local shape."""
-    shape = tensor.local_shape(rank, ranks)
+def initial_values(
+    tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1, experts: Span | None = None
+) -> torch.Tensor:
+    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts), of the local shape."""
+    shape = tensor.local_shape(rank, ranks, experts)
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)
     out = np.empty(shape, dtype=np.float32)
-    spans = tensor.spans(rank, ranks)
+    spans = tensor.spans(rank, ranks, experts)
     if init.kind == "orthogonal":
         whole = _orthogonal(tensor, init.value, seed)
         for pieces in itertools.product(*spans):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Layout:
 
     Tensor parallel ranks talk most, so they are neighbours (one node); stages talk least. This is also the
     order of DeepSpeed's `PipeModelDataParallelTopology`.
+
+    Experts are spread over the data axis: `expert` neighbours on it share the experts of a layer, and every
+    `expert`-th rank holds the same ones.
     """
 
     tensor: int = 1
@@ -27,25 +30,34 @@ class Layout:
     pipeline: int = 1
     sequence: bool = False
     zero_stage: int = 0
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.data * self.pipeline
+
+    @property
+    def expert_data(self) -> int:
+        """Data parallel ranks that hold the same experts."""
+        return self.data // self.expert
 
     @classmethod
     def of(cls, config, ranks: int) -> Layout:
         """The layout of a resolved `Config` on `ranks` processes.
 
         Raises:
-            ValueError: ranks is not a multiple of tensor * pipeline.
+            ValueError: ranks is not a multiple of tensor * pipeline, or the data axis not one of expert.
         """
         parallel = config.parallel
         inner = parallel.tensor * parallel.pipeline * parallel.context
         if ranks % inner:
             raise ValueError(f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline}")
+        if ranks // inner % parallel.expert:
+            raise ValueError(f"{ranks // inner} data parallel ranks cannot be cut into groups of {parallel.expert} for the experts")
         return cls(
             tensor=parallel.tensor, data=ranks // inner, pipeline=parallel.pipeline,
             sequence=parallel.sequence and parallel.tensor > 1, zero_stage=config.zero.stage,
+            expert=parallel.expert,
         )
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -54,6 +66,15 @@ class Layout:
             data=rank // self.tensor % self.data,
             pipeline=rank // (self.tensor * self.data),
         )
+
+    def same_experts(self, at: Coordinates) -> list[Coordinates]:
+        """The ranks along the data axis that hold the same experts as the one at `at`."""
+        return [replace(at, data=data) for data in range(at.data % self.expert, self.data, self.expert)]
+
+    def all_experts(self, at: Coordinates) -> list[Coordinates]:
+        """The ranks along the data axis that share the experts with the one at `at`."""
+        first = at.data // self.expert * self.expert
+        return [replace(at, data=data) for data in range(first, first + self.expert)]
 
     def rank(self, at: Coordinates) -> int:
         return (at.pipeline * self.data + at.data) * self.tensor + at.tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -32,6 +32,8 @@ class Mesh:
     tensor: Axis
     data: Axis
     pipeline: Axis
+    expert: Axis = ALONE  # part of the data axis: ranks that share the experts of a layer
+    expert_data: Axis = ALONE  # part of the data axis: ranks that hold the same experts
 
     @classmethod
     def single(cls) -> Mesh:
@@ -43,13 +45,14 @@ class Mesh:
         """A mesh without process groups, for shapes and counts on the meta device."""
         at = layout.coordinates(rank)
         axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in ("tensor", "data", "pipeline")}
-        return cls(layout, rank, at, **axes)
+        expert = Axis(at.data % layout.expert, layout.expert)
+        return cls(layout, rank, at, **axes, expert=expert, expert_data=Axis(at.data // layout.expert, layout.expert_data))
 
     @classmethod
     def build(cls, layout: Layout) -> Mesh:
         """Create this rank's groups; call on every rank after `torch.distributed.init_process_group`.
 
-        Only members synchronise, axis by axis, so the cost per rank is three groups however large the run is.
+        Only members synchronise, axis by axis, so the cost per rank is at most five groups however large the run is.
 
         Raises:
             ValueError: the layout does not have as many ranks as the process group.
@@ -60,16 +63,19 @@ class Mesh:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the job has {dist.get_world_size()}")
         rank = dist.get_rank()
         at = layout.coordinates(rank)
-        axes = {name: _axis(layout, name, rank) for name in ("tensor", "data", "pipeline")}
-        return cls(layout, rank, at, **axes)
+        lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
+                 for name in ("tensor", "data", "pipeline")}
+        axes = {name: _axis(layout, line, rank) for name, line in lines.items()}
+        if layout.expert == 1:
+            return cls(layout, rank, at, **axes, expert_data=axes["data"])
+        whole = axes["data"] if layout.expert == layout.data else _axis(layout, layout.all_experts(at), rank)
+        return cls(layout, rank, at, **axes, expert=whole, expert_data=_axis(layout, layout.same_experts(at), rank))
 
 
-def _axis(layout: Layout, name: str, rank: int) -> Axis:
-    at = layout.coordinates(rank)
-    size, place = getattr(layout, name), getattr(at, name)
-    ranks = tuple(
-        layout.rank(Coordinates(**{**vars(at), name: index})) for index in range(size)
-    )
-    if size == 1:
+def _axis(layout: Layout, line: list[Coordinates], rank: int) -> Axis:
+    """The axis on which this rank and the others at these coordinates lie, with a new group."""
+    ranks = tuple(layout.rank(at) for at in line)
+    if len(ranks) == 1:
         return Axis(0, 1, None, ranks)
-    return Axis(place, size, dist.new_group(list(ranks), use_local_synchronization=True), ranks)
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    return Axis(ranks.index(rank), len(ranks), group, ranks)

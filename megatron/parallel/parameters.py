@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .initial import Init, initial_values
 from .mesh import Mesh
-from .shard import LogicalTensor, Role, Shard
+from .shard import LogicalTensor, Role, Shard, Span
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,27 @@ class ParameterFactory:
         shard: Shard | None = None,
         keep_fp32: bool = False,
         matrices: tuple[int, ...] | None = None,
+        experts: bool = False,
     ) -> nn.Parameter:
-        """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`."""
+        """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
+
+        Args:
+            experts: dimension 0 counts experts, of which each expert parallel rank has a run.
+        """
         logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices)
         dtype = torch.float32 if keep_fp32 else self.dtype
-        at = self.mesh.tensor
+        at, run = self.mesh.tensor, _run(shape[0], self.mesh) if experts else None
         if not self.values or torch.device(self.device).type == "meta":
-            local = torch.empty(logical.local_shape(at.rank, at.size), dtype=dtype, device=self.device)
+            local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)
         else:
-            local = initial_values(logical, init, self.seed, at.rank, at.size).to(device=self.device, dtype=dtype)
+            local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
         parameter = nn.Parameter(local)
         parameter.logical = logical
         if shard is not None and at.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
             parameter.model_parallel = parameter.tensor_model_parallel = True
+        if run is not None:
+            parameter.experts = run
         return parameter
 
     def kept(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
@@ -66,6 +73,22 @@ class ParameterFactory:
         tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
         tensor.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
         return tensor
+
+
+def _run(experts: int, mesh: Mesh) -> Span | None:
+    """This rank's share of the experts; None if it has all."""
+    axis = mesh.expert
+    return Span(axis.rank * (experts // axis.size), experts // axis.size, 0) if axis.size > 1 else None
+
+
+def is_spread(parameter: Tensor) -> bool:
+    """Whether expert parallel ranks hold different experts of it, so that only some data parallel ranks hold the same."""
+    return hasattr(parameter, "experts")
+
+
+def shard_start(parameter: Tensor) -> int:
+    """Where the parameter begins in the flattened shard of its tensor parallel rank."""
+    return parameter.experts.start * (parameter.numel() // parameter.experts.length) if is_spread(parameter) else 0
 
 
 def stored_tensors(module: nn.Module) -> list[Tensor]:

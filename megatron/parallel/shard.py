@@ -4,6 +4,9 @@ A *logical tensor* has a name, a shape and a role that no layout changes. A `Sha
 the tensor parallel ranks cut it, and into which parts the dimension falls first: the rows of a fused
 `gate_up` matrix are two parts (gate, up), and each rank owns a slice of each. Everything that must know where
 an element lives (initialisation, checkpoints, export) reads it here.
+
+Dimension 0 of a tensor of experts counts them, and no tensor parallel rank cuts it. An expert parallel rank has a run
+of experts: a run of the flattened shard, and so a fragment like those that ZeRO makes.
 """
 
 from __future__ import annotations
@@ -86,14 +89,15 @@ class LogicalTensor:
     keep_fp32: bool = False
     matrices: tuple[int, ...] | None = None
 
-    def spans(self, rank: int, ranks: int) -> list[list[Span]]:
-        """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns."""
-        return [
+    def spans(self, rank: int, ranks: int, experts: Span | None = None) -> list[list[Span]]:
+        """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns (of these experts)."""
+        spans = [
             self.shard.spans(size, rank, ranks)
             if self.shard is not None and self.shard.dim == dim
             else [Span(0, size, 0)]
             for dim, size in enumerate(self.shape)
         ]
+        return spans if experts is None else [[experts], *spans[1:]]
 
-    def local_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
-        return tuple(sum(span.length for span in spans) for spans in self.spans(rank, ranks))
+    def local_shape(self, rank: int, ranks: int, experts: Span | None = None) -> tuple[int, ...]:
+        return tuple(sum(span.length for span in spans) for spans in self.spans(rank, ranks, experts))

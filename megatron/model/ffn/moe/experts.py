@@ -46,9 +46,10 @@ class Experts(nn.Module):
         parts = (width, width) if options.gated else (width,)
         self.up = Stacked(
             make.scope("gate_up" if options.gated else "up"), (E, sum(parts), H), role=Role.HIDDEN,
-            init=init.hidden(H, width), shard=Shard(1, parts), matrices=parts)
+            init=init.hidden(H, width), shard=Shard(1, parts), matrices=parts, experts=True)
         self.down = Stacked(
-            make.scope("down"), (E, H, width), role=Role.OUTPUT, init=init.output(width, H), shard=Shard(2), matrices=(H,))
+            make.scope("down"), (E, H, width), role=Role.OUTPUT, init=init.output(width, H), shard=Shard(2), matrices=(H,),
+            experts=True)
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
         h = self.up(rows_RH, ends_E)

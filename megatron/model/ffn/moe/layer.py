@@ -23,7 +23,7 @@ from ...stream import LOSS, Channel, Stream
 from ..mlp import KEPT
 from .balance import Balance
 from .choice import Choice, choose, scores_of, weights_of
-from .dispatch import Stay
+from .dispatch import Stay, Travel
 from .experts import Experts
 from .losses import auxiliary_losses, count
 from .permute import Rows, combine, permute, sort
@@ -40,7 +40,7 @@ class MoE(nn.Module):
         self.router = LinearRouter(make.scope("router"), model.hidden_size, options, init)
         self.balance = Balance(make.scope("router"), options)
         self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
-        self.exchange = Stay()
+        self.exchange = Travel(make.mesh) if make.mesh.expert.size > 1 else Stay()
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
         if options.shared_size:
@@ -52,7 +52,7 @@ class MoE(nn.Module):
         logits_TE = self.router(self._jittered(x_BSH, stream).flatten(0, 1))
         scores_TE = scores_of(logits_TE, self.options.router.score)
         choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
-        rows = sort(choice, self.options.experts, self._capacity(x_TH.shape[0]))
+        rows = sort(choice, self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
         y_TH = self._routed(x_TH, scores_TE, choice, rows)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
@@ -75,9 +75,9 @@ class MoE(nn.Module):
             weights = weights_of(scores_TE.gather(1, choice.experts_Tk), router)
         else:
             weights = scores_TE.T.gather(1, choice.tokens_EC).flatten() * router.scale
-        sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows.ends_E)
+        sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
-        return combine(y_RH, rows, weights, x_TH.shape[0])
+        return combine(y_RH, rows, weights)
 
     def _account(self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int) -> dict[str, Tensor]:
         """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""

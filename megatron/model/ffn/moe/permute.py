@@ -22,11 +22,13 @@ class Rows:
         source_R: int64, the token of each row.
         ends_E: int32, where each expert's rows end.
         place_Tk: int64, the row of each token's choices; None where experts choose.
+        tokens: T.
         kept_Tk: which choices have a row (capacity); None where all have.
     """
 
     source_R: Tensor
     ends_E: Tensor
+    tokens: int
     place_Tk: Tensor | None = None
     kept_Tk: Tensor | None = None
 
@@ -36,16 +38,17 @@ class Rows:
         return self.place_Tk is not None and self.kept_Tk is None
 
 
-def sort(choice: Choice, experts: int, capacity: int | None = None) -> Rows:
+def sort(choice: Choice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
     """Rows of a choice; within an expert in the order of the tokens.
 
     Args:
+        tokens: T.
         capacity: rows that each expert has; its later tokens get none. Rows without a token hold token 0, to be ignored.
     """
     if choice.tokens_EC is not None:
         count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device
         ends_E = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
-        return Rows(choice.tokens_EC.flatten(), ends_E)
+        return Rows(choice.tokens_EC.flatten(), ends_E, tokens)
     chosen_R = choice.experts_Tk.flatten()
     sorted_R, order_R = chosen_R.sort(stable=True)
     numbers_E = torch.arange(experts, device=chosen_R.device)
@@ -54,7 +57,7 @@ def sort(choice: Choice, experts: int, capacity: int | None = None) -> Rows:
     top_k = choice.experts_Tk.shape[1]
     if capacity is None:
         place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
-        return Rows(order_R // top_k, ends_E.int(), place_R.view(-1, top_k))
+        return Rows(order_R // top_k, ends_E.int(), tokens, place_R.view(-1, top_k))
     begin_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
     nth_R = rows_R - begin_E[sorted_R]
     kept_R = nth_R < capacity
@@ -65,7 +68,7 @@ def sort(choice: Choice, experts: int, capacity: int | None = None) -> Rows:
     place_R.scatter_(0, order_R, torch.where(kept_R, slot_R, 0))
     kept.scatter_(0, order_R, kept_R)
     ends_E = ((numbers_E + 1) * capacity).int()
-    return Rows(source, ends_E, place_R.view(-1, top_k), kept.view(-1, top_k))
+    return Rows(source, ends_E, tokens, place_R.view(-1, top_k), kept.view(-1, top_k))
 
 
 class _Spread(torch.autograd.Function):
@@ -81,6 +84,41 @@ class _Spread(torch.autograd.Function):
         (place_Tk,) = ctx.saved_tensors
         grad_TkH = grad_RH.index_select(0, place_Tk.flatten()).unflatten(0, place_Tk.shape)
         return grad_TkH.sum(1), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, place_N):
+        ctx.save_for_backward(place_N)
+        ctx.rows = len(x_RH)
+        return x_RH.index_select(0, place_N)
+
+    @staticmethod
+    def backward(ctx, grad_NH):
+        (place_N,) = ctx.saved_tensors
+        return grad_NH.new_zeros(ctx.rows, grad_NH.shape[1]).index_copy_(0, place_N, grad_NH), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_NH, place_N, rows):
+        ctx.save_for_backward(place_N)
+        return y_NH.new_zeros(rows, y_NH.shape[1]).index_copy_(0, place_N, y_NH)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        (place_N,) = ctx.saved_tensors
+        return grad_RH.index_select(0, place_N), None, None
+
+
+def take(x_RH: Tensor, place_N: Tensor) -> Tensor:
+    """The rows at these places, none of them twice, [N, H]."""
+    return _Take.apply(x_RH, place_N)
+
+
+def put(y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
+    """The rows at these places of as many rows, [rows, H], the others 0: the reverse of `take`."""
+    return _Put.apply(y_NH, place_N, rows)
 
 
 class _Collect(torch.autograd.Function):
@@ -104,7 +142,7 @@ def permute(x_TH: Tensor, rows: Rows) -> Tensor:
     return x_TH.index_select(0, rows.source_R)
 
 
-def combine(y_RH: Tensor, rows: Rows, weights: Tensor, tokens: int) -> Tensor:
+def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
     """Rows [R, H] to the weighted sums of each token's, [T, H].
 
     Args:
@@ -112,7 +150,7 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor, tokens: int) -> Tensor:
     """
     if rows.place_Tk is None:
         weighted = recomputed(lambda y, w: (y.float() * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
-        return y_RH.new_zeros(tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
+        return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
     if rows.exact:
         y_PH = _Collect.apply(y_RH, rows.place_Tk)
     else:
