@@ -4,7 +4,8 @@
 #   docker run --rm -it --gpus all --shm-size=8g -v "$PWD/data:/megatron/data" -v "$PWD/runs:/megatron/runs" megatron \
 #       ./deepy.py train.py configs/pythia/70m.yml configs/layouts/bf16.yml data.train=data/mine
 #
-# The image has the compilers that torch.compile and offloaded optimizers call, and what runs on several hosts need.
+# On several hosts: docs/launching.md, "Containers". The image has the compilers that torch.compile and offloaded optimizers
+# call, InfiniBand's user libraries, ssh, pdsh and Open MPI.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -16,7 +17,8 @@ ENV DEBIAN_FRONTEND=noninteractive \
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        build-essential ca-certificates git make numactl openssh-client pdsh python3 python3-dev python3-venv \
+        build-essential ca-certificates git ibverbs-providers iproute2 libibverbs1 librdmacm1t64 make numactl openmpi-bin \
+        openssh-client openssh-server pdsh python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # 1000 is the image's user `ubuntu`, and the number that most people have; a run needs no root.
@@ -30,4 +32,5 @@ RUN requirements/install gpu .venv
 COPY --chown=1000:1000 . .
 
 ENV PATH=/megatron/.venv/bin:$PATH
+EXPOSE 2222
 CMD ["bash"]
