@@ -119,7 +119,7 @@ def rwkv7_rank(at: View, factor: float) -> int | None:
 
 
 def channel_mix_width(at: View, kind: str, factor: float, multiple: int) -> int | None:
-    return int(factor * at["model.hidden_size"]) // multiple * multiple or None if at.uses(kind) else None
+    return max(int(factor * at["model.hidden_size"]) // multiple, 1) * multiple if at.uses(kind) else None
 
 
 def delta_key_heads(at: View) -> int | None:
@@ -250,7 +250,8 @@ DERIVATIONS = (
     *(Derivation(f"model.rwkv{number}_ffn.hidden_size", ("model.hidden_size",), formula,
                  partial(channel_mix_width, kind=f"rwkv{number}_ffn", factor=factor, multiple=multiple))
       for number, factor, multiple, formula in (
-          (7, 4, 1, "4 * model.hidden_size"),)),
+          (4, 4, 1, "4 * model.hidden_size"), (5, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"),
+          (6, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"), (7, 4, 1, "4 * model.hidden_size"))),
     Derivation("model.gated_delta.key_heads", ("model.gated_delta.heads",), "model.gated_delta.heads", delta_key_heads),
     Derivation("model.gated_delta.key_dim", ("model.hidden_size", "model.gated_delta.key_heads"),
                "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down", delta_key_dim),

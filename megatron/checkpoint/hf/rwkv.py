@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from .architecture import Architecture
 from .config import dims_of
 from .convert import Step, plan
-from .links import Dims, Link, Transposed
+from .links import Dims, Link, Same, Transposed
 
 _OURS, _THEIRS = "layers.{n}", "blocks.{n}"
 
@@ -92,7 +92,36 @@ def rwkv7(head_dim: int) -> tuple[Link, ...]:
 
 
 
-LINKS = {"rwkv7": rwkv7}
+def rwkv6(head_dim: int) -> tuple[Link, ...]:
+    """The tensors of RWKV-6."""
+    return (
+        *_outside(),
+        *_matrices("rwkv6", "rwkv6_ffn", "receptance", "key", "value", "gate"),
+        _tensor("rwkv6.mix_all", ("att.time_maa_x",), Wide()),
+        _tensor("rwkv6.mix", tuple(f"att.time_maa_{name}" for name in "wkvrg"), Wide()),
+        _tensor("rwkv6.mix_down.weight", "att.time_maa_w1", Transposed()),
+        _tensor("rwkv6.mix_up", "att.time_maa_w2", Same()),
+        _tensor("rwkv6.decay", "att.time_decay", Wide(rows=False)),
+        _tensor("rwkv6.move.down.weight", "att.time_decay_w1", Transposed()),
+        _tensor("rwkv6.move.up.weight", "att.time_decay_w2", Transposed()),
+        _tensor("rwkv6.bonus", "att.time_faaaa", ByHead(head_dim)),
+        _tensor("rwkv6_ffn.mix", ("ffn.time_maa_k", "ffn.time_maa_r"), Wide()),
+    )
+
+
+def rwkv5(head_dim: int) -> tuple[Link, ...]:
+    """The tensors of RWKV-5."""
+    return (
+        *_outside(),
+        *_matrices("rwkv5", "rwkv5_ffn", "receptance", "key", "value", "gate"),
+        _tensor("rwkv5.mix", tuple(f"att.time_mix_{name}" for name in "kvrg"), Wide()),
+        _tensor("rwkv5.decay", "att.time_decay", ByHead(head_dim)),
+        _tensor("rwkv5.bonus", "att.time_faaaa", ByHead(head_dim)),
+        _tensor("rwkv5_ffn.mix", ("ffn.time_mix_k", "ffn.time_mix_r"), Wide()),
+    )
+
+
+LINKS = {"rwkv5": rwkv5, "rwkv6": rwkv6, "rwkv7": rwkv7}
 
 
 def kind_of(config: Config) -> str:

@@ -101,7 +101,7 @@ def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
     config = facts.config
     if config.zero.offload_parameters.device == "none" or config.precision.compute == "fp32":
         return
-    for kind in ("mamba", "mamba2", "moe", "rwkv7", "gated_delta", "cca"):
+    for kind in ("mamba", "mamba2", "moe", "gated_delta", "cca", "rwkv4", "rwkv5", "rwkv6", "rwkv7"):
         if facts.uses(kind):
             yield facts.problem(
                 "zero.offload_parameters.device",

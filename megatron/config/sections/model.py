@@ -6,7 +6,16 @@ from typing import Any, Literal
 
 from .base import Section, key
 from .moe import MoEOptions
-from .rwkv import RWKV7FFNOptions, RWKV7Options
+from .rwkv import (
+    RWKV4FFNOptions,
+    RWKV4Options,
+    RWKV5FFNOptions,
+    RWKV5Options,
+    RWKV6FFNOptions,
+    RWKV6Options,
+    RWKV7FFNOptions,
+    RWKV7Options,
+)
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
 Norm = Literal["layernorm", "rmsnorm", "nonparametric"]
@@ -210,7 +219,13 @@ class ModelSection(Section):
     attention: AttentionOptions = key(AttentionOptions, "Options of the attention mixer.")
     mamba: MambaOptions = key(MambaOptions, "Options of the mamba mixer (Gu and Dao 2023).")
     mamba2: Mamba2Options = key(Mamba2Options, "Options of the mamba2 mixer (Dao and Gu 2024).")
+    rwkv4: RWKV4Options = key(RWKV4Options, "Options of the rwkv4 mixer (Peng et al. 2023).")
+    rwkv5: RWKV5Options = key(RWKV5Options, "Options of the rwkv5 mixer (Eagle, Peng et al. 2024).")
+    rwkv6: RWKV6Options = key(RWKV6Options, "Options of the rwkv6 mixer (Finch, Peng et al. 2024).")
     rwkv7: RWKV7Options = key(RWKV7Options, "Options of the rwkv7 mixer (Peng et al. 2025).")
+    rwkv4_ffn: RWKV4FFNOptions = key(RWKV4FFNOptions, "Options of the rwkv4_ffn feed-forward.")
+    rwkv5_ffn: RWKV5FFNOptions = key(RWKV5FFNOptions, "Options of the rwkv5_ffn feed-forward.")
+    rwkv6_ffn: RWKV6FFNOptions = key(RWKV6FFNOptions, "Options of the rwkv6_ffn feed-forward.")
     rwkv7_ffn: RWKV7FFNOptions = key(RWKV7FFNOptions, "Options of the rwkv7_ffn feed-forward.")
     gated_delta: GatedDeltaOptions = key(
         GatedDeltaOptions, "Options of the gated_delta mixer (Yang, Kautz and Hatamizadeh 2024).")

@@ -33,16 +33,17 @@ class ChannelMix(nn.Module):
     Attributes:
         gated: whether there is a receptance.
         of_token: the mixes are shares of the token itself (RWKV-4 and 5), not of the one before.
+        key_gain: of the orthogonal matrix that `key` starts as.
     """
 
-    gated, of_token = True, False
+    gated, of_token, key_gain = True, False, 1.0
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
         self.mesh, H, width = make.mesh, model.hidden_size, options.hidden_size
         start = Start(options.init, init, H)
         self.mix = make.parameter("mix", (2 if self.gated else 1, H), role=Role.STATE, init=self.mixes(start))
-        self.key = ColumnLinear(make.scope("key"), H, (width,), init=start.reads(H, width, spread=0.5))
+        self.key = ColumnLinear(make.scope("key"), H, (width,), init=start.reads(H, width, self.key_gain, 0.5))
         self.value = RowLinear(make.scope("value"), width, H, init=start.writes(width, H))
         self.receptance = None
         if self.gated:
@@ -80,6 +81,26 @@ class ChannelMix(nn.Module):
             products=width + mixes * H,
             state=H,
         )
+
+
+class RWKV4ChannelMix(ChannelMix):
+    """Peng et al. 2023."""
+
+    of_token, key_gain = True, 2.0
+
+    @classmethod
+    def mixes(cls, start: Start) -> Init:
+        return start.shares(*[start.rest] * 2)
+
+
+class RWKV5ChannelMix(RWKV4ChannelMix):
+    """Peng et al. 2024 (Eagle)."""
+
+    key_gain = 1.0
+
+
+class RWKV6ChannelMix(ChannelMix):
+    """Peng et al. 2024 (Finch)."""
 
 
 class RWKV7ChannelMix(ChannelMix):

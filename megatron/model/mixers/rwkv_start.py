@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from megatron.parallel.initial import Init, formula
+from megatron.parallel.initial import ZEROS, Init, formula
 
 from ..initialisation import Initialisation
 
@@ -31,19 +31,30 @@ class Start:
         """A matrix that reads the stream: orthogonal with this gain, or uniform in +-`spread` / sqrt(inputs)."""
         if self.scheme == "model":
             return self.init.hidden(inputs, outputs)
-        return Init("orthogonal", gain) if self.scheme == "published" else Init("uniform", spread / math.sqrt(inputs))
+        if self.scheme == "uniform":
+            return Init("uniform", spread / math.sqrt(inputs))
+        return Init("orthogonal", gain) if gain else ZEROS
 
     def writes(self, inputs: int, outputs: int) -> Init:
         """A matrix that writes to the stream."""
-        return self.init.output(inputs, outputs) if self.scheme == "model" else Init("constant", 0.0)
+        return self.init.output(inputs, outputs) if self.scheme == "model" else ZEROS
 
-    def mixes(self, *powers: float) -> Init:
-        """[m, C]: 1 - (n / C)^power, the share of the token before."""
-        return formula(lambda mix, n: 1.0 - (n / self.size) ** np.asarray(powers)[mix])
+    def shares(self, *powers: float, lift: float = 0.0, lifted: int = -1) -> Init:
+        """[m, C]: (n / C)^power, the share of the token itself; row `lifted` (the values) is higher by `lift`."""
+        return formula(lambda mix, n: (n / self.size) ** np.asarray(powers)[mix] + lift * (mix == lifted))
+
+    def mixes(self, *powers: float, lift: float = 0.0, lifted: int = -1) -> Init:
+        """[m, C]: the share of the token before, 1 less that of the token itself."""
+        own = self.shares(*powers, lift=lift, lifted=lifted)
+        return formula(lambda mix, n: 1.0 - own.formula(mix, n))
 
     def norm(self) -> Init:
         """Weight of the norm of the heads."""
         return Init("constant", ((1 + self.init.index) / self.init.layers) ** 0.7)
+
+    def decays(self, low: float, span: float) -> Init:
+        """A vector [C] of logarithms of decay rates: slow in the first channels, the more so in deep layers."""
+        return self.along(lambda x: low + span * x ** (0.7 + 1.3 * self.ratio))
 
     def along(self, function) -> Init:
         """A vector [C]: `function` of n / (C - 1)."""

@@ -1,0 +1,85 @@
+"""A sequence cut into runs of equal length, side by side, and what documents allow inside and between them.
+
+Shapes: B samples, S positions, c runs of Q positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Runs:
+    """About sqrt(S) runs of about as many positions; the last may be shorter and is filled up.
+
+    Attributes:
+        length: S; run: Q; filled: positions that are missing in the last run.
+        starts: int [B, c, Q], index of the first token of each token's document; None where all is one document.
+        places: int [c, Q], index of each position.
+    """
+
+    length: int
+    run: int
+    filled: int
+    starts: Tensor | None
+    places: Tensor
+
+    @classmethod
+    def of(cls, length: int, starts_BS: Tensor | None, device: torch.device) -> Runs:
+        run = max(1, math.isqrt(length))
+        filled = -length % run
+        places = torch.arange(length + filled, device=device).unflatten(0, (-1, run))
+        starts = None
+        if starts_BS is not None:
+            starts = F.pad(starts_BS.double(), (0, filled), mode="replicate").long().unflatten(1, (-1, run))
+        return cls(length, run, filled, starts, places)
+
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """[B, S, ...] to [B, c, Q, ...]; what is filled up is 0."""
+        return F.pad(x_BS, (0, 0) * (x_BS.dim() - 2) + (0, self.filled)).unflatten(1, (-1, self.run))
+
+    def joined(self, x_BcQ: Tensor) -> Tensor:
+        return x_BcQ.flatten(1, 2)[:, : self.length]
+
+    def sees(self, distance: int) -> Tensor | None:
+        """Whether a token sees the one `distance` before it: bool [B or 1, c, Q]; those before its run, it does not."""
+        inside = (torch.arange(self.run, device=self.places.device) >= distance).expand_as(self.places).unsqueeze(0)
+        return inside if self.starts is None else inside & (self.places - distance >= self.starts)
+
+    @property
+    def reads_state(self) -> Tensor | None:
+        """Whether a token sees the state before its run: bool [B, c, Q]; None if all do."""
+        return None if self.starts is None else self.starts < self.places[:, :1]
+
+    @property
+    def writes_state(self) -> Tensor:
+        """Whether the state after its run has what a token writes: bool [B or 1, c, Q]."""
+        real = (self.places < self.length).unsqueeze(0)
+        return real if self.starts is None else real & (self.places >= self.starts[:, :, -1:])
+
+    @property
+    def keeps_state(self) -> Tensor | None:
+        """Whether the state after a run has the state before it: bool [B, c]; None if all do."""
+        return None if self.starts is None else self.starts[:, :, -1] < self.places[:, 0]
+
+
+def back(x_BcQ: Tensor, distance: int) -> Tensor:
+    """What stands `distance` positions before each in its run, 0 where nothing does."""
+    if distance == 0:
+        return x_BcQ
+    return F.pad(x_BcQ[:, :, :-distance], (0, 0) * (x_BcQ.dim() - 3) + (distance, 0))
+
+
+def pieces(tensors: list[Tensor], chunk: int, starts_BS: Tensor | None) -> list[tuple[list[Tensor], Tensor | None]]:
+    """The tensors [B, S, ...] in pieces of `chunk` positions, with each piece's starts relative to it."""
+    if starts_BS is None:
+        starts = [None] * -(-tensors[0].shape[1] // chunk)
+    else:
+        starts = [each - chunk * number for number, each in enumerate(starts_BS.split(chunk, 1))]
+    # split and not slices: the gradient of a split is one concatenation
+    return list(zip(map(list, zip(*(each.split(chunk, 1) for each in tensors))), starts))
