@@ -105,9 +105,31 @@ def attention_scale(at: View) -> float | None:
     return channels**-0.5 if channels else None
 
 
-def yarn_attention_factor(at: View) -> float | None:
-    scaling = at["model.attention.rotary.scaling"]
+def yarn_attention_factor(at: View, section: str = "attention") -> float | None:
+    scaling = at[f"model.{section}.rotary.scaling"]
     return 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0 if scaling["type"] == "yarn" else None
+
+
+def shared_kv_heads(at: View) -> int | None:
+    return at["model.shared_attention.heads"]
+
+
+def shared_head_dim(at: View) -> int | None:
+    heads = at["model.shared_attention.heads"]
+    return 2 * at["model.hidden_size"] // heads or None if heads else None
+
+
+def shared_attention_scale(at: View) -> float | None:
+    channels = at["model.shared_attention.head_dim"]
+    return (channels / 2) ** -0.5 if channels else None
+
+
+def shared_yarn_factor(at: View) -> float | None:
+    return yarn_attention_factor(at, "shared_attention")
+
+
+def shared_mlp_width(at: View) -> int | None:
+    return 4 * at["model.hidden_size"] if at.uses("shared_attention") else None
 
 
 def mamba_rank(at: View) -> int | None:
@@ -243,6 +265,16 @@ DERIVATIONS = (
                attention_scale),
     Derivation("model.attention.rotary.scaling.attention_factor", ("model.attention.rotary.scaling.factor",),
                "0.1 * ln(factor) + 1", yarn_attention_factor),
+    Derivation("model.shared_attention.kv_heads", ("model.shared_attention.heads",), "model.shared_attention.heads",
+               shared_kv_heads),
+    Derivation("model.shared_attention.head_dim", ("model.hidden_size", "model.shared_attention.heads"),
+               "2 * model.hidden_size / model.shared_attention.heads", shared_head_dim),
+    Derivation("model.shared_attention.scale", ("model.shared_attention.head_dim",),
+               "(model.shared_attention.head_dim / 2) ** -0.5", shared_attention_scale),
+    Derivation("model.shared_attention.rotary.scaling.attention_factor",
+               ("model.shared_attention.rotary.scaling.factor",), "0.1 * ln(factor) + 1", shared_yarn_factor),
+    Derivation("model.shared_attention.mlp.hidden_size", ("model.hidden_size",), "4 * model.hidden_size",
+               shared_mlp_width),
     Derivation("model.mamba.rank", ("model.hidden_size",), "model.hidden_size / 16, rounded up", mamba_rank),
     *(Derivation(f"model.rwkv7.{name}_rank", ("model.hidden_size",),
                  f"{factor:g} sqrt(model.hidden_size), in steps of 32", partial(rwkv7_rank, factor=factor))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NoReturn
 
 MAX_BLOCKS = 100_000
@@ -48,6 +49,7 @@ KINDS: dict[str, KindInfo] = {
     "cca": KindInfo("mixer", "cca"),
     "mlp": KindInfo("ffn", "mlp"),
     "moe": KindInfo("ffn", "moe"),
+    "shared_attention": KindInfo("beside", "shared_attention"),
 }
 
 
@@ -192,10 +194,14 @@ class _Reader:
         beside = []
         while self.take("+"):
             token = self.token
+            if self.role(kind) != "mixer":
+                self.fail(token, f"nothing runs beside {kind.name}", "write '+' after a mixer")
             other = self.kind()
             if self.kinds[other.name].role != "beside":
                 fix = "put a space between blocks, or '/' before an ffn"
                 self.fail(token, f"{other.name} cannot stand after a '+'", fix)
+            if other in beside:
+                self.fail(token, f"{other} runs beside {kind.name} already", "name it once")
             beside.append(other)
         return Kind(kind.name, kind.variant, tuple(beside))
 
@@ -234,3 +240,16 @@ def parse(text: str, kinds: dict[str, KindInfo] | None = None) -> list[Block]:
         reader.fail(reader.token, f"{reader.token.text!r} does not belong here",
                     "check the parentheses, and that 'x N' follows a block or a group")
     return blocks
+
+
+@lru_cache(maxsize=8)
+def call_numbers(layers: str) -> list[tuple[int, ...]]:
+    """For each block of a pattern and each kind beside its mixer: how many blocks before have the same one."""
+    seen: dict[Kind, int] = {}
+    numbers = []
+    for block in parse(layers):
+        beside = block.mixer.beside if block.mixer else ()
+        numbers.append(tuple(seen.get(kind, 0) for kind in beside))
+        for kind in beside:
+            seen[kind] = seen.get(kind, 0) + 1
+    return numbers

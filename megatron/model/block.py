@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.pattern import Block as BlockPattern
-from megatron.config.pattern import Kind
+from megatron.config.pattern import Kind, call_numbers
 from megatron.config.sections.model import ModelSection
 from megatron.parallel.parameters import ParameterFactory
 
@@ -16,7 +16,7 @@ from .counts import Counts
 from .dropout import Dropout
 from .ffn import FFNS
 from .initialisation import Initialisation
-from .mixers import MIXERS
+from .mixers import BESIDES, MIXERS
 from .norm import Norm, norm_activations, norm_parameters
 from .options import options_of
 from .stream import Channel, Stream
@@ -24,26 +24,37 @@ from .stream import Channel, Stream
 
 @dataclass
 class BlockState:
-    """Decoding state of one block: whatever its mixer and ffn keep between tokens."""
+    """Decoding state of one block: whatever its mixer, its ffn and the layers beside the mixer keep between tokens."""
 
     mixer: Any = None
     ffn: Any = None
+    beside: tuple[Any, ...] = ()
 
 
 class Block(nn.Module):
     """Stream to stream. See `ResidualOptions` for the forms.
 
-    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>}`.
+    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`.
+
+    Args:
+        shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
     """
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation):
+    def __init__(self, make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation,
+                 shared: dict[str, nn.Module] | None = None):
         super().__init__()
         self.residual, self.pattern = model.residual, pattern
         partial = make.mesh.layout.sequence
-        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = None
+        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
             self.mixer = _layer(MIXERS, make, model, pattern.mixer, init)
+        if pattern.mixer and pattern.mixer.beside:
+            shared = {} if shared is None else shared
+            self.beside = nn.ModuleList(
+                BESIDES[kind.name](
+                    make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared)
+                for kind, number in zip(pattern.mixer.beside, call_numbers(model.layers)[init.index]))
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
@@ -53,8 +64,8 @@ class Block(nn.Module):
 
     @staticmethod
     def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
-        residual = model.residual
-        return residual.form == "parallel" and residual.shared_norm and pattern.mixer is not None and pattern.ffn is not None
+        residual, both = model.residual, pattern.mixer is not None and pattern.ffn is not None
+        return residual.form == "parallel" and residual.shared_norm and both and not pattern.mixer.beside
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         x, state = stream.hidden, state or BlockState()
@@ -73,11 +84,16 @@ class Block(nn.Module):
 
     def new_state(self) -> BlockState:
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
-        return BlockState(*(layer.new_state() if hasattr(layer, "new_state") else None for layer in (self.mixer, self.ffn)))
+        mixer, ffn, *beside = (
+            layer.new_state() if hasattr(layer, "new_state") else None
+            for layer in (self.mixer, self.ffn, *(self.beside or ())))
+        return BlockState(mixer, ffn, tuple(beside))
 
     def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
         """The mixer's branch, and the stream with what it writes beside; `normed` is its input where both branches
         share a norm."""
+        for layer, own in zip(self.beside or (), state.beside or (None,) * len(self.beside or ())):
+            x = x + layer(stream.hidden, stream, own)
         if self.residual.norm == "post":
             y, stream = _apply(self.mixer, x, stream, state.mixer)
             y = self.mixer_norm(y)
@@ -116,7 +132,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
     """
     found: dict[str, Channel] = {}
     for kind in pattern.kinds:
-        layer = {**MIXERS, **FFNS}.get(kind.name)
+        layer = {**MIXERS, **BESIDES, **FFNS}.get(kind.name)
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
     return found
@@ -133,6 +149,9 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
+    for number, kind in enumerate(pattern.mixer.beside if pattern.mixer else ()):
+        call = call_numbers(model.layers)[index][number]
+        total += BESIDES[kind.name].counts(model, options_of(model, kind), sequence_length, call)
     if Block.shares_norm(model, pattern):
         norms = 1
         total += Counts(activations=-H)  # both layers read the same

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.pattern import parse
+from megatron.config.pattern import call_numbers, parse
 
 from .block import block_counts
 from .ends import embedding_counts, head_counts
+from .mixers.shared_attention import shared_name
+from .options import options_of
 
 
 def stage_bounds(config: Config) -> list[int]:
@@ -36,6 +38,17 @@ def stage_bounds(config: Config) -> list[int]:
     for stage, count in enumerate(counts):
         bounds.append(bounds[-1] + count + (stage == 0) + (stage == stages - 1))
     return bounds
+
+
+def copies(config: Config) -> dict[str, tuple[int, ...]]:
+    """What several pipeline stages hold: prefixes of logical names, and the stages, in order."""
+    model, stages = config.model, stage_of(config)
+    found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if model.embedding.tied else {}
+    users: dict[str, set[int]] = {}
+    for block, numbers, stage in zip(parse(model.layers), call_numbers(model.layers), stages[1:]):
+        for kind, number in zip(block.mixer.beside if block.mixer else (), numbers):
+            users.setdefault(shared_name(kind, options_of(model, kind), number), set()).add(stage)
+    return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}
 
 
 def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> list[int]:

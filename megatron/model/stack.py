@@ -62,7 +62,8 @@ class Plan:
     def form(self) -> StreamForm:
         """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
-        drops = model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in v for v in model.variants.values())
+        rates = (model.dropout, model.attention.dropout, model.shared_attention.dropout)
+        drops = any(rates) or any("dropout" in v for v in model.variants.values())
         jitters = any(options_of(model, each).router.jitter for block in self.blocks for each in block.kinds if each.name == "moe")
         documents = data.reset_attention_at_eod
         return StreamForm(positions=documents, documents=documents, samples=drops or jitters)
@@ -70,8 +71,9 @@ class Plan:
     def embedding(self) -> Embedding:
         return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))
 
-    def block(self, index: int) -> Block:
-        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index))
+    def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
+        """`shared`: modules that the blocks of one rank share (see `Block`)."""
+        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index), shared)
         block = compiled(block, self.config, self.device)
         return checkpointed(block, index, self.config.training.activation_checkpointing)
 
@@ -86,7 +88,8 @@ class Model(nn.Module):
         super().__init__()
         self.plan, self.form = plan, plan.form
         self.embedding = plan.embedding()
-        self.blocks = nn.ModuleList(plan.block(index) for index in range(len(plan.blocks)))
+        shared: dict[str, nn.Module] = {}
+        self.blocks = nn.ModuleList(plan.block(index, shared) for index in range(len(plan.blocks)))
         tied = self.embedding.tokens.weight if plan.config.model.embedding.tied else None
         self.head = plan.head(tied)
 

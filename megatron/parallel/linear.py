@@ -62,6 +62,21 @@ class RowLinear(nn.Module):
         return y + (sum_gradient(self.bias, self.mesh.tensor) if self.mesh.layout.sequence else self.bias)
 
 
+class WholeLinear(nn.Module):
+    """[..., s, inputs] to [..., s, outputs] outside of tensor regions; every rank has the whole matrix.
+
+    With sequence parallelism each rank sees part of the positions, and the gradient is summed over the ranks.
+    """
+
+    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT):
+        super().__init__()
+        self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
+        self.weight = make.parameter("weight", (outputs, inputs), role=role, init=init, matrices=(outputs,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis))
+
+
 class VocabEmbedding(nn.Module):
     """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]); the rows of the table are cut over the ranks."""
 

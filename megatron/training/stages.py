@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron.model.partition import stage_bounds
+from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import Plan
 from megatron.model.stream import StreamForm
 
@@ -29,9 +29,9 @@ class EmbeddingStage(nn.Module):
 class BlockStage(nn.Module):
     """One block on packed streams."""
 
-    def __init__(self, plan: Plan, index: int):
+    def __init__(self, plan: Plan, index: int, shared: dict[str, nn.Module]):
         super().__init__()
-        self.block, self.before, self.after = plan.block(index), plan.form_at(index), plan.form_at(index + 1)
+        self.block, self.before, self.after = plan.block(index, shared), plan.form_at(index), plan.form_at(index + 1)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.after.pack(self.block(self.before.unpack(tensors)))
@@ -62,16 +62,18 @@ class HeadStage(nn.Module):
 class Pipeline(PipelineModule):
     """This rank's stage.
 
-    With tied embeddings the last stage has its own copy of the table, with the same name and so the same initial
-    values; the gradients of the two are summed once per step, and the norm counts the first alone.
+    What several stages use (a tied embedding, weights that layers share), each of them has a copy of, with the same name
+    and so the same initial values; the gradients are summed over the copies once per step, and the norm counts the
+    first alone.
     """
 
     def __init__(self, plan: Plan):
-        self.plan, self.tied_pair = plan, None
+        self.plan, self.tied = plan, []
         layout = plan.mesh.layout
         self._bounds = stage_bounds(plan.config)
         specs = [LayerSpec(EmbeddingStage, plan)]
-        specs += [LayerSpec(BlockStage, plan, index) for index in range(len(plan.blocks))]
+        shared: dict[str, nn.Module] = {}
+        specs += [LayerSpec(BlockStage, plan, index, shared) for index in range(len(plan.blocks))]
         specs += [LayerSpec(HeadStage, plan)]
         super().__init__(
             specs, partition_method="uniform", activation_checkpoint_interval=0,
@@ -94,21 +96,23 @@ class Pipeline(PipelineModule):
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
     def _index_tied_modules(self) -> dict:
-        axis = self.plan.mesh.pipeline
-        if self.plan.config.model.embedding.tied:
-            # Stages in between make a group of their own: torch names a group after how many its members have
+        axis, held = self.plan.mesh.pipeline, copies(self.plan.config)
+        groups = {}
+        for stages in sorted(set(held.values())):
+            # Stages without a copy make a group of their own: torch names a group after how many its members have
             # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
-            ends = axis.rank in (0, axis.size - 1)
-            members = [axis.ranks[0], axis.ranks[-1]] if ends else [axis.ranks[axis.rank]]
-            group = dist.new_group(members, use_local_synchronization=True)
-            if ends:
-                weight = next(p for p in self.parameters() if p.logical.name == "embedding.tokens.weight")
-                weight.ds_pipe_replicated = axis.rank > 0
-                self.tied_pair = (weight, group)
+            members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
+            groups[stages] = dist.new_group(members, use_local_synchronization=True)
+        for weight in sorted(self.parameters(), key=lambda p: p.logical.name):
+            stages = next((at for prefix, at in held.items() if weight.logical.name.startswith(f"{prefix}.")), ())
+            if axis.rank in stages:
+                weight.ds_pipe_replicated = axis.rank != stages[0]
+                self.tied.append((weight, groups[stages]))
         return {}
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, dist.ProcessGroup]]:
-        return [self.tied_pair] if self.tied_pair else []
+        """Each pair is one sum, in the order of names: the same for all members of a group."""
+        return self.tied
 
     @property
     def head_stage(self) -> HeadStage | None:

@@ -68,6 +68,8 @@ def test_roles():
         ("attention@/mlp", 11, "variant's name"),
         ("shared_attention", 1, "only stands after a '+'"),
         ("mamba+mlp", 7, "cannot stand after a '+'"),
+        ("attention/mlp+shared_attention", 15, "nothing runs beside mlp"),
+        ("mamba+shared_attention+shared_attention", 24, "runs beside mamba already"),
         ("x3 attention", 1, "a block is expected"),
         ("attention x2 x3", 14, "does not belong here"),
         ("(attention x50000) x50000", 20, "more than 100000 blocks"),

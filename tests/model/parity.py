@@ -13,15 +13,19 @@ from megatron.config.pattern import parse
 from megatron.model.stack import Model, build_model
 
 
-def randomise(module: torch.nn.Module, seed: int) -> None:
-    """Every parameter, those that start at 0 or 1 included: otherwise a comparison is blind to them."""
+def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
+    """Every parameter, those that start at 0 or 1 included: otherwise a comparison is blind to them.
+
+    Args:
+        std: of matrices.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             vector = parameter.dim() == 1
             norm = vector and name.endswith("weight")
-            parameter.copy_(1.0 + 0.3 * noise if norm else (0.2 if vector else 0.15) * noise)
+            parameter.copy_(1.0 + 0.3 * noise if norm else (0.2 if vector else std) * noise)
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -77,9 +81,11 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     return found
 
 
-def compare(theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24) -> None:
+def compare(
+    theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24, std: float = 0.15
+) -> None:
     """Equal logits, loss and gradients of every parameter, after randomising every parameter."""
-    randomise(theirs, seed)
+    randomise(theirs, seed, std)
     model, steps, _ = twin(theirs.eval())
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)

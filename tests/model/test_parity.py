@@ -114,10 +114,29 @@ CASES |= {
         pad_token_id=None),
 }
 
+HYBRID = {**STATE_SPACE, "num_attention_heads": 4, "pad_token_id": None, "mamba_d_state": 8}
+PLAIN, SHARED = "linear_attention", "hybrid"
+CASES |= {
+    "zamba2 one block": hf.Zamba2Config(
+        **{**HYBRID, "num_hidden_layers": 3}, layers_block_type=[PLAIN, SHARED, SHARED], n_mamba_heads=8,
+        adapter_rank=3, use_mem_rope=True, use_shared_attention_adapter=True),
+    "zamba2 two blocks in turn, biases": hf.Zamba2Config(
+        **{**HYBRID, "num_hidden_layers": 4}, layers_block_type=[SHARED, PLAIN, SHARED, SHARED],
+        n_mamba_heads=4, mamba_ngroups=2, num_mem_blocks=2, adapter_rank=5, time_step_min=0.2, add_bias_linear=True,
+        intermediate_size=48, hidden_act="silu", num_key_value_heads=2),
+    "bamba": hf.BambaConfig(
+        **{**HYBRID, "num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=2,
+        num_key_value_heads=2, intermediate_size=40, time_step_limit=(0.3, 0.9)),
+    "bamba with biases": hf.BambaConfig(
+        **HYBRID, attn_layer_indices=[0], mamba_n_heads=4, mamba_conv_bias=False, mamba_proj_bias=True, attention_bias=True,
+        mlp_bias=True, num_key_value_heads=4, intermediate_size=40, tie_word_embeddings=True, rms_norm_eps=1e-3),
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str):
     torch.manual_seed(0)
     config = CASES[name]
     theirs = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    compare(theirs, seed=sum(name.encode()))
+    # shared blocks have norms without residuals, which amplify rounding (theirs as ours) with the size of matrices
+    compare(theirs, seed=sum(name.encode()), std=0.075 if name.startswith("zamba") else 0.15)

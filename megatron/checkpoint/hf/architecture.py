@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from .hybrids import Hybrid
 from .links import Link
 
 
@@ -58,6 +60,7 @@ class Architecture:
         aliases: names in a module's state dict -> names on disk, where they differ.
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
+        hybrid: what it has beside, where its layers are of several kinds.
     """
 
     name: str
@@ -72,6 +75,20 @@ class Architecture:
     aliases: dict[str, str] = field(default_factory=dict)
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    hybrid: Hybrid | None = None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The patterns of its layers, variants left out."""
+        return (self.block,) if self.hybrid is None else tuple(self.hybrid.blocks)
+
+    def all_links(self, ours: Collection[str]) -> tuple[Link, ...]:
+        """Its tensors and ours, for a model with tensors of these names."""
+        return self.links if self.hybrid is None else (*self.links, *self.hybrid.links(ours))
+
+    def source(self, name: str, saved: Collection[str]) -> str | None:
+        """The tensor, among those that a model is saved with, that a name is a second name of; None if of none."""
+        return None if self.hybrid is None else self.hybrid.source(name, saved)
 
     @property
     def head(self) -> str:

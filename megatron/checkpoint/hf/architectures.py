@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import tables
+from . import hybrids, tables
 from .architecture import Architecture, Field
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",
@@ -166,5 +166,40 @@ OLMOE = Architecture(
     fixed={**_MOE_FIXED, "attention.qk_norm": "full"}, required={"clip_qkv": None}, block="attention/moe",
 )
 
+
+_SHARED = "shared_attention"
+ZAMBA2 = Architecture(
+    "zamba2", "Zamba2ForCausalLM", tables.ZAMBA2,
+    fields=(
+        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
+        Field("mamba2.expand", "mamba_expand"), Field("mamba2.state_size", "mamba_d_state"),
+        Field("mamba2.convolution", "mamba_d_conv"), Field("mamba2.groups", "mamba_ngroups"),
+        Field("mamba2.time_step_high", "time_step_max"), Field("mamba2.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"), Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.blocks", "num_mem_blocks"), Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
+        Field(f"{_SHARED}.attention_adapters", "use_shared_attention_adapter"),
+        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
+    ),
+    # transformers ties the shared blocks where it ties the embedding, and only there
+    fixed={
+        **_BARE, "embedding.tied": True, "norm.epsilon": 1e-5, "mamba2.convolution_bias": True,
+        "mamba2.most_step": None, f"{_SHARED}.mlp.gated": True,
+    },
+    required={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "use_long_context": False, "use_conv_bias": True},
+    rotary="none", block="mamba2", hybrid=hybrids.ZAMBA2,
+)
+
+BAMBA = Architecture(
+    "bamba", "BambaForCausalLM", tables.BAMBA,
+    fields=(
+        *_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS, Field("mlp.bias", "mlp_bias"),
+        Field("mamba2.expand", "mamba_expand"), Field("mamba2.state_size", "mamba_d_state"),
+        Field("mamba2.convolution", "mamba_d_conv"), Field("mamba2.groups", "mamba_n_groups"),
+        Field("mamba2.convolution_bias", "mamba_conv_bias"), Field("mamba2.bias", "mamba_proj_bias"),
+    ),
+    fixed=_LLAMA_FIXED, required={"hidden_act": "silu"}, rotary="partial", hybrid=hybrids.BAMBA,
+)
+
 ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE)}
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA)}

@@ -19,6 +19,7 @@ from megatron.model.options import options_of
 from ..errors import CheckpointError
 from .architecture import Architecture
 from .architectures import ARCHITECTURES
+from .hybrids import without_variants
 from .links import Dims
 from .rope import rope_parameters, rope_values
 from .same import differences
@@ -68,6 +69,11 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         _put(values, "attention.rotary", rotary)
         problems += found
     _put_layers(values, architecture, theirs)
+    if architecture.hybrid is not None:
+        more, found = architecture.hybrid.values(theirs)
+        for ours, value in more.items():
+            _put(values, ours, value)
+        problems += found
     if architecture.name == "mamba2":
         _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
         most = theirs.time_step_limit[1]
@@ -89,6 +95,8 @@ def _put_layers(values: dict[str, Any], architecture: Architecture, theirs: PreT
     """The pattern, with a window where there is one: in all layers, or in the variant `sliding`."""
     count = theirs.num_hidden_layers
     values["layers"] = f"({architecture.block}) x{count}"
+    if architecture.hybrid is not None:
+        values["layers"] = architecture.hybrid.pattern(theirs)
     if architecture.window == "all" and theirs.sliding_window is not None:
         values["attention"]["window"] = theirs.sliding_window
     if architecture.window == "layer" and "sliding_attention" in theirs.layer_types:
@@ -126,10 +134,11 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     """A configuration of this architecture, and what it computes differently."""
     model = config.model
     blocks = parse(model.layers)
-    kinds = {str(block): "/".join(kind.name for kind in block.kinds) for block in blocks}
-    strange = sorted(block for block, names in kinds.items() if names != architecture.block)
+    strange = sorted({str(block) for block in blocks if without_variants(block) not in architecture.blocks})
     if strange:
-        return None, [f"model.layers: {block} is no block of {architecture.block}" for block in strange]
+        return None, [f"model.layers: {block} is no block of {' or '.join(architecture.blocks)}" for block in strange]
+    if architecture.blocks[0] not in map(without_variants, blocks):
+        return None, [f"model.layers has no {architecture.blocks[0]}"]
     settings: dict[str, Any] = {
         "num_hidden_layers": len(blocks), "architectures": [architecture.class_name], "dtype": "float32",
         "initializer_range": model.init.std, "bos_token_id": None, "pad_token_id": None,
@@ -143,6 +152,9 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     if settings.get("n_positions", 0) is None:
         settings["n_positions"] = config.training.sequence_length
     settings.update(_windows(model, architecture))
+    if architecture.hybrid is not None:
+        settings["max_position_embeddings"] = config.training.sequence_length
+        settings.update(architecture.hybrid.settings(model, architecture.hybrid.kinds(model)))
     if architecture.name == "mamba2":
         inner, most = dims_of(model).mamba2[0], model.mamba2.most_step
         settings["num_heads"] = inner // model.mamba2.head_dim

@@ -45,7 +45,7 @@ def plan(architecture: Architecture, ours: Iterable[str], layers: int, dims: Dim
         CheckpointError: a tensor has no counterpart in the architecture, or only part of what one is made of exists.
     """
     wanted, steps, problems = set(ours), [], []
-    for link in architecture.links:
+    for link in architecture.all_links(wanted.copy()):
         for layer in range(layers) if link.repeated else [None]:
             for suffix in link.suffixes:
                 names, theirs = link.names(layer, suffix, dims.experts)
@@ -75,7 +75,7 @@ def match(
     """Where each tensor that the steps need stands in a Hugging Face checkpoint: canonical name -> name as it is there.
 
     Buffers that older checkpoints keep (masks, rotary frequencies) are no tensors of the model; nor is a head that is
-    tied to the embedding, but it must be equal.
+    tied to the embedding, or a second name of a tensor that layers share, but they must be equal.
 
     Args:
         present: names of all tensors of the checkpoint, as on disk or as in a module's state dict.
@@ -91,7 +91,12 @@ def match(
     if architecture.head in left and not problems and not any(HEAD in step.ours for step in steps):
         left.discard(architecture.head)
         problems += _untied(architecture, steps, there, read)
-    problems += [f"left over: {there[name]}" for name in sorted(left)]
+    for name in sorted(left):
+        source = architecture.source(name, needed)
+        if source is None or source not in there:
+            problems.append(f"left over: {there[name]}")
+        elif not read(there[name]).equal(read(there[source])):
+            problems.append(f"{there[name]} and {there[source]} are one tensor of layers that share it, but they differ")
     if problems:
         raise CheckpointError(architecture.class_name, problems)
     return there

@@ -46,12 +46,10 @@ def _blocks(model: ModelSection) -> list[dict[str, Any]]:
 
 def _block(model: ModelSection, block) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for kind in (block.mixer, block.ffn):
-        if kind is None:
-            continue
+    for kind in block.kinds:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
-        if kind.name == "attention":
+        if kind.name in ("attention", "shared_attention"):
             _drop_idle_rotary(values)
         if kind.name == "moe":
             values["router"] = {name: value for name, value in values["router"].items() if name not in _ROUTER_TRAINING}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import hybrids
 from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Stacked, Swapped, Transposed
 
 _OURS, _LLAMA, _NEOX, _GPT2 = "layers.{n}", "model.layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
@@ -106,4 +107,19 @@ MAMBA2 = (
     Link((f"{_OURS}.mamba2.x_conv", f"{_OURS}.mamba2.bc_conv"), f"{_MAMBA}.mixer.conv1d", Mamba2Rows(False)),
     Link(f"{_OURS}.mamba2.norm", f"{_MAMBA}.mixer.norm"),
     Link(f"{_OURS}.mamba2.output", f"{_MAMBA}.mixer.out_proj"),
+)
+
+_ENDS = (
+    Link("embedding.tokens", "model.embed_tokens"),
+    Link("final_norm", "model.final_layernorm"),
+    Link("head", "lm_head"),
+)
+ZAMBA2 = _ENDS  # its layers: see `hybrids`
+BAMBA = (
+    *_ENDS,
+    *hybrids.mamba2(_OURS, _LLAMA),
+    Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.pre_ff_layernorm"),
+    *(link for link in _LLAMA_COMMON if ".attention." in str(link.ours)),
+    Link(f"{_OURS}.mlp.gate_up", (f"{_LLAMA}.feed_forward.gate_proj", f"{_LLAMA}.feed_forward.up_proj"), Fused()),
+    Link(f"{_OURS}.mlp.down", f"{_LLAMA}.feed_forward.down_proj"),
 )

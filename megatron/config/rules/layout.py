@@ -133,6 +133,21 @@ def mlp_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def shared_mlp_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
+    ranks = facts.config.parallel.tensor
+    for prefix, shared in kind_options(facts, "shared_attention"):
+        width = shared.mlp.hidden_size
+        if width is not None and width % ranks:
+            key = section_key(facts, prefix, "mlp", "shared_attention")
+            given = facts.given(f"{key}.hidden_size")
+            yield facts.problem(
+                f"{key}.hidden_size" if given or not key.startswith("model.variants") else key,
+                "parallel.tensor",
+                rule="each tensor parallel rank has the same share of the MLP's channels",
+                fix=f"use {_multiples(width, ranks)} channels",
+            )
+
+
 def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
     parallel, length = facts.config.parallel, facts.config.training.sequence_length
     if parallel.sequence and parallel.tensor == 1:
@@ -337,6 +352,7 @@ RULES = (
     mixer_heads_divide_over_tensor_ranks,
     offloaded_parameters_have_one_type,
     mlp_divides_over_tensor_ranks,
+    shared_mlp_divides_over_tensor_ranks,
     sequence_divides_over_tensor_ranks,
     stages_have_layers,
     pipeline_split_adds_up,

@@ -21,7 +21,7 @@ def pattern_is_readable(facts: Facts) -> Iterator[Problem]:
 
 
 def mixers_have_heads(facts: Facts) -> Iterator[Problem]:
-    for section in ("attention", "gated_delta", "cca"):
+    for section in ("attention", "shared_attention", "gated_delta", "cca"):
         for prefix, own in kind_options(facts, section):
             if own.heads is None:
                 yield facts.problem(
@@ -61,9 +61,17 @@ def kind_options(facts: Facts, section: str) -> Iterator[tuple[str, object]]:
             yield f"model.variants.{variant}", options(facts.config, kind)
 
 
+ATTENTIONS = ("attention", "shared_attention")
+
+
 def attention_options(facts: Facts) -> Iterator[tuple[str, object]]:
-    """The same for attention; those without heads are left out."""
-    return ((prefix, found) for prefix, found in kind_options(facts, "attention") if found.heads is not None)
+    """The same for attention, shared or not; those without heads are left out."""
+    return (
+        (prefix, found)
+        for section in ATTENTIONS
+        for prefix, found in kind_options(facts, section)
+        if found.heads is not None
+    )
 
 
 def section_key(facts: Facts, prefix: str, name: str, section: str) -> str:
@@ -74,18 +82,27 @@ def section_key(facts: Facts, prefix: str, name: str, section: str) -> str:
 
 
 def key_of(facts: Facts, prefix: str, name: str) -> str:
-    """`section_key` of an option of attention."""
-    return section_key(facts, prefix, name, "attention")
+    """`section_key` of an option of attention, shared or not."""
+    return section_key(facts, prefix, name, attention_section(facts, prefix))
+
+
+def attention_section(facts: Facts, prefix: str) -> str:
+    """The section that these options belong to."""
+    *_, last = prefix.split(".")
+    if prefix == f"model.{last}":
+        return last
+    return next(KINDS[each.name].section for block in facts.blocks for each in block.kinds if each.variant == last)
 
 
 def heads_fill_hidden_size(facts: Facts) -> Iterator[Problem]:
-    width = facts.config.model.hidden_size
     for prefix, attention in attention_options(facts):
+        twice = 2 if attention_section(facts, prefix) == "shared_attention" else 1
+        width = twice * facts.config.model.hidden_size
         if width % attention.heads and not facts.given(key_of(facts, prefix, "head_dim")):
             yield facts.problem(
                 key_of(facts, prefix, "heads"),
                 "model.hidden_size",
-                rule="the heads share model.hidden_size evenly, unless head_dim is given",
+                rule=f"the heads share {'2 * ' * (twice - 1)}model.hidden_size evenly, unless head_dim is given",
                 fix=f"use {near(attention.heads, divisors(width))} heads, or give head_dim",
             )
 
@@ -170,6 +187,35 @@ def cca_heads_fit(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def shared_blocks_are_used(facts: Facts) -> Iterator[Problem]:
+    """A block of shared weights that no layer uses would have no gradient."""
+    calls: dict[str, int] = {}
+    for block in facts.blocks:
+        for each in block.kinds:
+            if each.name == "shared_attention":
+                prefix = f"model.variants.{each.variant}" if each.variant else "model.shared_attention"
+                calls[prefix] = calls.get(prefix, 0) + 1
+    for prefix, shared in kind_options(facts, "shared_attention"):
+        if shared.blocks > calls[prefix]:
+            yield facts.problem(
+                section_key(facts, prefix, "blocks", "shared_attention"),
+                "model.layers",
+                rule=f"each shared block is used, and the pattern has {calls[prefix]} of these layers",
+                fix=f"use at most {calls[prefix]} blocks",
+            )
+
+
+def attention_adapters_have_a_rank(facts: Facts) -> Iterator[Problem]:
+    for prefix, shared in kind_options(facts, "shared_attention"):
+        if shared.attention_adapters and not shared.adapter_rank:
+            yield facts.problem(
+                section_key(facts, prefix, "adapter_rank", "shared_attention"),
+                section_key(facts, prefix, "attention_adapters", "shared_attention"),
+                rule="adapters of queries, keys and values have a rank",
+                fix="give adapter_rank (Zamba2 has 128), or use attention_adapters: false",
+            )
+
+
 def rotated_channels_are_pairs(facts: Facts) -> Iterator[Problem]:
     for prefix, attention in attention_options(facts):
         if attention.position != "rotary" or not attention.head_dim or attention.rotary.fraction == 0:
@@ -188,7 +234,7 @@ def rotated_channels_are_pairs(facts: Facts) -> Iterator[Problem]:
             )
             yield facts.problem(
                 key_of(facts, prefix, "head_dim"),
-                "model.attention.rotary.fraction",
+                f"model.{attention_section(facts, prefix)}.rotary.fraction",
                 rule="rotary positions turn pairs of channels, "
                 f"and head_dim * fraction = {rotated} is no positive even number",
                 fix=fix,
@@ -196,36 +242,36 @@ def rotated_channels_are_pairs(facts: Facts) -> Iterator[Problem]:
 
 
 def rotary_scaling_is_complete(facts: Facts) -> Iterator[Problem]:
-    key = "model.attention.rotary.scaling"
-    scaling = facts.config.model.attention.rotary.scaling
-    if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
-        yield facts.problem(
-            f"{key}.original_length",
-            f"{key}.type",
-            rule=f"{scaling.type} scaling needs the original context length",
-            fix="give the sequence length that the frequencies were trained with",
-        )
-    if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
-        yield facts.problem(
-            f"{key}.high_frequency_factor",
-            f"{key}.low_frequency_factor",
-            rule="high_frequency_factor is above low_frequency_factor",
-            fix="Llama 3 uses 4 and 1",
-        )
-    if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-        yield facts.problem(
-            f"{key}.beta_fast",
-            f"{key}.beta_slow",
-            rule="beta_fast is above beta_slow",
-            fix="YaRN uses 32 and 1",
-        )
-    if scaling.type == "none" and scaling.factor != 1.0:
-        yield facts.problem(
-            f"{key}.factor",
-            f"{key}.type",
-            rule="a factor has no effect without a type",
-            fix="give rotary.scaling.type: linear, llama3 or yarn",
-        )
+    for section in ATTENTIONS:
+        key, scaling = f"model.{section}.rotary.scaling", getattr(facts.config.model, section).rotary.scaling
+        if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
+            yield facts.problem(
+                f"{key}.original_length",
+                f"{key}.type",
+                rule=f"{scaling.type} scaling needs the original context length",
+                fix="give the sequence length that the frequencies were trained with",
+            )
+        if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+            yield facts.problem(
+                f"{key}.high_frequency_factor",
+                f"{key}.low_frequency_factor",
+                rule="high_frequency_factor is above low_frequency_factor",
+                fix="Llama 3 uses 4 and 1",
+            )
+        if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+            yield facts.problem(
+                f"{key}.beta_fast",
+                f"{key}.beta_slow",
+                rule="beta_fast is above beta_slow",
+                fix="YaRN uses 32 and 1",
+            )
+        if scaling.type == "none" and scaling.factor != 1.0:
+            yield facts.problem(
+                f"{key}.factor",
+                f"{key}.type",
+                rule="a factor has no effect without a type",
+                fix="give rotary.scaling.type: linear, llama3 or yarn",
+            )
 
 
 def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
@@ -308,6 +354,8 @@ RULES = (
     heads_fill_hidden_size,
     kv_heads_divide_heads,
     state_space_heads_are_whole,
+    shared_blocks_are_used,
+    attention_adapters_have_a_rank,
     rotated_channels_are_pairs,
     rotary_scaling_is_complete,
     shared_norm_has_two_branches,

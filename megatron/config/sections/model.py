@@ -81,6 +81,28 @@ class MLPOptions(Section):
     bias: bool = key(False, "Whether the projections have biases.")
 
 
+class SharedMLPOptions(MLPOptions):
+    hidden_size: int | None = key(
+        None, "Width of the MLP.", unit="channels", derived="4 * model.hidden_size", gt=0)
+    gated: bool = key(True, "Gated form: activation(gate(x)) * up(x).")
+
+
+class SharedAttentionOptions(AttentionOptions):
+    blocks: int = key(1, "Number of blocks of shared weights, which the layers use in turn.", gt=0)
+    adapter_rank: int = key(
+        0, "Rank of what each layer adds to the first matrix of the shared MLP (LoRA); 0 adds nothing.", ge=0)
+    attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
+    mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
+    heads: int | None = key(
+        None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
+    kv_heads: int | None = key(
+        None, "Number of key/value heads (GQA; 1 is MQA).", derived="model.shared_attention.heads", gt=0)
+    head_dim: int | None = key(
+        None, "Channels per head.", unit="channels", derived="2 * model.hidden_size / model.shared_attention.heads", gt=0)
+    scale: float | None = key(
+        None, "Multiplier of query-key products.", derived="(model.shared_attention.head_dim / 2) ** -0.5", gt=0)
+
+
 class RecurrentOptions(Section):
     """What mixers with a convolution in front of a decaying state share."""
 
@@ -231,6 +253,8 @@ class ModelSection(Section):
         GatedDeltaOptions, "Options of the gated_delta mixer (Yang, Kautz and Hatamizadeh 2024).")
     cca: CCAOptions = key(
         CCAOptions, "Options of the cca mixer, compressed convolutional attention (Figliolia et al. 2025).")
+    shared_attention: SharedAttentionOptions = key(
+        SharedAttentionOptions, "Options of shared_attention, which runs beside a mixer (Zamba, Glorioso et al. 2024).")
     mlp: MLPOptions = key(MLPOptions, "Options of the mlp feed-forward.")
     moe: MoEOptions = key(MoEOptions, "Options of the moe feed-forward: a mixture of experts.")
     variants: dict[str, dict[str, Any]] = key(

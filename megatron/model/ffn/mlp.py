@@ -40,8 +40,10 @@ class MLP(nn.Module):
         self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width), bias=options.bias)
         self.down = RowLinear(make.scope("down"), width, H, init=init.output(width, H), bias=options.bias)
 
-    def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor:
-        h = self.up(enter(x, self.mesh))
+    def forward(self, x: Tensor, stream: Stream, cache: object = None, adapter: nn.Module | None = None) -> Tensor:
+        """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
+        x = enter(x, self.mesh)
+        h = self.up(x) if adapter is None else self.up(x) + adapter(x)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)

@@ -56,16 +56,31 @@ class KeyValueCache:
         return buffer
 
 
+@dataclass(frozen=True)
+class Call:
+    """What one of several layers that share an attention module has of its own.
+
+    Attributes:
+        dropout_key: of its draws.
+        adapters: modules whose results are added to queries, keys and values; None where there are none.
+    """
+
+    dropout_key: int
+    adapters: tuple[nn.Module, nn.Module, nn.Module] | None = None
+
+
 class Attention(nn.Module):
-    """x [B, s, H] to its attention output [B, s, H].
+    """x [B, s, H] (or of `inputs` channels) to its attention output [B, s, H].
 
     Query heads are cut over the ranks. Key/value heads are cut too if their number allows; else every rank
     computes all of them and uses those of its query heads.
     """
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, options: AttentionOptions, init: Initialisation):
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: AttentionOptions, init: Initialisation,
+                 inputs: int | None = None):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
+        inputs = inputs or H
         self.mesh, self.options, self.D, self.seed = mesh, options, D, make.seed
         self.heads = options.heads // mesh.tensor.size
         self.first_head = self.heads * mesh.tensor.rank
@@ -73,10 +88,10 @@ class Attention(nn.Module):
         self.kv_heads = options.kv_heads // mesh.tensor.size if self.shard_kv else options.kv_heads
         q_width, kv_width = options.heads * D, options.kv_heads * D
         self.query = ColumnLinear(
-            make.scope("query"), H, (q_width,), init=init.hidden(H, q_width), bias=options.qkv_bias, unit=D)
+            make.scope("query"), inputs, (q_width,), init=init.hidden(inputs, q_width), bias=options.qkv_bias, unit=D)
         self.key_value = ColumnLinear(
-            make.scope("key_value"), H, (kv_width, kv_width), init=init.hidden(H, kv_width), bias=options.qkv_bias, unit=D,
-            shard=self.shard_kv)
+            make.scope("key_value"), inputs, (kv_width, kv_width), init=init.hidden(inputs, kv_width),
+            bias=options.qkv_bias, unit=D, shard=self.shard_kv)
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D)
         self.query_norm = self.key_norm = None
@@ -94,9 +109,9 @@ class Attention(nn.Module):
         self.pattern = Pattern(options.scale or D**-0.5, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
-    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
-        x_BSH = enter(x, self.mesh)
-        q, k, v = self._project(x_BSH)
+    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None) -> Tensor:
+        x_BSH, call = enter(x, self.mesh), call or Call(self.dropout_key)
+        q, k, v = self._project(x_BSH, call)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
             angles = self._angles(stream, begin, x_BSH)
@@ -108,16 +123,18 @@ class Attention(nn.Module):
             k, v = self._used_heads(k), self._used_heads(v)
         dropout = None
         if self.training and self.options.dropout > 0.0:
-            dropout = (self.options.dropout, self.dropout_key, stream.samples, self.first_head)
+            dropout = (self.options.dropout, call.dropout_key, stream.samples, self.first_head)
         y = attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()
 
-    def _project(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BSH: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised."""
         q, (k, v) = self.query(x_BSH), self.key_value(x_BSH).chunk(2, dim=-1)
+        if call.adapters is not None:
+            q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), call.adapters))
         wide = isinstance(self.query_norm, WideRMSNorm)
         if wide:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -154,10 +171,13 @@ class Attention(nn.Module):
         return x_BmSD[:, used]
 
     @staticmethod
-    def counts(model: ModelSection, options: AttentionOptions, sequence_length: int) -> Counts:
+    def counts(
+        model: ModelSection, options: AttentionOptions, sequence_length: int, inputs: int | None = None
+    ) -> Counts:
         H, D = model.hidden_size, options.head_dim
+        inputs = inputs or H
         q_width, kv_width = options.heads * D, options.kv_heads * D
-        matrices = 2 * H * q_width + 2 * H * kv_width
+        matrices = (inputs + H) * q_width + 2 * inputs * kv_width
         parameters = matrices
         if options.qkv_bias:
             parameters += q_width + 2 * kv_width

@@ -45,6 +45,58 @@ MODEL = [
         "use groups = 2 or 4",
     ),
     case(
+        "shared attention without heads",
+        "model: {layers: mamba2 mamba2+shared_attention}",
+        "a pattern with shared_attention layers needs the number of heads",
+    ),
+    case(
+        "shared heads do not divide twice the width",
+        "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 3}}",
+        "a.yml:2: model.shared_attention.heads = 3",
+        "the heads share 2 * model.hidden_size evenly",
+        "use 2 or 4 heads",
+    ),
+    case(
+        "shared heads over ranks",
+        "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 2}, mamba2: {head_dim: 16}}\n"
+        "parallel: {tensor: 4}",
+        "a.yml:2: model.shared_attention.heads = 2",
+        "each tensor parallel rank has the same number of whole heads",
+        ranks=4,
+    ),
+    case(
+        "shared MLP over ranks",
+        "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 4, mlp: {hidden_size: 99}}}\n"
+        "parallel: {tensor: 2}",
+        "a.yml:2: model.shared_attention.mlp.hidden_size = 99",
+        "the same share of the MLP's channels",
+        "use 98 or 100 channels",
+    ),
+    case(
+        "more shared blocks than layers with them",
+        "model: {layers: mamba2 x2 mamba2+shared_attention, shared_attention: {heads: 4, blocks: 2}}",
+        "a.yml:2: model.shared_attention.blocks = 2",
+        "each shared block is used, and the pattern has 1 of these layers",
+        "use at most 1 blocks",
+    ),
+    case(
+        "attention adapters without a rank",
+        "model: {layers: mamba2+shared_attention, shared_attention: {heads: 4, attention_adapters: true}}",
+        "model.shared_attention.adapter_rank = 0",
+        "adapters of queries, keys and values have a rank",
+    ),
+    case(
+        "shared attention alone",
+        "model: {layers: shared_attention}",
+        "shared_attention only stands after a '+'",
+    ),
+    case(
+        "shared attention beside an mlp",
+        "model: {layers: attention/mlp+shared_attention}",
+        "nothing runs beside mlp",
+        "write '+' after a mixer",
+    ),
+    case(
         "mamba2 heads do not divide over ranks",
         "model: {layers: mamba2 x4}\nparallel: {tensor: 4}",
         "parallel.tensor = 4",
