@@ -6,6 +6,7 @@ An HTML comment before a block of the README says what to do with it:
     <!-- run: A => B -->     run it, with A replaced by B everywhere (`<!-- run -->` as it stands)
     <!-- fails -->           run it; it must end with status 2
     <!-- prints -->          the block is what the failing command wrote
+    <!-- hosts -->           it needs several hosts: tests/launch/test_readme_on_hosts.py runs it
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import pytest
 from tests.paths import ROOT
 
 README = ROOT / "README.md"
-MARK = r"<!-- (?P<mark>file|run|fails|prints)(?:: (?P<detail>[^\n]*?))? -->\n"
+MARK = r"<!-- (?P<mark>file|run|fails|prints|hosts)(?:: (?P<detail>[^\n]*?))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?```(?P<kind>\w*)\n(?P<text>.*?)```", re.DOTALL)
 NOT_RUN = ("make quickstart", "make test", ". .venv/bin/activate")  # tests/test_quickstart.py, and what runs this test
 SMALL = """\

@@ -18,7 +18,8 @@ from typing import Any
 
 from . import devices, fabric, network
 from .code_version import code_version
-from .protocol import Lines, decode, encode, encode_text
+from .link import Link
+from .protocol import encode, encode_text
 from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, STOP_SIGNALS
@@ -38,10 +39,10 @@ class Agent:
     """
 
     def __init__(self, source: int, target: int, index: int | None = None) -> None:
-        self.source, self.target, self.index = source, target, index
+        self.link, self.index = Link(source, target), index
         self.job: Specification | None = None
         self.ranks: list[RankProcess] = []
-        self.lines, self.outgoing, self.dropped = Lines(), bytearray(), False
+        self.dropped = False
         self.selector = selectors.DefaultSelector()
         self.heard = self.beat_at = time.monotonic()
         self.orphans_at = time.monotonic() + BEAT
@@ -57,9 +58,7 @@ class Agent:
         """Serve until all ranks have ended; returns the agent's own exit status."""
         become_subreaper()
         wake = self._catch_signals()
-        os.set_blocking(self.source, False)
-        os.set_blocking(self.target, False)
-        self.selector.register(self.source, selectors.EVENT_READ, self._from_launcher)
+        self.selector.register(self.link.source, selectors.EVENT_READ, self._from_launcher)
         self.selector.register(wake, selectors.EVENT_READ, self._from_signals)
         try:
             while not self.finished:
@@ -123,20 +122,12 @@ class Agent:
     # ---- the launcher's side
 
     def _from_launcher(self) -> None:
-        try:
-            data = os.read(self.source, 1 << 20)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._launcher_lost()
-            return
-        self.heard = time.monotonic()
-        for line in self.lines.feed(data):
-            message = decode(line)
-            if message:
+        for message in self.link.receive():
+            if isinstance(message, dict):
+                self.heard = time.monotonic()
                 self._obey(message)
+        if not self.link.open:
+            self._launcher_lost()
 
     def _obey(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -230,8 +221,8 @@ class Agent:
         """Nobody listens any more: let the ranks finish as after a stop signal, then end."""
         if self.connected:
             self.connected = False
-            self.outgoing.clear()
-            self.selector.unregister(self.source)
+            self.link.outgoing.clear()
+            self.selector.unregister(self.link.source)
         if not self.ranks:
             self.finished = True
             return
@@ -278,7 +269,7 @@ class Agent:
             self._show(rank, stream, data)
 
     def _show(self, rank: RankProcess, stream: Stream, data: bytes) -> None:
-        if len(self.outgoing) > OUTPUT_LIMIT:
+        if len(self.link.outgoing) > OUTPUT_LIMIT:
             self.dropped = True
             return
         if self.dropped:
@@ -369,41 +360,34 @@ class Agent:
 
     def _send(self, message: dict[str, Any]) -> None:
         message = {**message, "host": self.index}
-        if "text" in message:
-            for line in encode_text({k: v for k, v in message.items() if k != "text"}, message["text"]):
-                self._queue(line)
-        else:
-            self._queue(encode(message))
+        text = message.pop("text", None)
+        for line in encode_text(message, text) if text is not None else [encode(message)]:
+            self._queue(line)
 
     def _queue(self, line: bytes) -> None:
         if self.connected:
-            self.outgoing += line
-            self._flush()
+            self.link.put(line)
+            self._watch_target(bool(self.link.outgoing))
 
     def _flush(self) -> None:
-        try:
-            while self.outgoing:
-                del self.outgoing[: os.write(self.target, self.outgoing[:65536])]
-        except BlockingIOError:
-            pass
-        except OSError:  # nobody reads any more; the end of the input tells the rest
-            self.outgoing.clear()
-        self._watch_target(bool(self.outgoing))
+        self.link.flush()
+        self._watch_target(bool(self.link.outgoing))
 
     def _watch_target(self, writing: bool) -> None:
         """Ask to be told when the launcher can take more, while there is more."""
-        if self.target == self.source:
+        source, target = self.link.source, self.link.target
+        if target == source:
             if self.connected:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
-                self.selector.modify(self.source, events, self._from_launcher)
-        elif writing and self.target not in self.selector.get_map():
-            self.selector.register(self.target, selectors.EVENT_WRITE, self._flush)
-        elif not writing and self.target in self.selector.get_map():
-            self.selector.unregister(self.target)
+                self.selector.modify(source, events, self._from_launcher)
+        elif writing and target not in self.selector.get_map():
+            self.selector.register(target, selectors.EVENT_WRITE, self._flush)
+        elif not writing and target in self.selector.get_map():
+            self.selector.unregister(target)
 
     def _last_flush(self) -> None:
         deadline = time.monotonic() + AFTER_LOSS
-        while self.outgoing and time.monotonic() < deadline:
+        while self.link.outgoing and time.monotonic() < deadline:
             self._flush()
             time.sleep(0.01)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from .protocol import Lines, decode, encode
+from .link import Link
 
 
 @dataclass(frozen=True)
@@ -31,46 +29,6 @@ class Command:
     dials: bool = False
     ticket_file: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-
-
-class Link:
-    """Messages to and from agents over a pair of descriptors that never block."""
-
-    def __init__(self, source: int, target: int, hosts: tuple[int, ...]) -> None:
-        self.source, self.target, self.hosts = source, target, hosts
-        self.outgoing, self.open, self._lines = bytearray(), True, Lines()
-        os.set_blocking(source, False)
-        os.set_blocking(target, False)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; `flush` writes it."""
-        if self.open:
-            self.outgoing += encode(message)
-            self.flush()
-
-    def flush(self) -> None:
-        """Write as much as the other side takes."""
-        try:
-            while self.outgoing:
-                del self.outgoing[: os.write(self.target, self.outgoing[:65536])]
-        except BlockingIOError:
-            pass
-        except OSError:  # the other side is gone; its end of output says so too
-            self.outgoing.clear()
-
-    def receive(self) -> Iterator[dict[str, Any] | bytes]:
-        """Messages that have come, and lines that are none; sets `open` to False at the end."""
-        try:
-            data = os.read(self.source, 1 << 20)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.open = False
-        for line in self._lines.feed(data) if data else filter(None, [self._lines.rest()]):
-            message = decode(line)
-            yield line if message is None else message
 
 
 class Connection:

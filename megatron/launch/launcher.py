@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, field
 
 from . import network
-from .connection import Command, Connection, Link
+from .connection import Command, Connection
 from .console import Console, say
+from .link import Link
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
 from .ticket import Desk

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from . import network
-from .connection import Link
+from .link import Link
 
 VARIABLE = "JOB_TICKET"
 PATIENCE = 10.0  # seconds for the exchange of proofs

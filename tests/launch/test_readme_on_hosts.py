@@ -1,0 +1,83 @@
+"""The README's section on several hosts, its commands typed as they stand on hosts made of namespaces, scaled down."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.test_readme import SMALL, blocks, copy, shell  # noqa: F401  (copy is a fixture)
+
+from .host_job import HostJob
+from .namespaces import wait_for
+
+pytestmark = pytest.mark.limit(240)
+# What a machine without GPUs needs; every command goes on where the one before it has stopped.
+SCALE = {"slots=8": "slots=2", "--ranks 8": "--ranks 2", "--gpus-per-node=8": "--ntasks-per-node=2"}
+STOPS = (2, 4, 6)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def commands() -> list[str]:
+    return [line for block in blocks() if block.mark == "hosts" for line in block.text.splitlines()]
+
+
+def scaled(text: str) -> str:
+    for old, new in SCALE.items():
+        text = text.replace(old, new)
+    return text
+
+
+def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
+    (data,) = [block for block in blocks() if "tokenize.py --input" in block.text]
+    assert shell(data.script, copy).returncode == 0
+    for block in blocks():
+        if block.mark == "file":
+            (copy / block.detail).write_text(scaled(block.text))
+    (copy / "small.yml").write_text(SMALL + "logging: {every: 1}\n")
+    doctor, *starts = commands()
+    said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm)))
+    assert "node1" in said and "node2" in said or "2 hosts" in said, said
+    run = copy / "runs" / "my"
+    for stop, command in zip(STOPS, starts, strict=True):
+        assert command.count("my.yml") == 1
+        line = scaled(command).replace("my.yml", f"my.yml small.yml training.stop_at_step={stop}")
+        typed(jobs(cluster, copy, typing(line), environment=environment(slurm)))
+        wait_for(partial(has_ended, run, stop), 120, partial(logs_of_slurm, run))  # sbatch returns at once
+    ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
+    assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
+        ("start", 0, 4), ("resume", 2, 4), ("resume", 4, 4)]
+    assert len(list((run / "logs").glob("rank_*.log"))) == 4
+
+
+def typing(line: str) -> list[str]:
+    return ["bash", "-euo", "pipefail", "-c", line.partition("  #")[0]]
+
+
+def environment(slurm) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**slurm.environment, "PATH": path}
+
+
+def typed(job: HostJob) -> str:
+    status, out, error = job.finish(150)
+    assert status == 0, out + error
+    return out
+
+
+def has_ended(run: Path, stop: int) -> bool:
+    """Whether the run has ended at a step, having made every step before it once."""
+    last = lines(run / "ledger.jsonl")[-1:]
+    made = [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line]
+    return made == list(range(stop)) and last[0]["event"] == "end" and last[0]["step"] == stop
+
+
+def logs_of_slurm(run: Path) -> list[str]:
+    return [path.read_text() for path in run.glob("slurm-*.out")]
