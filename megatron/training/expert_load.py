@@ -56,7 +56,7 @@ class ExpertLoad:
                 if applied:
                     own.finish(row[: own.experts])
                 if own.correction is not None:
-                    row[width : width + own.experts] = own.correction
+                    row[width : width + own.experts] = own.correction[: own.experts]
         return LoadReport(all_reduce(table, self.mesh.pipeline), self.experts, width)
 
 
@@ -64,7 +64,8 @@ class LoadReport(Mapping):
     """One entry, `moe`: layer -> numbers of the step; read from the device when somebody asks.
 
     Of each layer: max_over_mean (1 is even), entropy (of the load, over its largest possible value), dead (experts
-    without a token), dropped (share of choices without a place), the auxiliary losses without their coefficients (means
+    without a token), dropped (choices without a place, or of no
+    expert, over the others), the auxiliary losses without their coefficients (means
     over micro-batches), load (share of each expert), correction (after the step).
     """
 

@@ -115,6 +115,56 @@ def test_granite_shared_block():
     same_gradients(ours, x, experts(z) + shared(z), z, pairs)
 
 
+def test_zaya_blocks():
+    """Two blocks in a row: the second router has the first one's state; some tokens use no expert."""
+    from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
+
+    theirs_config = hf.ZayaConfig(
+        hidden_size=H, num_experts=4, moe_intermediate_size=12, router_hidden_size=8, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_hidden_layers=2)
+    router = {"network": "mlp", "width": 8, "skip": True, "correction": "sign"}
+    config = config_of(
+        {"experts": 4, "top_k": 1, "hidden_size": 12, "router": router}, layers="moe@first moe",
+        norm={"type": "rmsnorm", "epsilon": theirs_config.rms_norm_eps}, variants={"first": {"router": {"average": False}}})
+    theirs = [ZayaSparseMoeBlock(theirs_config, index) for index in range(2)]
+    ours = [block.ffn for block in build_model(config).blocks]
+    pairs = {}
+    for index, (mine, block) in enumerate(zip(ours, theirs)):
+        randomise(block, index)
+        block.gate.router_mlp.out_proj.weight.data *= 20  # so that tokens differ in what they choose
+        bias = block.gate.balancing_biases.copy_(0.02 * torch.randn(5, generator=torch.Generator().manual_seed(index)))
+        mine.balance.correction.copy_(bias)
+        gate, own = block.gate, named(mine)
+        names = {
+            "router.down.weight": gate.down_proj.weight, "router.down.bias": gate.down_proj.bias,
+            "router.norm.weight": gate.router_mlp.norm.weight, "router.fc1.weight": gate.router_mlp.fc1.weight,
+            "router.fc1.bias": gate.router_mlp.fc1.bias, "router.fc2.weight": gate.router_mlp.fc2.weight,
+            "router.fc2.bias": gate.router_mlp.fc2.bias, "router.out.weight": gate.router_mlp.out_proj.weight,
+            "experts.gate_up.weight": block.experts.gate_up_proj, "experts.down.weight": block.experts.down_proj}
+        if index:
+            names["router.state_scale"] = gate.router_states_scale
+        assert {f"layers.{index}.moe.{name}" for name in names} == set(own)
+        pairs |= {own[f"layers.{index}.moe.{name}"]: value for name, value in names.items()}
+    with torch.no_grad():
+        for mine, value in pairs.items():
+            mine.copy_(value)
+    x, z = inputs(40), inputs(40)
+    first, beside = ours[0](x, Stream(x))
+    y, _ = ours[1](x + first, Stream(x).with_channels(beside))
+    their_first, state = theirs[0](z)
+    wanted, _ = theirs[1](z + their_first, state)
+    assert relative(y, wanted) < 1e-5
+    unused = wanted.abs().amax(-1) == 0
+    assert 0 < unused.sum() < unused.numel() and y[unused].abs().max() == 0
+    assert ours[1].balance.tally[4] == unused.sum() and ours[1].balance.tally[:4].sum() == (~unused).sum()
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    (y * weight).sum().backward()
+    (wanted * weight).sum().backward()
+    assert relative(x.grad, z.grad) < 1e-5
+    for mine, value in pairs.items():
+        assert value.grad.abs().max() > 0 and relative(mine.grad, value.grad) < 1e-5, mine.logical.name
+
+
 # -- loops in float64 --------------------------------------------------------------------------------------------------
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu2": lambda z: F.relu(z) ** 2, "identity": lambda z: z}
@@ -245,12 +295,12 @@ def test_variants_and_dense_layers():
     """A dense first layer by the pattern, and layers with more and smaller experts by a variant."""
     config = config_of(
         {"experts": 4, "hidden_size": 24}, layers="attention/mlp attention/moe attention/moe@fine",
-        variants={"fine": {"experts": 16, "hidden_size": 6, "top_k": 8}})
+        variants={"fine": {"experts": 12, "hidden_size": 8, "top_k": 8}})
     model = build_model(config, device="meta")
     shapes = {name: tuple(p.shape) for name, p in named(model).items() if "experts" in name}
     assert shapes == {
         "layers.1.moe.experts.gate_up.weight": (4, 48, H), "layers.1.moe.experts.down.weight": (4, H, 24),
-        "layers.2.moe.experts.gate_up.weight": (16, 12, H), "layers.2.moe.experts.down.weight": (16, H, 6)}
+        "layers.2.moe.experts.gate_up.weight": (12, 16, H), "layers.2.moe.experts.down.weight": (12, H, 8)}
     kinds = [block.ffn.name for block in model.plan.blocks]
     assert kinds == ["mlp", "moe", "moe"]
     assert options(config, model.plan.blocks[2].ffn).top_k == 8

@@ -182,7 +182,7 @@ def correct(model) -> None:
             counts = layer.tally[: layer.experts].clone()
             layer.tally.zero_()
             if layer.correction is not None:
-                layer.correction += layer.options.correction_rate * torch.sign(counts.mean() - counts)
+                layer.correction[: layer.experts] += layer.options.correction_rate * torch.sign(counts.mean() - counts)
 
 
 def token_losses(config: Config, model, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:

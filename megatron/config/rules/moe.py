@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..facts import Facts
 from ..problems import Problem
+from ..variants import options
 from .model import divisors, kind_options, near, section_key
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -102,6 +103,33 @@ def balancers_fit_the_choice(facts: Facts) -> Iterator[Problem]:
                 fix="use normalize: false")
 
 
+def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
+    """The first MLP router has nothing to average with; all others carry states of one width."""
+    routers = [(kind.variant, options(facts.config, kind).router) for block in facts.blocks for kind in block.kinds
+               if kind.name == "moe" and (kind.variant is None or kind.variant in facts.config.model.variants)]
+    routers = [(variant, router) for variant, router in routers if router.network == "mlp"]
+    if routers and routers[0][1].average:
+        prefix = "model.moe" if routers[0][0] is None else f"model.variants.{routers[0][0]}"
+        yield facts.problem(
+            _router_key(facts, prefix, "average"), "model.layers",
+            rule="the first MoE layer with an MLP router has no router state before it",
+            fix="name a variant there, as in 'attention/moe@first (attention/moe) x7' with model.variants.first: "
+            "{router: {average: false}}")
+    if len({router.width for _, router in routers}) > 1:
+        yield facts.problem("model.moe.router.width", "model.layers", rule="router states are carried on, so all have one width",
+                            fix="give no variant a width of its own")
+
+
+def skipping_is_a_choice_of_one(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        router = moe.router
+        if router.skip and (moe.top_k > 1 or router.select != "top_k" or router.groups > 1):
+            yield facts.problem(
+                _router_key(facts, prefix, "skip"), _key(facts, prefix, "top_k"), _router_key(facts, prefix, "select"),
+                rule="a token that uses no expert chooses none beside it, and not within groups",
+                fix="use top_k: 1, select: top_k and no groups, or skip: false")
+
+
 def idle_moe_options(facts: Facts) -> Iterator[Problem]:
     for prefix, moe in moe_options(facts):
         if moe.shared_gate and not moe.shared_size:
@@ -116,4 +144,5 @@ def idle_moe_options(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
+    router_states_have_a_first, skipping_is_a_choice_of_one,
 )

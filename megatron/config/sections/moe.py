@@ -11,10 +11,11 @@ Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
 
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
-        "linear",
-        "What gives a token's logits: one matrix, or a down projection, an average with the router state of the MoE "
-        "layer before, and a three-layer MLP (ZAYA1).")
+        "linear", "What gives a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).")
     width: int = key(256, "mlp: channels of the router's state and layers.", unit="channels", gt=0)
+    average: bool = key(
+        True, "mlp: add the router state of the MoE layer before, times a trained number per channel; the first has none.")
+    skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1); its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
     score: Literal["softmax", "sigmoid"] = key("softmax", "What makes scores of logits, in fp32.")
     select: Literal["top_k", "sinkhorn", "expert_choice"] = key(

@@ -30,6 +30,10 @@ MOE = [
     case("offloaded parameters beside a router",
          "model: {layers: (attention/moe) x4}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
          "zero.offload_parameters.device = 'cpu'", "moe has parameters that stay in fp32"),
+    case("no router state to average with", _MOE + "router: {network: mlp}}}", "model.layers = '(attention/moe) x4' (a.yml:2)",
+         "model.moe.router.average = true", "no router state before it", "attention/moe@first"),
+    case("one expert or none, and another", _MOE + "router: {skip: true}}}", "a.yml:2: model.moe.router.skip = true",
+         "model.moe.top_k = 2", "chooses none beside it"),
     case("unknown option of the router", _MOE + "router: {topk: 2}}}", "a.yml:2: model.moe.router.topk"),
 ]
 

@@ -13,6 +13,8 @@ from megatron.config.sections.moe import MoEOptions
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role
 
+from .choice import classes
+
 LOSSES = ("balance", "sequence", "z")
 
 
@@ -33,7 +35,8 @@ class Balance(nn.Module):
         self.experts, self.options = options.experts, options.router
         self.correction: Tensor | None = None
         if options.router.correction != "none":
-            self.correction = make.kept("correction", (options.experts,), role=Role.ROUTER)
+            self.correction = make.kept("correction", (classes(options),), role=Role.ROUTER)
+            self.correction[options.experts :] = -1.0
         self.tally = torch.zeros(options.experts + self.BESIDE, dtype=torch.float32, device=make.device)
 
     @torch.no_grad()
@@ -42,7 +45,7 @@ class Balance(nn.Module):
 
         Args:
             counts_E: how often each expert was chosen.
-            dropped: number of choices without a place.
+            dropped: number of choices without a place, or of no expert.
         """
         E = self.experts
         self.tally[:E] += counts_E
@@ -58,4 +61,4 @@ class Balance(nn.Module):
         """Move the correction by the choices of the step's whole batch (Wang et al. 2024, "Auxiliary-loss-free")."""
         if self.correction is not None:
             excess_E = counts_E.double() * self.experts - counts_E.double().sum()
-            self.correction -= self.options.correction_rate * torch.sign(excess_E).float()
+            self.correction[: self.experts] -= self.options.correction_rate * torch.sign(excess_E).float()

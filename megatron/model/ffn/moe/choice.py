@@ -53,11 +53,27 @@ def choose(logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, op
     return Choice(wanted_TE.topk(options.top_k, dim=-1).indices)
 
 
-def weights_of(scores_Tk: Tensor, router: RouterOptions) -> Tensor:
-    """The weights of the chosen experts' outputs, from their uncorrected scores."""
+def weights_of(scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions) -> Tensor:
+    """The weights [T, k] of the chosen experts' outputs, from their uncorrected scores; 0 where no expert is used."""
+    router, scores_Tk = options.router, scores_TE.gather(1, experts_Tk)
     if router.normalize:
         scores_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + TINY)
+    if router.skip:
+        scores_Tk = scores_Tk.masked_fill(experts_Tk == options.experts, 0.0)
     return scores_Tk if router.scale == 1.0 else scores_Tk * router.scale
+
+
+def classes(options: MoEOptions) -> int:
+    """What a router chooses from: the experts, and to use none."""
+    return options.experts + options.router.skip
+
+
+def real(choice: Choice, options: MoEOptions) -> Choice:
+    """The choice with an expert in place of none (in turn, to be even): such a token's weight is 0."""
+    if not options.router.skip:
+        return choice
+    turns = torch.arange(len(choice.experts_Tk), device=choice.experts_Tk.device).unsqueeze(1) % options.experts
+    return Choice(torch.where(choice.experts_Tk == options.experts, turns, choice.experts_Tk))
 
 
 def _within_groups(wanted_TE: Tensor, groups: int, kept: int) -> Tensor:

@@ -22,12 +22,12 @@ from ...recompute import once, repeating
 from ...stream import LOSS, Channel, Stream
 from ..mlp import KEPT
 from .balance import Balance
-from .choice import Choice, choose, scores_of, weights_of
+from .choice import Choice, choose, classes, real, scores_of, weights_of
 from .dispatch import Stay, Travel
 from .experts import Experts
 from .losses import auxiliary_losses, count
 from .permute import Rows, combine, permute, sort
-from .router import LinearRouter
+from .router import STATE, LinearRouter, MLPRouter, router_counts
 from .shared import SharedExpert
 
 
@@ -37,7 +37,8 @@ class MoE(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
         self.mesh, self.options = make.mesh, options
-        self.router = LinearRouter(make.scope("router"), model.hidden_size, options, init)
+        router = MLPRouter if options.router.network == "mlp" else LinearRouter
+        self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
         self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
         self.exchange = Travel(make.mesh) if make.mesh.expert.size > 1 else Stay()
@@ -49,16 +50,17 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         x_BSH = enter(x, self.mesh)
         x_TH = x_BSH.flatten(0, 1)
-        logits_TE = self.router(self._jittered(x_BSH, stream).flatten(0, 1))
+        logits_TE, beside = self.router(self._jittered(x_BSH, stream), stream)
         scores_TE = scores_of(logits_TE, self.options.router.score)
         choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
-        rows = sort(choice, self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
+        rows = sort(real(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
         y_TH = self._routed(x_TH, scores_TE, choice, rows)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         y = leave(y_TH.view_as(x_BSH), self.mesh)
         losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH))
-        return self._with_loss(y, losses, stream)
+        beside = {**beside, **self._loss(y, losses, stream)}
+        return (y, beside) if beside else y
 
     def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """The router's input, in training times noise that is drawn by key."""
@@ -72,7 +74,7 @@ class MoE(nn.Module):
         """The experts' part, from this rank's slices of them."""
         router = self.options.router
         if choice.experts_Tk is not None:
-            weights = weights_of(scores_TE.gather(1, choice.experts_Tk), router)
+            weights = weights_of(scores_TE, choice.experts_Tk, self.options)
         else:
             weights = scores_TE.T.gather(1, choice.tokens_EC).flatten() * router.scale
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
@@ -83,30 +85,33 @@ class MoE(nn.Module):
         """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
         if not self.training:
             return {}
-        counts_BE = count(choice, samples, self.options.experts)
+        experts = self.options.experts
+        every_BC = count(choice, samples, classes(self.options))
+        counts_BE = every_BC[:, :experts]
         losses = auxiliary_losses(logits_TE, scores_TE, counts_BE, self.options.losses, self.mesh.data)
         if not repeating():
-            dropped = None if rows.kept_Tk is None else (~rows.kept_Tk).sum()
+            dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
             self.balance.add(counts_BE.sum(0), dropped, losses)
         return losses
 
-    def _with_loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the channel of auxiliary losses with this layer's added, where the model has one.
+    def _loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> dict[str, Tensor]:
+        """The channel of auxiliary losses with this layer's added, where the layer has any.
 
         Every tensor parallel rank adds its share: the router's gradients are summed over them.
         """
         options = self.options.losses
         if not (options.balance or options.sequence or options.z):
-            return y
+            return {}
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
         before = stream.channels.get(LOSS)
         before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
-        return y, {LOSS: before + torch.as_tensor(total).to(y.dtype)}
+        return {LOSS: before + torch.as_tensor(total).to(y.dtype)}
 
     @staticmethod
     def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:
         own = options.losses
-        return {LOSS: Channel(1)} if own.balance or own.sequence or own.z else {}
+        loss = {LOSS: Channel(1)} if own.balance or own.sequence or own.z else {}
+        return loss | ({STATE: Channel(options.router.width, whole=True)} if options.router.network == "mlp" else {})
 
     def _capacity(self, tokens: int) -> int | None:
         factor = self.options.capacity_factor
@@ -119,13 +124,13 @@ class MoE(nn.Module):
         H, E, k, width = model.hidden_size, options.experts, options.top_k, options.hidden_size
         sides = 3 if options.gated else 2
         expert, shared = sides * H * width, sides * H * options.shared_size
-        router = E * H + (E if options.router.bias else 0)
+        router, products = router_counts(H, options)
         gate = H if options.shared_size and options.shared_gate else 0
         made = (2 if options.gated else 1)
         kept = KEPT[options.activation][options.gated]
         # Of each expert of a token: its row, what its activation keeps, its result.
         return Counts(
             parameters=E * expert + shared + router + gate, idle=(E - k) * expert,
-            flops=2 * (k * expert + shared + E * H + gate),
+            flops=2 * (k * expert + shared + products + gate),
             activations=k * (2 * H + kept * width) + kept * options.shared_size + 4 * E,
             products=k * (H + made * width) + made * options.shared_size + H + E)

@@ -25,20 +25,22 @@ def auxiliary_losses(
     """The losses that have a coefficient, without it.
 
     Args:
+        logits_TE, scores_TE: of the experts, and of using none.
         counts_BE: how often each sample has chosen each expert.
         data: the data parallel axis.
     """
     found: dict[str, Tensor] = {}
     samples, experts = counts_BE.shape
     if options.balance or options.sequence:
+        scores_TE = scores_TE[:, :experts]
         share_BSE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (samples, -1))
     if options.balance:
         counts_E = counts_BE.sum(0)
         if options.over == "ranks":
             counts_E = all_reduce(counts_E, data)
-        found["balance"] = experts * (counts_E / counts_E.sum() * share_BSE.mean((0, 1))).sum()
+        found["balance"] = experts * (counts_E / counts_E.sum().clamp(min=1) * share_BSE.mean((0, 1))).sum()
     if options.sequence:
-        load_BE = counts_BE / counts_BE.sum(-1, keepdim=True)
+        load_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
         found["sequence"] = experts * (load_BE * share_BSE.mean(1)).sum(-1).mean()
     if options.z:
         found["z"] = logits_TE.logsumexp(-1).square().mean()

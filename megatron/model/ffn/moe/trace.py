@@ -26,10 +26,11 @@ def traced(model: nn.Module, tokens_BS: Tensor) -> dict[int, tuple[Tensor, Tenso
         if moe.options.router.select == "expert_choice":
             raise ValueError(f"layer {number}: experts choose their tokens (select: expert_choice)")
 
-        def keep(_router, _inputs, logits_TE, number=number, moe=moe):
+        def keep(_router, _inputs, output, number=number, moe=moe):
+            logits_TE = output[0]
             scores_TE = scores_of(logits_TE, moe.options.router.score)
             experts_Tk = choose(logits_TE, scores_TE, moe.balance.correction, moe.options, training=False).experts_Tk
-            weights_Tk = weights_of(scores_TE.gather(1, experts_Tk), moe.options.router)
+            weights_Tk = weights_of(scores_TE, experts_Tk, moe.options)
             found[number] = tuple(each.unflatten(0, tokens_BS.shape) for each in (experts_Tk, weights_Tk))
 
         hooks.append(moe.router.register_forward_hook(keep))
