@@ -11,7 +11,7 @@ class ModelParallelUnit:
     """Tensor parallelism is DeepSpeed's model parallelism."""
 
     def __init__(self, mesh: Mesh):
-        self._tensor, self._data = _named(mesh.tensor), _named(mesh.data)
+        self._tensor, self._data = with_group(mesh.tensor), with_group(mesh.data)
 
     def get_model_parallel_rank(self) -> int:
         return self._tensor.rank
@@ -36,7 +36,7 @@ class ModelParallelUnit:
         return self._data.group
 
 
-def _named(axis: Axis) -> Axis:
+def with_group(axis: Axis) -> Axis:
     """The axis with a group even where it has one rank, since DeepSpeed communicates on it all the same."""
     if axis.group is not None:
         return axis

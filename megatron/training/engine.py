@@ -30,6 +30,7 @@ from megatron.parallel.parameters import kept_tensors
 from .clipping import GlobalClipping
 from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
 from .ds_mpu import ModelParallelUnit
+from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
 from .keep_fp32 import keeping_fp32
 from .optimizers import build_optimizer, set_learning_rate
@@ -128,13 +129,14 @@ class BaseEngine:
             self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
+        count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self.experts = ExpertLoad(module, self.config, self.mesh)
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, kept_tensors(module))
 
     def _initialize(self, module, mpu):
         import deepspeed
 
-        with keeping_fp32(module.parameters()):
+        with keeping_fp32(module.parameters()), spread_experts(self.optimizer, self.mesh):
             return deepspeed.initialize(
                 model=module, optimizer=self.optimizer, config=self.options, mpu=mpu, dist_init_required=False,
                 model_parameters=[p for p in module.parameters() if p.requires_grad])[0]

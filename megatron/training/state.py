@@ -3,7 +3,7 @@
 DeepSpeed keeps fp32 masters and optimizer states in flat tensors: at stage 0 each parameter is its own; at stages 1
 and 2 (and in its bf16 optimizer) one per parameter group, of which a data parallel rank has an equal share; at
 stage 3 one per sub-group, with an equal share of every parameter. Here all three are a list of `Owned`: a range of a
-parameter's local shard, and where it lies in which flat tensor. Checkpoints read and write those in place.
+parameter's shard, and where it lies in which flat tensor. Checkpoints read and write those in place.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.fragment import MASTER, WEIGHT, Fragment
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import is_spread, shard_start
 from megatron.parallel.shard import LogicalTensor
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + length) of a flattened local shard, which lie in `flat` from `place` on."""
+    """Elements [start, start + length) of a tensor parallel rank's flattened shard, which lie in `flat` from `place` on."""
 
     tensor: LogicalTensor
     start: int
@@ -124,14 +125,15 @@ class EngineState:
             yield from find(parameter, tensor, replica)
 
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
-        yield Owned(tensor, 0, parameter.numel(), parameter, 0, replica or self.mesh.data.rank > 0)
+        same = self.mesh.expert_data if is_spread(parameter) else self.mesh.data
+        yield Owned(tensor, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0)
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         mapping = parameter._hp_mapping
         if mapping is None:
             return
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
-        yield Owned(tensor, mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel, flat,
+        yield Owned(tensor, shard_start(parameter) + mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel, flat,
                     mapping.hp_fragment_address.start, replica)
 
     def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:

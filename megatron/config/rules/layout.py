@@ -36,17 +36,13 @@ def _multiples(number: int, unit: int) -> str:
     return " or ".join(str(each) for each in (below, below + unit) if each)
 
 
-def context_and_expert_wait(facts: Facts) -> Iterator[Problem]:
-    for name, what in (
-        ("context", "context parallel attention is"),
-        ("expert", "expert parallel layers are"),
-    ):
-        if getattr(facts.config.parallel, name) > 1:
-            yield facts.problem(
-                f"parallel.{name}",
-                rule=f"{what} not available yet",
-                fix=f"use parallel.{name}=1 and tensor, pipeline or data parallel ranks",
-            )
+def context_waits(facts: Facts) -> Iterator[Problem]:
+    if facts.config.parallel.context > 1:
+        yield facts.problem(
+            "parallel.context",
+            rule="context parallel attention is not available yet",
+            fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
+        )
 
 
 def heads_divide_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
@@ -346,7 +342,7 @@ def offloaded_optimizer_is_adam(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     ranks_fill_the_layout,
-    context_and_expert_wait,
+    context_waits,
     heads_divide_over_tensor_ranks,
     state_space_divides_over_tensor_ranks,
     mixer_heads_divide_over_tensor_ranks,

@@ -142,7 +142,46 @@ def idle_moe_options(facts: Facts) -> Iterator[Problem]:
                                 fix="use correction: sign, or leave the rate out")
 
 
+def experts_divide_over_expert_ranks(facts: Facts) -> Iterator[Problem]:
+    ranks = facts.config.parallel.expert
+    if ranks > 1 and facts.blocks and not facts.uses("moe"):
+        yield facts.problem(
+            "parallel.expert", "model.layers", rule="there are no experts to spread over ranks",
+            fix="use parallel.expert=1, or layers with a moe feed-forward")
+    for prefix, moe in moe_options(facts):
+        if moe.experts % ranks:
+            yield facts.problem(
+                _key(facts, prefix, "experts"), "parallel.expert", rule="each expert parallel rank has the same number of experts",
+                fix=f"use {_multiples(moe.experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(moe.experts))}")
+
+
+def expert_ranks_divide_the_data_axis(facts: Facts) -> Iterator[Problem]:
+    """Tensor parallel ranks have slices of the same experts; the expert axis is a part of the data axis alone."""
+    parallel, data = facts.config.parallel, facts.data_ranks
+    if data is not None and data % parallel.expert:
+        sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
+        yield facts.problem(
+            "parallel.expert", *sizes, rule=f"experts are spread over the data parallel ranks, of which there are {data}; "
+            "tensor parallel ranks have slices of every expert of theirs",
+            fix=f"use parallel.expert = {near(parallel.expert, divisors(data))}, or another number of ranks")
+
+
+def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
+    zero, ranks = facts.config.zero, facts.config.parallel.expert
+    if ranks > 1 and zero.stage == 3:
+        yield facts.problem(
+            "zero.stage", "parallel.expert", rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
+            "and expert parallel ranks have different parameters",
+            fix="use zero.stage=1 or 2, or parallel.expert=1 and let ZeRO 3 partition the experts")
+    elif ranks > 1 and zero.offload_optimizer.device != "none":
+        yield facts.problem(
+            "zero.offload_optimizer.device", "parallel.expert",
+            rule="an offloaded optimizer takes the norm of experts per data parallel rank",
+            fix="use zero.offload_optimizer.device: none, or parallel.expert=1")
+
+
 RULES = (
     top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
     router_states_have_a_first, skipping_is_a_choice_of_one,
+    experts_divide_over_expert_ranks, expert_ranks_divide_the_data_axis, spread_experts_fit_the_stage,
 )

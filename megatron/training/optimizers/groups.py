@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.parallel.parameters import is_spread
 from megatron.parallel.shard import Role
 
 # Muon is made for matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
@@ -18,7 +19,7 @@ MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
 def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Put each trainable parameter of this rank into exactly one group.
 
-    Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm) and the same type
+    Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm), the same type and the same ranks
     share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so fewer are better.
 
     Args:
@@ -27,7 +28,8 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
 
     Returns:
         Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (the group's learning rate is
-        this times the scheduled one) and `matrix` (updated by Muon). `lr` is 0 until the schedule sets it.
+        this times the scheduled one), `matrix` (updated by Muon) and `moe` (experts, different ones on different data
+        parallel ranks). `lr` is 0 until the schedule sets it.
 
     Raises:
         ValueError: a parameter has no `.logical`, or Muon is asked for with `optimizer.lr` 0.
@@ -46,9 +48,10 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
         matrix = optimizer.type == "muon" and logical.role in MATRIX_ROLES and len(logical.shape) == 2
         if matrix:
             lr_scale *= optimizer.muon_lr / optimizer.lr
-        key = (matrix, lr_scale, decay, parameter.dtype)
+        key = (matrix, lr_scale, decay, parameter.dtype, is_spread(parameter))
         group = groups.setdefault(key, {
-            "params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "matrix": matrix, "roles": []})
+            "params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "matrix": matrix, "roles": [],
+            "moe": is_spread(parameter)})
         group["params"].append(parameter)
         if logical.role.value not in group["roles"]:
             group["roles"].append(logical.role.value)

@@ -290,7 +290,6 @@ LAYOUT = [
         "use 32 or 34 tokens",
     ),
     case("context parallel", "parallel: {context: 2}", "a.yml:2: parallel.context = 2", "not available yet"),
-    case("expert parallel", "parallel: {expert: 2}", "a.yml:2: parallel.expert = 2", "not available yet"),
     case(
         "more stages than layers",
         "parallel: {pipeline: 8}\ntraining: {micro_batch_size: 1}",

@@ -34,6 +34,17 @@ MOE = [
          "model.moe.router.average = true", "no router state before it", "attention/moe@first"),
     case("one expert or none, and another", _MOE + "router: {skip: true}}}", "a.yml:2: model.moe.router.skip = true",
          "model.moe.top_k = 2", "chooses none beside it"),
+    case("experts do not divide over ranks", _MOE + "experts: 6}}\nparallel: {expert: 4}", "a.yml:2: model.moe.experts = 6",
+         "parallel.expert = 4", "the same number of experts", "use 4 or 8 experts, or parallel.expert = 3 or 6", ranks=4),
+    case("expert ranks do not divide the data axis", _MOE + "experts: 8}}\nparallel: {expert: 4, tensor: 2}",
+         "a.yml:3: parallel.expert = 4", "parallel.tensor = 2", "data parallel ranks, of which there are 2",
+         "tensor parallel ranks have slices of every expert", "use parallel.expert = 2", ranks=4),
+    case("experts spread under ZeRO 3", _MOE + "experts: 8}}\nparallel: {expert: 2}\nzero: {stage: 3}", "a.yml:4: zero.stage = 3",
+         "parallel.expert = 2", "ZeRO 3 cuts every parameter over all data parallel ranks", "use zero.stage=1 or 2", ranks=2),
+    case("experts spread with an offloaded optimizer", _MOE + "experts: 8}}\nparallel: {expert: 2}\n"
+         "zero: {stage: 1, offload_optimizer: {device: cpu}}", "zero.offload_optimizer.device = 'cpu'",
+         "takes the norm of experts per data parallel rank", ranks=2),
+    case("nothing to spread", "parallel: {expert: 2}", "a.yml:2: parallel.expert = 2", "there are no experts to spread", ranks=2),
     case("unknown option of the router", _MOE + "router: {topk: 2}}}", "a.yml:2: model.moe.router.topk"),
 ]
 

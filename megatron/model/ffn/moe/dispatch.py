@@ -97,8 +97,9 @@ class Travel:
         dist.all_to_all_single(from_xn, sent_xn, group=self.expert.group)
         from_txn = from_xn.unsqueeze(0)
         if self.tensor.size > 1:
-            from_txn = torch.cat([torch.empty_like(from_txn)] * self.tensor.size)
-            dist.all_gather_into_tensor(from_txn, from_xn.contiguous(), group=self.tensor.group)
+            everyone = from_xn.new_empty((self.tensor.size * self.expert.size, from_xn.shape[1]))
+            dist.all_gather_into_tensor(everyone, from_xn, group=self.tensor.group)
+            from_txn = everyone.view(-1, *from_xn.shape)
         x, ends_n = self.expert.size, from_txn.sum((0, 1)).cumsum(0).int()
         sizes = torch.cat([sent_xn.sum(1), from_xn.sum(1), from_txn.sum((1, 2))]).tolist()
         sent, received, arrived = sizes[:x], sizes[x : 2 * x], sizes[2 * x :]
