@@ -76,7 +76,7 @@ def has_ended(run: Path, stop: int) -> bool:
     """Whether the run has ended at a step, having made every step before it once."""
     last = lines(run / "ledger.jsonl")[-1:]
     made = [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line]
-    return made == list(range(stop)) and last[0]["event"] == "end" and last[0]["step"] == stop
+    return made == list(range(stop)) and last[0]["event"] in ("stop", "end") and last[0]["step"] == stop
 
 
 def logs_of_slurm(run: Path) -> list[str]:
