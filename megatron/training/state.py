@@ -97,13 +97,19 @@ class EngineState:
 
     def loss_scaler(self) -> dict[str, Any]:
         """State of the dynamic loss scaler; empty without fp16."""
-        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        scaler = self._dynamic_scaler()
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
 
     def restore_loss_scaler(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self.engine.optimizer.loss_scaler, name, value)
+        scaler = self._dynamic_scaler()
+        for name, value in values.items() if scaler else ():
+            setattr(scaler, name, value)
+
+    def _dynamic_scaler(self) -> Any:
+        """ZeRO has a scaler in fp32 too, a constant 1, which another layout (one data parallel rank) does not have."""
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None)
+        return scaler if hasattr(scaler, "cur_iter") else None
 
     def _kept(self) -> Iterator[Fragment]:
         for tensor in self.kept:
