@@ -46,6 +46,20 @@ MODELS = {
         "mlp": {"activation": "gelu_tanh", "bias": True},
         "attention": {"heads": 4, "position": "none", "qkv_bias": True, "output_bias": True},
     },
+    "zamba2": {
+        "layers": "mamba2 (mamba2+shared_attention) x3",
+        "norm": {"type": "rmsnorm"},
+        "embedding": {"tied": True},
+        "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2},
+        "shared_attention": {"heads": 4, "blocks": 2, "adapter_rank": 4, "attention_adapters": True},
+    },
+    "bamba": {
+        "layers": "(mamba2/mlp attention/mlp) x2",
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 2, "rotary": {"fraction": 0.5}},
+        "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2},
+        "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+    },
 }
 
 

@@ -58,6 +58,8 @@ def without_variants(block: Block) -> str:
 
 # -- Zamba2: Mamba-2, and before some layers a transformer of shared weights ------------------------------------------
 
+# Their lower bound of time steps where we have none: they take its logarithm while they build a model.
+NO_STEP = 1e-30
 _PLAIN, _SHARED = "mamba2", "mamba2+shared_attention"
 
 
@@ -67,7 +69,7 @@ def _zamba2_values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]
         "mamba2.bias": theirs.add_bias_linear,
         "shared_attention.mlp.bias": theirs.add_bias_linear,
         "shared_attention.position": "rotary" if theirs.use_mem_rope else "none",
-        "mamba2.least_step": float(theirs.time_step_min),
+        "mamba2.least_step": float(theirs.time_step_min) if theirs.time_step_min > NO_STEP else 0.0,
     }
     if not theirs.use_mem_rope:
         return values, []
@@ -83,7 +85,7 @@ def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
         "add_bias_linear": mamba2.bias,
         "use_mem_rope": shared.position == "rotary",
         "rope_parameters": rope_parameters(shared.rotary, partial=False),
-        "time_step_min": mamba2.least_step,
+        "time_step_min": max(mamba2.least_step, NO_STEP),
         # a model of theirs always has adapters
         "adapter_rank": max(shared.adapter_rank, 1),
     }
