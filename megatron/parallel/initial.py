@@ -133,10 +133,11 @@ def _draw(init: Init, stream: np.random.Generator, shape: tuple[int, ...]) -> np
 
 def _orthogonal(tensor: LogicalTensor, gain: float, seed: int) -> np.ndarray:
     """Each fused matrix gets orthonormal rows or columns (Saxe et al. 2013), whichever are fewer."""
+    stacked = tensor.matrices is not None and len(tensor.shape) == 3  # experts [E, rows, columns]: those of each
     matrices = tensor.matrices or (tensor.shape[0],)
-    width = math.prod(tensor.shape[1:])
+    width = tensor.shape[2] if stacked else math.prod(tensor.shape[1:])
     blocks = []
-    for index, rows in enumerate(matrices):
+    for index, rows in enumerate(matrices * (tensor.shape[0] if stacked else 1)):
         normal = generator(seed, tensor.name, "orthogonal", index).standard_normal((max(rows, width), min(rows, width)))
         q, r = np.linalg.qr(normal)
         q = q * np.sign(np.diag(r))

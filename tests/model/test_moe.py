@@ -19,6 +19,8 @@ from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
+from megatron.training.optimizers.groups import parameter_groups
+from megatron.training.optimizers.muon import muon_direction
 from tests.model.parity import named, randomise, relative
 
 H = 16
@@ -289,6 +291,27 @@ def test_sinkhorn(start: str):
         return (load.max() / load.float().mean()).item()
 
     assert skew(False) > 2.0 > 1.15 > skew(True)
+
+
+def test_each_expert_is_a_matrix_of_its_own():
+    """Orthogonal initial values and Muon treat gate, up and down of every expert alone."""
+    model = build_model(config_of({"experts": 3, "hidden_size": 8}, init={"hidden": "orthogonal", "output": "orthogonal"}))
+    weights = named(model)
+    update = torch.randn(3, 16, H, generator=torch.Generator().manual_seed(0))
+    found = muon_direction(update, (8, 8))
+    for e in range(3):
+        for part in weights["layers.0.moe.experts.gate_up.weight"][e].split(8):
+            assert (part @ part.T - torch.eye(8)).abs().max() < 1e-5
+        down = weights["layers.0.moe.experts.down.weight"][e]
+        assert (down.T @ down - torch.eye(8)).abs().max() < 1e-5
+        for mine, one in zip(found[e].split(8), update[e].split(8)):
+            assert torch.equal(mine, muon_direction(one, None))
+    assert weights["layers.0.moe.experts.down.weight"].unique().numel() > 300
+    groups = parameter_groups(resolve({
+        "model": {"layers": "attention/moe", "hidden_size": H, "vocab_size": 37, "attention": {"heads": 2}},
+        "training": {"steps": 1, "sequence_length": 24}, "optimizer": {"type": "muon"}}), model.parameters())
+    names = {p.logical.name for group in groups if group["matrix"] for p in group["params"]}
+    assert {name for name in weights if ".experts." in name} <= names and not any("router" in name for name in names)
 
 
 def test_variants_and_dense_layers():

@@ -49,6 +49,7 @@ PAIRS = [
     ("zamba2", merged(ADAMW, ZAMBA, BF16), "dp2 ZeRO 3", "pp2 of 1 and 4", 1e-2),
     *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
+    ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-3),
 ]
 # From each of these to each of these.
 MATRIX = ["one", "dp2 ZeRO 1", "dp2 ZeRO 2", "dp2 ZeRO 3", "tp2", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"]

@@ -56,8 +56,11 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 def muon_direction(update: torch.Tensor, matrices: tuple[int, ...] | None) -> torch.Tensor:
     """The orthogonalised `update` [rows, columns], each fused matrix alone, times sqrt(max(1, rows / columns)).
 
-    The factor keeps the change of a layer's output independent of its shape.
+    The factor keeps the change of a layer's output independent of its shape. Of experts [E, rows, columns] each is treated
+    alone.
     """
+    if update.dim() == 3:
+        return torch.stack([muon_direction(expert, matrices) for expert in update])
     if matrices is None:
         matrices = (update.size(0),)
     parts = []
@@ -73,7 +76,8 @@ class Muon(torch.optim.Optimizer):
     State: `momentum_buffer` of the matrices; `step`, `exp_avg`, `exp_avg_sq` of the rest.
 
     Args:
-        groups: groups made by `parameter_groups`; the parameters of matrix groups are 2-D and have `.logical`.
+        groups: groups made by `parameter_groups`; the parameters of matrix groups are matrices, or [E, ...] of
+            experts, and have `.logical`.
         momentum: averaging coefficient of the matrices' gradients (Nesterov form).
         lr, betas, eps, fused: as in `torch.optim.AdamW`.
 
@@ -92,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             if group["matrix"]:
                 self._originals[group["name"]] = list(group["params"])
                 for parameter in group["params"]:
-                    if parameter.dim() != 2:
+                    if parameter.dim() not in (2, 3):
                         raise ValueError(f"muon: {parameter.logical.name} {tuple(parameter.shape)} is not a matrix")
 
     @torch.no_grad()
