@@ -14,7 +14,8 @@ def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int
     normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). small_init: N(0, sqrt(2 / (5 h)))
     (Nguyen and Salazar 2019). wang_init: N(0, 2 / (L sqrt(h))) (GPT-J). xavier: Glorot and Bengio 2010.
     fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear; scaled_fan_in_uniform divides it by sqrt(L)
-    (Mamba). orthogonal: Saxe et al. 2013.
+    (Mamba). orthogonal: Saxe et al. 2013. half_orthogonal: the same with gain 0.5 sqrt(fan_out / fan_in), and
+    tiny_uniform: U(-1e-4, 1e-4): the head and the embedding of RWKV.
     """
     if scheme in ("fan_in_uniform", "scaled_fan_in_uniform"):
         depth = layers if scheme == "scaled_fan_in_uniform" else 1
@@ -23,6 +24,10 @@ def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int
         return Init("uniform", math.sqrt(6.0 / (fan_in + fan_out)))
     if scheme == "orthogonal":
         return Init("orthogonal", 1.0)
+    if scheme == "half_orthogonal":
+        return Init("orthogonal", 0.5 * math.sqrt(max(fan_out / fan_in, 1.0)))
+    if scheme == "tiny_uniform":
+        return Init("uniform", 1e-4)
     if scheme == "zeros":
         return Init("constant", 0.0)
     std = {

@@ -41,6 +41,7 @@ MODELS = {
         "embedding": {"tied": True},
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
     },
+    "rwkv": {"layers": "(rwkv4/rwkv4_ffn) x2", "embedding": {"norm": True}, "rwkv4": {"init": "model"}},
     "gpt2": {
         "embedding": {"position": "learned", "tied": True},
         "mlp": {"activation": "gelu_tanh", "bias": True},

@@ -163,7 +163,10 @@ def files(folder: str = "*") -> list[str]:
     return [str(path.relative_to(CONFIGS).with_suffix("")) for path in paths if path.resolve() not in bases]
 
 
-OURS_ALONE = {"test/tiny_moe", "test/tiny_blackmamba"}  # no class of transformers computes them
+OURS_ALONE = {  # no class of transformers computes them
+    "test/tiny_moe", "test/tiny_blackmamba",
+    "test/tiny_rwkv5", "test/tiny_rwkv6", "test/tiny_rwkv7", "test/tiny_rwkv7_hybrid",
+}
 TINY, LAYOUTS = files("test"), [path.stem for path in sorted((CONFIGS / "layouts").glob("*.yml"))]
 
 
@@ -269,7 +272,8 @@ def test_tiny_models_learn_in_seconds(name: str):
     model = build_model(config)
     assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000
     if name not in OURS_ALONE:
-        assert hf_config(config)[0].name == {"neox": "gpt_neox"}.get(name.split("tiny_")[1], name.split("tiny_")[1])
+        own = name.split("tiny_")[1]
+        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv"}.get(own, own)
     tokens = torch.randint(
         config.model.vocab_size, (4, config.training.sequence_length + 1), generator=torch.Generator().manual_seed(0)
     )

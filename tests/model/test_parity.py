@@ -133,6 +133,13 @@ CASES |= {
 }
 
 
+RWKV = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "rescale_every": 0}
+CASES |= {
+    "rwkv": hf.RwkvConfig(**RWKV),
+    "rwkv narrow, tied": hf.RwkvConfig(**RWKV, intermediate_size=40, tie_word_embeddings=True),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str):
     torch.manual_seed(0)

@@ -201,5 +201,19 @@ BAMBA = Architecture(
     fixed=_LLAMA_FIXED, required={"hidden_act": "silu"}, rotary="partial", hybrid=hybrids.BAMBA,
 )
 
+RWKV = Architecture(
+    "rwkv", "RwkvForCausalLM", tables.RWKV,
+    fields=(
+        Field("hidden_size", "attention_hidden_size"), Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
+        Field("embedding.tied", "tie_word_embeddings"), Field("rwkv4_ffn.hidden_size", "intermediate_size"),
+    ),
+    fixed={
+        "norm.type": "layernorm", "norm.bias": True, "residual.form": "sequential", "residual.norm": "pre",
+        "embedding.norm": True, "embedding.position": "none", "norm.epsilon": 1e-5,
+    },
+    # transformers' last norm has this epsilon whatever the configuration says
+    required={"layer_norm_epsilon": 1e-5}, rotary="none", block="rwkv4/rwkv4_ffn", prefix="rwkv.", buffers=(),
+)
+
 ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA)}
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, RWKV)}

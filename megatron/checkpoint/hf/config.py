@@ -74,6 +74,8 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         for ours, value in more.items():
             _put(values, ours, value)
         problems += found
+    if architecture.name == "rwkv" and theirs.attention_hidden_size != theirs.hidden_size:
+        problems.append(f"attention_hidden_size={theirs.attention_hidden_size} is not hidden_size={theirs.hidden_size}")
     if architecture.name == "mamba2":
         _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
         most = theirs.time_step_limit[1]
@@ -155,6 +157,8 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     if architecture.hybrid is not None:
         settings["max_position_embeddings"] = config.training.sequence_length
         settings.update(architecture.hybrid.settings(model, architecture.hybrid.kinds(model)))
+    if architecture.name == "rwkv":  # halving the stream now and then changes no logits, but weights in place
+        settings.update(rescale_every=0, context_length=config.training.sequence_length)
     if architecture.name == "mamba2":
         inner, most = dims_of(model).mamba2[0], model.mamba2.most_step
         settings["num_heads"] = inner // model.mamba2.head_dim

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from megatron.config.layers import Source
+from megatron.config.layers import Source as Values
 from megatron.config.pattern import parse
 from megatron.config.resolve import Resolved, combine
 from megatron.model.stack import build_model
@@ -24,6 +24,7 @@ from ..fragment import WEIGHT, FragmentSpec
 from ..meta import Meta
 from ..rankfile import write_rank_file
 from ..writer import Draft
+from .architecture import Architecture
 from .config import architecture_of, dims_of, model_values
 from .convert import Step, match, plan
 from .written import INDEX
@@ -95,7 +96,7 @@ def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
         values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").resolve())}
-    return combine([Source(values)], ranks=1, check_inputs=False, name=folder.name)
+    return combine([Values(values)], ranks=1, check_inputs=False, name=folder.name)
 
 
 def import_model(
@@ -111,12 +112,28 @@ def import_model(
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
-    source, resolved = Folder(folder), settings(folder, sequence_length)
-    architecture = architecture_of(AutoConfig.from_pretrained(folder))
+    resolved = settings(folder, sequence_length)
+    write(Folder(folder), architecture_of(AutoConfig.from_pretrained(folder)), resolved, out, progress)
+    return resolved
+
+
+class Source(Protocol):
+    """Where tensors are read: type, shape and place of each by name, and a way to read one."""
+
+    path: Path
+    types: dict[str, torch.dtype]
+    shapes: dict[str, tuple[int, ...]]
+    places: dict[str, Path]
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+def write(source: Source, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]) -> None:
+    """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
     steps = plan(architecture, logical, len(parse(resolved.config.model.layers)), dims_of(resolved.config.model))
     there = match(architecture, steps, source.places, read=source.read)
-    _check_shapes(folder, steps, logical, source, there)
+    _check_shapes(source.path, steps, logical, source, there)
     # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.
     items = [
         (FragmentSpec.whole(logical[name], WEIGHT), source.types[there[step.theirs[0]]])
@@ -134,7 +151,6 @@ def import_model(
         failure,
         Meta(step=0, config=resolved.text(), resumable=False, extra={"imported": architecture.class_name}),
     )
-    return resolved
 
 
 def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
@@ -142,7 +158,7 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
     return {tensor.logical.name: tensor.logical for tensor in stored_tensors(model)}
 
 
-def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: Folder, there) -> None:
+def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: Source, there) -> None:
     """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
     problems = []
     for step in steps:
@@ -164,7 +180,7 @@ def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTen
 
 
 def _values(
-    steps: list[Step], source: Folder, there: dict[str, str], progress
+    steps: list[Step], source: Source, there: dict[str, str], progress
 ) -> Callable[[str], Iterator[torch.Tensor]]:
     """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
     step_of = {name: step for step in steps for name in step.ours}

@@ -113,6 +113,20 @@ class Swapped:
 
 
 @dataclass(frozen=True)
+class Wide:
+    """Our rows of vectors are their tensors [1, 1, C], one each; one row may be a vector of ours."""
+
+    rows: bool = True
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [row.view(1, 1, -1) for row in (ours[0] if self.rows else ours)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        flat = [each.flatten() for each in theirs]
+        return [torch.stack(flat)] if self.rows else flat
+
+
+@dataclass(frozen=True)
 class Transposed:
     """Their matrices are [inputs, outputs] (GPT-2's Conv1D); biases are vectors on both sides."""
 

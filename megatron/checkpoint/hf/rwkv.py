@@ -6,36 +6,34 @@ RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). Links are those of the Hugging F
 
 from __future__ import annotations
 
+import pickle
+import re
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config import Config
+from megatron.config import Config, resolve
+from megatron.config.layers import Source as Values
 from megatron.config.pattern import parse
+from megatron.config.resolve import Resolved, combine
 from megatron.model.stack import build_model
 
 from ..errors import CheckpointError
+from ..reader import Checkpoint
 from .architecture import Architecture
 from .config import dims_of
-from .convert import Step, plan
-from .links import Dims, Link, Same, Transposed
+from .convert import Step, plan, to_hf
+from .export import TYPES, config_of, reader, type_of
+from .importer import write
+from .links import Dims, Link, Same, Transposed, Wide
+from .same import differences
 
 _OURS, _THEIRS = "layers.{n}", "blocks.{n}"
-
-
-@dataclass(frozen=True)
-class Wide:
-    """Our rows of vectors are their tensors [1, 1, C], one each; one row may be a vector of ours."""
-
-    rows: bool = True
-
-    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
-        return [row.view(1, 1, -1) for row in (ours[0] if self.rows else ours)]
-
-    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
-        flat = [each.flatten() for each in theirs]
-        return [torch.stack(flat)] if self.rows else flat
 
 
 @dataclass(frozen=True)
@@ -154,3 +152,109 @@ def steps_of(config: Config) -> list[Step]:
     """
     names = [parameter.logical.name for parameter in build_model(config, device="meta").parameters()]
     return plan(architecture_of(config), names, len(parse(config.model.layers)), dims_of(config.model))
+
+
+class Published:
+    """The tensors of a published file.
+
+    Raises:
+        CheckpointError: it cannot be read, or has anything but tensors. No code in it is run.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointError(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
+        if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+            raise CheckpointError(path, "it has something other than tensors")
+        self.path, self.tensors = path, tensors
+        self.types = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.places = dict.fromkeys(tensors, path)
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def size(self, name: str, dim: int) -> int:
+        """Raises CheckpointError where there is no such tensor or dimension."""
+        shape = self.shapes.get(name, ())
+        if len(shape) <= dim:
+            raise CheckpointError(self.path, f"{name} of {dim + 1} dimensions or more is missing")
+        return shape[dim]
+
+    def model(self) -> dict[str, Any]:
+        """Our `model` section: the kind by its names, sizes by shapes."""
+        kinds = {"rwkv7": "r_k", "rwkv6": "time_maa_x", "rwkv5": "time_mix_g"}
+        kind = next((kind for kind, name in kinds.items() if f"blocks.0.att.{name}" in self.shapes), None)
+        if kind is None:
+            raise CheckpointError(self.path, f"it is none of {', '.join(kinds)}: it has no block 0 with a tensor att."
+                                             f"{', att.'.join(kinds.values())}")
+        layers = 1 + max(int(match[1]) for name in self.shapes if (match := re.match(r"blocks\.(\d+)\.", name)))
+        att, heads = "blocks.0.att", "r_k" if kind == "rwkv7" else "time_faaaa"
+        options: dict[str, Any] = {"head_dim": self.size(f"{att}.{heads}", 1)}
+        if kind == "rwkv7":
+            ranks = {"decay": "w1", "rate": "a1", "gate": "g1"}
+            options |= {f"{ours}_rank": self.size(f"{att}.{theirs}", 1) for ours, theirs in ranks.items()}
+            if layers > 1:
+                options["value_rank"] = self.size("blocks.1.att.v1", 1)
+        if kind == "rwkv6":
+            options |= {"mix_rank": self.size(f"{att}.time_maa_w2", 1), "decay_rank": self.size(f"{att}.time_decay_w1", 1)}
+        return {
+            "layers": f"({kind}/{kind}_ffn) x{layers}", "hidden_size": self.size("emb.weight", 1),
+            "vocab_size": self.size("emb.weight", 0), "embedding": {"norm": True},
+            "init": {"embedding": "tiny_uniform", "head": "half_orthogonal"},
+            kind: options, f"{kind}_ffn": {"hidden_size": self.size("blocks.0.ffn.key.weight", 0)},
+        }
+
+
+def import_published(path: Path, out: Path, *, sequence_length: int,
+                     progress: Callable[[str], None] = lambda text: None) -> Resolved:
+    """Write a published file as a checkpoint of step 0, as `import_model` does with a Hugging Face folder."""
+    if out.exists():
+        raise CheckpointError(out, "it exists already")
+    source = Published(path)
+    values = {"model": source.model(), "training": {"steps": 0, "sequence_length": sequence_length},
+              "tokenizer": {"type": "none"}}
+    resolved = combine([Values(values)], ranks=1, check_inputs=False, name=path.stem)
+    write(source, architecture_of(resolved.config), resolved, out, progress)
+    return resolved
+
+
+def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = None) -> torch.dtype:
+    """Write a checkpoint of any layout as a file in the published layout; all of it is in memory at once.
+
+    Args:
+        dtype: one of `export.TYPES`; None leaves the type of the weights.
+
+    Raises:
+        CheckpointError: the model has layers or options that the published files have not, or `out` exists.
+    """
+    if out.exists():
+        raise CheckpointError(out, "it exists already")
+    config = config_of(checkpoint)
+    if problems := _differences(config):
+        raise CheckpointError(out, problems)
+    wanted = TYPES[dtype] if dtype else type_of(checkpoint)
+    tensors = {name: tensor.clone() for name, tensor in to_hf(steps_of(config), reader(checkpoint, wanted))}
+    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}")
+    try:
+        torch.save(tensors, draft)
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+    return wanted
+
+
+def _differences(config: Config) -> list[str]:
+    """Options that compute something else than the authors' code."""
+    kind = kind_of(config)
+    blocks = parse(config.model.layers)
+    values = {
+        "model": {
+            "layers": f"({kind}/{kind}_ffn) x{len(blocks)}", "hidden_size": config.model.hidden_size,
+            "vocab_size": config.model.vocab_size, "embedding": {"norm": True},
+            kind: {**getattr(config.model, kind).model_dump(), "norm_epsilon": 64e-5},
+            f"{kind}_ffn": getattr(config.model, f"{kind}_ffn").model_dump()},
+        "training": {"steps": 0, "sequence_length": config.training.sequence_length}}
+    return differences(config.model, resolve(values).model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import hybrids
-from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Stacked, Swapped, Transposed
+from .links import Fused, Link, Mamba2Rows, QueryKeyValue, QueryKeyValueByHead, Stacked, Swapped, Transposed, Wide
 
 _OURS, _LLAMA, _NEOX, _GPT2 = "layers.{n}", "model.layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
 
@@ -122,4 +122,26 @@ BAMBA = (
     *(link for link in _LLAMA_COMMON if ".attention." in str(link.ours)),
     Link(f"{_OURS}.mlp.gate_up", (f"{_LLAMA}.feed_forward.gate_proj", f"{_LLAMA}.feed_forward.up_proj"), Fused()),
     Link(f"{_OURS}.mlp.down", f"{_LLAMA}.feed_forward.down_proj"),
+)
+
+_RWKV = "rwkv.blocks.{n}"
+
+
+def _mixes(kind: str, theirs: str, *names: str) -> Link:
+    return Link(f"{_OURS}.{kind}.mix", tuple(f"{_RWKV}.{theirs}.time_mix_{name}" for name in names), Wide(), suffixes=("",))
+
+
+RWKV = (
+    Link("embedding.tokens", "rwkv.embeddings"),
+    Link("embedding.norm", "rwkv.blocks.0.pre_ln"),
+    Link(f"{_OURS}.mixer_norm", f"{_RWKV}.ln1"),
+    Link(f"{_OURS}.ffn_norm", f"{_RWKV}.ln2"),
+    _mixes("rwkv4", "attention", "key", "value", "receptance"),
+    _mixes("rwkv4_ffn", "feed_forward", "key", "receptance"),
+    Link(f"{_OURS}.rwkv4.decay", f"{_RWKV}.attention.time_decay", suffixes=("",)),
+    Link(f"{_OURS}.rwkv4.bonus", f"{_RWKV}.attention.time_first", suffixes=("",)),
+    *(Link(f"{_OURS}.rwkv4.{name}", f"{_RWKV}.attention.{name}") for name in ("key", "value", "receptance", "output")),
+    *(Link(f"{_OURS}.rwkv4_ffn.{name}", f"{_RWKV}.feed_forward.{name}") for name in ("key", "value", "receptance")),
+    Link("final_norm", "rwkv.ln_out"),
+    Link("head", "head"),
 )

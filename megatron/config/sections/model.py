@@ -209,7 +209,7 @@ class HeadOptions(Section):
 
 InitScheme = Literal[
     "normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal", "fan_in_uniform",
-    "scaled_fan_in_uniform", "orthogonal", "zeros"]
+    "scaled_fan_in_uniform", "orthogonal", "half_orthogonal", "tiny_uniform", "zeros"]
 
 
 class InitOptions(Section):

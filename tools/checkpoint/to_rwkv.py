@@ -1,0 +1,50 @@
+#!/usr/bin/env python
+"""Write a checkpoint of RWKV-5, 6 or 7 as one file with the names of the authors' published models (.pth).
+
+python tools/checkpoint/to_rwkv.py runs/goose goose.pth --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.hf.export import TYPES
+from megatron.checkpoint.hf.rwkv import export_published
+from megatron.checkpoint.store import Store
+from megatron.config import ConfigError
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest in it."""
+    if (path / "manifest.json").exists():
+        return path
+    return next((found[-1] for folder in (path / "checkpoints", path) if (found := Store(folder).paths())), path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
+    parser.add_argument("out", type=Path, help="the file to write; must not exist")
+    parser.add_argument("--dtype", choices=sorted(TYPES), help="type of all tensors (default: as trained)")
+    options = parser.parse_args(arguments)
+    try:
+        checkpoint = open_checkpoint(find(options.checkpoint), verify="checksums")
+        dtype = export_published(checkpoint, options.out, dtype=options.dtype)
+    except (CheckpointError, ConfigError, OSError) as error:
+        print(f"to_rwkv: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.out} in {str(dtype).removeprefix('torch.')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
