@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from functools import partial
 
 import pytest
 
+from tests.paths import ROOT
+
 from .host_job import looping, skip_without
-from .namespaces import PORT, Cluster
+from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = pytest.mark.limit(120)
 RUNNERS = ["ssh", "pdsh", "openmpi", "mpich"]
@@ -111,3 +115,28 @@ def test_a_whole_host_dies(hosts_work, tmp_path, jobs):
         print(f"host killed to end: {time.monotonic() - begin:.1f} s")
         assert status == 255 and "node2" in error and time.monotonic() - begin < 20, error
         assert job.nothing_left("node1")
+
+
+def test_the_ssh_server_of_the_containers(cluster, tmp_path, jobs):
+    """tools/sshd, as in a container without a server, on another port; a run goes through it."""
+    port = PORT + 1
+    home = tmp_path / "home"
+    home.mkdir()
+    variables = {**os.environ, "HOME": str(home), "AUTHORIZED_KEYS": f"{cluster.folder}/user.pub"}
+    for name in cluster.names:
+        jobs(cluster, tmp_path, [str(ROOT / "tools" / "sshd"), str(port)], host=name, environment=variables)
+        wait_for(lambda: (home / ".sshd" / "key.pub").exists(), 10, lambda: "no key")  # one home for all, as on clusters
+    for name in cluster.names:
+        wait_for(partial(listens, cluster, name, port), 10, lambda: f"{port} is closed")
+    known = tmp_path / "known_hosts"
+    options = f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, -o, StrictHostKeyChecking=accept-new]"
+    job = jobs(cluster, tmp_path, looping(tmp_path, "steps", "2", overrides=(
+        f"launch.ssh_port={port}", f"launch.ssh_options={options}")))
+    status, _, error = job.finish()
+    assert status == 0, error
+    assert known.read_text().count(f"]:{port} ") == 2
+
+
+def listens(cluster: Cluster, name: str, port: int) -> bool:
+    probe = f"import socket; socket.create_connection(('{cluster.addresses[name]}', {port}), timeout=2)"
+    return cluster.run("login", [sys.executable, "-c", probe]).returncode == 0
