@@ -1,6 +1,7 @@
 # make quickstart: from nothing to a small language model, on any machine.   make help: the rest.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 RUN := $(VENV)/bin/python
 export PYTHON
 
@@ -10,7 +11,8 @@ help:
 	@echo 'make lint         look for mistakes in the source (ruff)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
-	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere.'
+	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere;'
+	@echo '           JOBS=4 runs four files of tests side by side (distributed ones have up to eight processes each).'
 
 quickstart: venv
 	@$(RUN) tools/quickstart.py
@@ -22,7 +24,7 @@ dev:
 	@requirements/install dev $(VENV)
 
 test: dev
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 lint: dev
 	$(RUN) -m ruff check .
