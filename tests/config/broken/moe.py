@@ -41,9 +41,6 @@ MOE = [
          "tensor parallel ranks have slices of every expert", "use parallel.expert = 2", ranks=4),
     case("experts spread under ZeRO 3", _MOE + "experts: 8}}\nparallel: {expert: 2}\nzero: {stage: 3}", "a.yml:4: zero.stage = 3",
          "parallel.expert = 2", "ZeRO 3 cuts every parameter over all data parallel ranks", "use zero.stage=1 or 2", ranks=2),
-    case("experts spread with an offloaded optimizer", _MOE + "experts: 8}}\nparallel: {expert: 2}\n"
-         "zero: {stage: 1, offload_optimizer: {device: cpu}}", "zero.offload_optimizer.device = 'cpu'",
-         "takes the norm of experts per data parallel rank", ranks=2),
     case("nothing to spread", "parallel: {expert: 2}", "a.yml:2: parallel.expert = 2", "there are no experts to spread", ranks=2),
     case("unknown option of the router", _MOE + "router: {topk: 2}}}", "a.yml:2: model.moe.router.topk"),
 ]
