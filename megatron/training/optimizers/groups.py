@@ -45,7 +45,8 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
         if logical is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no logical tensor, so no role")
         lr_scale, decay = _settings(optimizer, logical.role)
-        matrix = optimizer.type == "muon" and logical.role in MATRIX_ROLES and (len(logical.shape) == 2 or logical.matrices is not None)
+        whole = len(logical.shape) == 2 or logical.matrices is not None  # or experts: matrices in a stack
+        matrix = optimizer.type == "muon" and logical.role in MATRIX_ROLES and whole
         if matrix:
             lr_scale *= optimizer.muon_lr / optimizer.lr
         key = (matrix, lr_scale, decay, parameter.dtype, is_spread(parameter))

@@ -128,9 +128,12 @@ class MoE(nn.Module):
         gate = H if options.shared_size and options.shared_gate else 0
         made = (2 if options.gated else 1)
         kept = KEPT[options.activation][options.gated]
-        # Of each expert of a token: its row, what its activation keeps, its result.
+        # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its weight.
+        routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
+        network = options.router.width if options.router.network == "mlp" else 0
+        routing += 7 * network + bool(network)
         return Counts(
             parameters=E * expert + shared + router + gate, idle=(E - k) * expert,
             flops=2 * (k * expert + shared + products + gate),
-            activations=k * (2 * H + kept * width) + kept * options.shared_size + 4 * E,
-            products=k * (H + made * width) + made * options.shared_size + H + E)
+            activations=k * (2 * H + kept * width) + kept * options.shared_size + routing + (H + 1 if gate else 0),
+            products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network)
