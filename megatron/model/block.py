@@ -44,6 +44,8 @@ class Block(nn.Module):
                  shared: dict[str, nn.Module] | None = None):
         super().__init__()
         self.residual, self.pattern = model.residual, pattern
+        attends = pattern.mixer is not None and pattern.mixer.name == "attention"
+        self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
         self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
         if pattern.mixer:
@@ -94,7 +96,7 @@ class Block(nn.Module):
         share a norm."""
         for layer, own in zip(self.beside or (), state.beside or (None,) * len(self.beside or ())):
             x = x + layer(stream.hidden, stream, own)
-        if self.residual.norm == "post":
+        if self.post_norm:
             y, stream = _apply(self.mixer, x, stream, state.mixer)
             y = self.mixer_norm(y)
         else:
@@ -103,7 +105,7 @@ class Block(nn.Module):
 
     def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
-        if self.residual.norm == "post":
+        if self.post_norm:
             y, stream = _apply(self.ffn, x, stream, state.ffn)
             y = self.ffn_norm(y)
         else:

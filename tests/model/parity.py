@@ -63,7 +63,8 @@ def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor
 
 
 def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Tensors of a model's memory by the names that it is saved with: there experts are single."""
+    """Tensors of a model's memory by the names that it is saved with: there experts are single, and so are
+    the convolutions of queries, keys and values."""
     single = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     if kind == "mixtral":
         single = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
@@ -72,6 +73,11 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
         module, _, last = name.rpartition(".experts.")
         if kind == "mixtral":
             module, name = (each.replace(".mlp", ".block_sparse_moe") for each in (module, name))
+        mixer, _, rest = name.rpartition(".linear_attn.")
+        if kind == "olmo_hybrid" and rest == "conv1d.weight":
+            parts = tensor.split([len(tensors[f"{mixer}.linear_attn.{each}_proj.weight"]) for each in "qkv"])
+            found |= {f"{mixer}.linear_attn.{each}_conv1d.weight": part for each, part in zip("qkv", parts)}
+            continue
         if last not in single or tensor.dim() != 3:
             found[name] = tensor
             continue

@@ -45,6 +45,7 @@ PUBLISHED = {
     "qwen3/32b": 32_762_123_264,
     "olmo2/7b": 7_298_617_344,
     "olmo2/13b": 13_716_198_400,
+    "olmo_hybrid/7b": 7_430_870_688,
     "gpt2/small": 124_439_808,
     "gpt2/medium": 354_823_168,
     "gpt2/large": 774_030_080,
@@ -138,6 +139,7 @@ THEIRS = {
     "qwen3/32b": llama(hf.Qwen3Config, 64, 5120, 64, 8, 25600, 151936),
     "olmo2/7b": llama(hf.Olmo2Config, 32, 4096, 32, 32, 11008, 100352),
     "olmo2/13b": llama(hf.Olmo2Config, 40, 5120, 40, 40, 13824, 100352),
+    "olmo_hybrid/7b": hf.OlmoHybridConfig(),
     "gpt2/small": gpt2(12, 768, 12),
     "gpt2/medium": gpt2(24, 1024, 16),
     "gpt2/large": gpt2(36, 1280, 20),
@@ -164,7 +166,7 @@ def files(folder: str = "*") -> list[str]:
 
 
 OURS_ALONE = {  # no class of transformers computes them
-    "test/tiny_moe", "test/tiny_blackmamba",
+    "test/tiny_moe", "test/tiny_blackmamba", "test/tiny_cca",
     "test/tiny_rwkv5", "test/tiny_rwkv6", "test/tiny_rwkv7", "test/tiny_rwkv7_hybrid",
 }
 TINY, LAYOUTS = files("test"), [path.stem for path in sorted((CONFIGS / "layouts").glob("*.yml"))]
@@ -273,7 +275,7 @@ def test_tiny_models_learn_in_seconds(name: str):
     assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000
     if name not in OURS_ALONE:
         own = name.split("tiny_")[1]
-        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv"}.get(own, own)
+        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv", "gated_delta": "olmo_hybrid"}.get(own, own)
     tokens = torch.randint(
         config.model.vocab_size, (4, config.training.sequence_length + 1), generator=torch.Generator().manual_seed(0)
     )

@@ -99,6 +99,16 @@ CASES |= {
     "mamba2 one group": hf.Mamba2Config(**STATE_SPACE, state_size=4, n_groups=1, head_dim=16, num_heads=4, conv_kernel=2),
 }
 
+DELTA = {**LLAMA_LIKE, "num_hidden_layers": 4, "num_attention_heads": 4, "eos_token_id": 1, "pad_token_id": None}
+CASES |= {
+    "olmo_hybrid": hf.OlmoHybridConfig(**DELTA, rope_parameters={"rope_type": "default", "rope_theta": None}),
+    "olmo_hybrid grouped, rotary": hf.OlmoHybridConfig(
+        **{**DELTA, "num_hidden_layers": 3}, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=8,
+        linear_value_head_dim=12, linear_conv_kernel_dim=3, linear_allow_neg_eigval=False, attention_bias=True,
+        rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        layer_types=["full_attention", "linear_attention", "linear_attention"]),
+}
+
 EXPERTS = {**LLAMA_LIKE, "intermediate_size": 20, "num_experts_per_tok": 2}
 CASES |= {
     "mixtral": hf.MixtralConfig(**EXPERTS, num_local_experts=4),

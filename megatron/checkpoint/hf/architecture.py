@@ -58,6 +58,7 @@ class Architecture:
         block: the pattern of each of its layers, variants left out.
         window: "none", "all" layers, or by "layer" (`layer_types`).
         aliases: names in a module's state dict -> names on disk, where they differ.
+        renamed: (pattern, replacement): parts of names in a module's state dict -> what they are called on disk.
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
         hybrid: what it has beside, where its layers are of several kinds.
@@ -73,6 +74,7 @@ class Architecture:
     block: str = "attention/mlp"
     window: str = "none"
     aliases: dict[str, str] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     hybrid: Hybrid | None = None
@@ -101,4 +103,6 @@ class Architecture:
     def canonical(self, name: str) -> str:
         """The name on disk of a complete model."""
         name = self.aliases.get(name, name)
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
         return name if name == self.head or name.startswith(self.prefix) else self.prefix + name

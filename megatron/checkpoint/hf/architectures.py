@@ -81,6 +81,27 @@ OLMO2 = Architecture(
     fixed={**_LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
 )
 
+_DELTA = {
+    "heads": "linear_num_value_heads", "key_heads": "linear_num_key_heads", "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim", "convolution": "linear_conv_kernel_dim",
+    "negative_eigenvalues": "linear_allow_neg_eigval", "decay_low": "linear_a_log_min", "decay_high": "linear_a_log_max",
+    "time_step_low": "linear_dt_min", "time_step_high": "linear_dt_max", "time_step_floor": "linear_dt_init_floor",
+}
+OLMO_HYBRID = Architecture(
+    "olmo_hybrid", "OlmoHybridForCausalLM", tables.OLMO_HYBRID,
+    fields=(
+        *_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS,
+        *(Field(f"gated_delta.{ours}", theirs) for ours, theirs in _DELTA.items()),
+    ),
+    fixed={
+        **{key: value for key, value in _LLAMA_FIXED.items() if key != "attention.position"},
+        "residual.norm": "hybrid", "attention.qk_norm": "full", "mlp.bias": False, "gated_delta.convolution_bias": False,
+        "gated_delta.norm_epsilon": 1e-5,  # written into their class
+    },
+    required={"hidden_act": "silu"}, rotary="none", hybrid=hybrids.OLMO_HYBRID,
+    renamed=((r"\binput_layernorm\b", "attention_layer_norm"), (r"\bpost_attention_layernorm\b", "feedforward_layer_norm")),
+)
+
 GPT2 = Architecture(
     "gpt2", "GPT2LMHeadModel", tables.GPT2,
     fields=(
@@ -216,4 +237,4 @@ RWKV = Architecture(
 )
 
 ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, RWKV)}
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, RWKV)}

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from megatron.config.pattern import Block, parse
 from megatron.config.sections.model import ModelSection
 
-from .links import Fused, Link, Mamba2Rows
+from .links import DeltaConvolutions, Fused, Link, Mamba2Rows
 from .rope import rope_parameters, rope_values
 
 
@@ -44,7 +44,7 @@ class Hybrid:
     def pattern(self, theirs: PreTrainedConfig) -> str:
         """Our layer pattern of their list of layers."""
         names = {theirs: ours for ours, theirs in self.blocks.items()}
-        runs = itertools.groupby(names[each] for each in theirs.layers_block_type)
+        runs = itertools.groupby(names[each] for each in getattr(theirs, "layers_block_type", None) or theirs.layer_types)
         return " ".join(f"{name} x{len(list(run))}" for name, run in runs)
 
     def kinds(self, model: ModelSection) -> list[str]:
@@ -179,3 +179,56 @@ def _bamba_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 
 
 BAMBA = Hybrid({"mamba2/mlp": "linear_attention", "attention/mlp": "full_attention"}, _bamba_values, _bamba_settings)
+
+
+# -- OLMo Hybrid: Gated DeltaNet or attention, each with an MLP -------------------------------------------------------
+
+
+def _olmo_values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
+    parameters = theirs.rope_parameters or {}
+    if parameters.get("rope_theta") is None:
+        return {"attention.position": "none"}, []
+    rotary, problems = rope_values(parameters, partial=False)
+    return {"attention.position": "rotary", "attention.rotary": rotary}, problems
+
+
+def _olmo_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    turned = model.attention.position == "rotary"
+    nothing = {"rope_type": "default", "rope_theta": None}
+    return {
+        "layer_types": kinds, "rope_parameters": rope_parameters(model.attention.rotary, partial=False) if turned else nothing}
+
+
+def _olmo_links(ours: Collection[str]) -> tuple[Link, ...]:
+    """transformers saves the norm after a mixer under one name, whether it is the mixer's own (attention) or the MLP's."""
+    links: list[Link] = []
+    for layer in sorted({int(name.split(".")[1]) for name in ours if name.startswith("layers.")}):
+        mine, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        if f"{mine}.gated_delta.A_log" in ours:
+            links += [
+                Link(f"{mine}.mixer_norm", f"{theirs}.attention_layer_norm"),
+                Link(f"{mine}.ffn_norm", f"{theirs}.feedforward_layer_norm"),
+                *_gated_delta(f"{mine}.gated_delta", f"{theirs}.linear_attn"),
+            ]
+        else:
+            links += [
+                Link(f"{mine}.mixer_norm", f"{theirs}.feedforward_layer_norm"),
+                Link(f"{mine}.ffn_norm", f"{theirs}.post_feedforward_layernorm"),
+            ]
+    return tuple(links)
+
+
+def _gated_delta(ours: str, theirs: str) -> tuple[Link, ...]:
+    pairs = {"query_key": "qk", "value_gate": "vg", "decay_beta": "ab"}
+    return (
+        *(Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), Fused()) for name, both in pairs.items()),
+        *(Link(f"{ours}.{name}", f"{theirs}.{name}", suffixes=("",)) for name in ("A_log", "dt_bias")),
+        Link((f"{ours}.query_key_conv", f"{ours}.value_conv"), tuple(f"{theirs}.{each}_conv1d" for each in "qkv"),
+             DeltaConvolutions()),
+        Link(f"{ours}.norm", f"{theirs}.o_norm"),
+        Link(f"{ours}.output", f"{theirs}.o_proj"),
+    )
+
+
+OLMO_HYBRID = Hybrid(
+    {"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"}, _olmo_values, _olmo_settings, _olmo_links)

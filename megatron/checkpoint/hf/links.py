@@ -18,12 +18,14 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Dims:
     """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
-    of its Mamba-2 layers, its experts."""
+    of its Mamba-2 layers, its experts, and the channels of queries and keys together, and of values, of its gated_delta
+    layers."""
 
     heads: int | None
     head_dim: int | None
     mamba2: tuple[int, int, int]
     experts: int = 0
+    delta: tuple[int, int] = (0, 0)
 
 
 class Form(Protocol):
@@ -99,6 +101,18 @@ class Mamba2Rows:
     def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
         inner, read, heads = dims.mamba2
         return list(theirs[0].split([2 * inner, read, heads] if self.steps else [inner, read]))
+
+
+@dataclass(frozen=True)
+class DeltaConvolutions:
+    """Our two, of queries and keys and of values, are their three. transformers cuts what it saves into three equal parts,
+    whatever the widths, and joins them when it loads: so what is read is joined first."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [*ours[0].chunk(2), ours[1]]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return list(torch.cat(theirs).split(list(dims.delta)))
 
 
 @dataclass(frozen=True)

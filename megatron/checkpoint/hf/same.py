@@ -11,7 +11,8 @@ from megatron.model.options import options_of
 
 _TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
-_NOT_COMPUTED = ("init", "losses", "dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor")
+_NOT_COMPUTED = ("init", "losses", "dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor",
+                 "decay_low", "decay_high")
 
 
 def differences(model: ModelSection, other: ModelSection) -> list[str]:

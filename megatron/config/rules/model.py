@@ -283,7 +283,7 @@ def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
             rule="one norm can only feed both branches in the parallel form",
             fix="use form: parallel, or shared_norm: false",
         )
-    elif residual.shared_norm and residual.norm == "post":
+    elif residual.shared_norm and residual.norm != "pre":
         yield facts.problem(
             "model.residual.shared_norm",
             "model.residual.norm",

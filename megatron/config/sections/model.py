@@ -183,8 +183,10 @@ class ResidualOptions(Section):
     form: Literal["sequential", "parallel"] = key(
         "sequential",
         "sequential: x += mixer(n1 x); x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).")
-    norm: Literal["pre", "post"] = key(
-        "pre", "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input.")
+    norm: Literal["pre", "post", "hybrid"] = key(
+        "pre",
+        "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input. hybrid (OLMo "
+        "Hybrid): post in blocks with attention, pre in the others.")
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     multiplier: float = key(
         1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling).")
