@@ -15,7 +15,7 @@ from tests.test_readme import SMALL, blocks, copy, shell  # noqa: F401  (copy is
 from .host_job import HostJob
 from .namespaces import wait_for
 
-pytestmark = pytest.mark.limit(240)
+pytestmark = pytest.mark.limit(300)
 # What a machine without GPUs needs; every command goes on where the one before it has stopped.
 SCALE = {"slots=8": "slots=2", "--ranks 8": "--ranks 2", "--gpus-per-node=8": "--ntasks-per-node=2"}
 STOPS = (2, 4, 6)

@@ -14,7 +14,7 @@ from tests.paths import ROOT
 from .host_job import DEEPY, skip_without
 from .namespaces import Cluster
 
-pytestmark = pytest.mark.limit(180)
+pytestmark = pytest.mark.limit(300)
 STEPS = 16
 TRAIN = [str(ROOT / "train.py"), str(ROOT / "configs/test/tiny_neox.yml"), f"training.steps={STEPS}",
          "training.global_batch_size=24", "launch.environment.OMP_NUM_THREADS='1'"]
