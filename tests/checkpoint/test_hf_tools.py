@@ -42,6 +42,14 @@ MODELS = {
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
     },
     "rwkv": {"layers": "(rwkv4/rwkv4_ffn) x2", "embedding": {"norm": True}, "rwkv4": {"init": "model"}},
+    "mixtral": {
+        "layers": "(attention/moe) x2", "norm": {"type": "rmsnorm"}, "attention": {"heads": 4, "kv_heads": 2},
+        "moe": {"experts": 4, "hidden_size": 24, "router": {"normalize": True}},
+    },
+    "olmoe": {
+        "layers": "(attention/moe) x2", "norm": {"type": "rmsnorm"}, "attention": {"heads": 4, "qk_norm": "full"},
+        "moe": {"experts": 6, "top_k": 3, "hidden_size": 16, "losses": {"balance": 0.01}},
+    },
     "gpt2": {
         "embedding": {"position": "learned", "tied": True},
         "mlp": {"activation": "gelu_tanh", "bias": True},
