@@ -15,7 +15,7 @@ help:
 	@echo '           JOBS=4 runs four files of tests side by side (distributed ones have up to eight processes each).'
 
 quickstart: venv
-	@$(RUN) tools/quickstart.py
+	@$(RUN) tools/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 venv:
 	@requirements/install base $(VENV)

@@ -13,21 +13,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config import load
 from megatron.data.corpus.registry import prepare
+from megatron.model.describe import totals
 from tests.data.make import write_documents
 from tests.paths import ROOT
-from tools.quickstart import Record, digest, unigram_entropy
+from tools.quickstart import MODELS, Record, digest, unigram_entropy
 
 SMALL = [
     "--documents", "300", "--vocabulary", "1024", "--validation", "0.3", "training.sequence_length=128",
-    "model.hidden_size=64", "model.layers=(attention/mlp) x2", "optimizer.lr=1e-2",
+    "model.hidden_size=64", "optimizer.lr=1e-2",
     "evaluation.every=null", "evaluation.batches=20", "checkpoint.every=null", "logging.every=20",
 ]
 
 
-def quickstart(folder: Path, *words: str) -> tuple[subprocess.CompletedProcess, float]:
+LAYERS = {"pythia": "(attention/mlp) x2", "rwkv7": "(rwkv7/rwkv7_ffn) x2", "mamba2": "mamba2 x2",
+          "hybrid": "rwkv7/mlp attention@local/mlp"}
+
+
+def quickstart(folder: Path, *words: str, model: str = "pythia") -> tuple[subprocess.CompletedProcess, float]:
     begin = time.monotonic()
-    places = ["--data", folder / "data", f"run.dir={folder / 'run'}"]
+    places = ["--data", folder / "data", f"run.dir={folder / 'run'}", "--model", model, f"model.layers={LAYERS[model]}"]
     done = subprocess.run([sys.executable, ROOT / "tools" / "quickstart.py", *places, *SMALL, *words],
                           cwd=folder, text=True, capture_output=True, timeout=900)
     return done, time.monotonic() - begin
@@ -59,6 +65,28 @@ def test_quickstart(tmp_path):
     assert (run / "metrics.jsonl").stat().st_mtime_ns == stamp
     assert _written(again.stdout) == _written(learned.stdout)
     assert short_time < seconds / 2
+
+
+def test_another_stack_learns(tmp_path):
+    done, _ = quickstart(tmp_path, "training.steps=120", model="rwkv7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "configs/quickstart_rwkv7.yml" in done.stdout and "--- sample 4" in done.stdout
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_stack_is_a_configuration(model: str):
+    path = ROOT / "configs" / f"{MODELS[model]}.yml"
+    config = load([path], ["model.vocab_size=4096"], ranks=2, check_inputs=False).config
+    assert 1.5e6 < totals(config).parameters < 6e6 and config.run.dir == f"runs/{path.stem}"
+    kinds = {"pythia": ["attention"], "hybrid": ["rwkv7", "attention"]}.get(model, [model])
+    assert all(kind in config.model.layers for kind in kinds)
+
+
+def test_one_line_makes_it_another_model():
+    for layers in ("(rwkv7/rwkv7_ffn) x6", "mamba2 x6", "(rwkv7/mlp) x6"):
+        changes = [f"model.layers={layers}", "model.vocab_size=4096"]
+        resolved = load([ROOT / "configs" / "quickstart.yml"], changes, ranks=2, check_inputs=False)
+        assert totals(resolved.config).parameters > 1e6 and not resolved.warnings
 
 
 def _written(output: str) -> str:

@@ -2,6 +2,7 @@
 """From nothing to a small language model: corpus, tokenizer, token files, training, samples.
 
     python tools/quickstart.py
+    python tools/quickstart.py --model rwkv7
     python tools/quickstart.py training.steps=2000 optimizer.lr=2e-3
 
 `make quickstart` runs this. Each step is a command that is shown and can be typed. A finished step is not repeated
@@ -28,6 +29,7 @@ from pathlib import Path  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ("def parse(", "class Error(", "import os\n", "    def __init__(self,")
+MODELS = {"pythia": "quickstart", **{name: f"quickstart_{name}" for name in ("mamba2", "rwkv7", "hybrid", "moe")}}
 LENGTH = 60  # tokens of a sample
 FAR_BELOW = 0.8  # the validation loss has to be below this share of the unigram entropy
 
@@ -301,16 +303,17 @@ def verdict(settings: Settings, run: Run, seconds: float) -> bool:
     return good
 
 
-def advice(run: Run) -> None:
+def advice(settings: Settings, run: Run) -> None:
     """What to do next."""
     heading("What next?")
     rows = (
         (". .venv/bin/activate", "so that `python` is the one with everything installed; then:"),
         (f"python generate.py {_name(run.folder)}", "write with the model: you begin, it goes on"),
-        ("python tools/config.py layers configs/quickstart.yml", "where its parameters and operations are"),
-        ("python tools/config.py explain optimizer.lr configs/quickstart.yml",
+        (f"python tools/config.py layers {settings.config}", "where its parameters and operations are"),
+        (f"python tools/config.py explain optimizer.lr {settings.config}",
          "what a key means, and where its value comes from"),
-        ("edit configs/quickstart.yml, then make quickstart", "another model on the same data"),
+        (f"python tools/quickstart.py --model {'mamba2' if 'rwkv7' in settings.config else 'rwkv7'}",
+         "another model on the same data; or edit a line of the file above"),
         ("less README.md", "your own text, more GPUs, more hosts, export"),
     )
     width = max(len(command) for command, _ in rows)
@@ -341,14 +344,14 @@ def main() -> int:
             print("the same command goes on where this one was stopped", file=sys.stderr)
         return error.status
     if good:
-        advice(run)
+        advice(settings, run)
     return 0 if good else 1
 
 
 def _settings() -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options = (
-        ("--config", str, "configs/quickstart.yml", "FILE", "the model and its training (default: %(default)s)"),
+        ("--config", str, None, "FILE", "the model and its training, where it is none of --model"),
         ("--data", str, "data/quickstart", "FOLDER", "where corpus and tokens go (default: %(default)s)"),
         ("--vocabulary", int, 4096, "TOKENS", "size of the tokenizer (default: %(default)s)"),
         ("--validation", float, 0.02, "SHARE", "share of the files for validation (default: %(default)s)"),
@@ -357,9 +360,14 @@ def _settings() -> Settings:
     for name, kind, default, what, meaning in options:
         parser.add_argument(name, type=kind, default=default, metavar=what, help=meaning)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the configuration")
+    parser.add_argument(
+        "--model", choices=MODELS, help="attention and MLPs (pythia, the default), Mamba-2, RWKV-7, RWKV-7 and attention, experts")
     given = parser.parse_intermixed_args()
+    if given.model and given.config:
+        parser.error("--model and --config both name a model")
+    config = given.config or f"configs/{MODELS[given.model or 'pythia']}.yml"
     data = (ROOT / given.data).resolve()
-    return Settings(given.config, data, given.vocabulary, given.validation, given.documents, tuple(given.overrides))
+    return Settings(config, data, given.vocabulary, given.validation, given.documents, tuple(given.overrides))
 
 
 if __name__ == "__main__":
