@@ -1,0 +1,156 @@
+"""Experts spread over ranks: outputs, gradients and bytes of one layer, against the whole layer on one rank."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config import resolve
+from megatron.model.ffn.moe import MoE
+from megatron.model.initialisation import Initialisation
+from megatron.model.stream import Stream
+from megatron.parallel.layout import Coordinates, Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import ParameterFactory
+from tests.model.parity import named, relative
+from tests.workers import run
+
+H, S, B = 16, 12, 2
+OPTIONS = {
+    "top_k": {"experts": 8, "top_k": 3, "hidden_size": 16, "shared_size": 8, "router": {"bias": True}},
+    "capacity": {"experts": 4, "top_k": 2, "hidden_size": 16, "capacity_factor": 1.0},
+    "expert choice": {"experts": 4, "top_k": 2, "hidden_size": 16, "router": {"select": "expert_choice"}},
+    # Logits are large and the same for all tokens: every token takes expert 1, so most ranks get nothing.
+    "one for all": {"experts": 4, "top_k": 1, "hidden_size": 16, "router": {"bias": True}},
+}
+
+
+def layer(mesh: Mesh, case: str) -> MoE:
+    """The layer on this rank, with random values that no layout changes."""
+    config = resolve({"model": {"layers": "moe", "hidden_size": H, "vocab_size": 8, "moe": OPTIONS[case]},
+                      "training": {"steps": 1, "sequence_length": S}})
+    made = MoE(ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, Initialisation(config.model.init, H, 1))
+    with torch.no_grad():
+        for name, parameter in named(made).items():
+            whole = torch.randn(parameter.logical.shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 2
+            parameter.copy_(cut(whole, parameter, mesh))
+        if case == "one for all":
+            made.router.weight.zero_()
+            made.router.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
+    return made
+
+
+def cut(whole: torch.Tensor, parameter: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    for dim, runs in enumerate(parameter.logical.spans(mesh.tensor.rank, mesh.tensor.size, getattr(parameter, "experts", None))):
+        whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
+    return whole
+
+
+def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a data parallel rank puts in, and the weights of what comes out."""
+    draw = torch.Generator().manual_seed(100 + data)
+    return torch.randn(B, S, H, generator=draw), torch.randn(B, S, H, generator=draw)
+
+
+def step(layout: Layout, case: str):
+    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run), bytes sent."""
+    mesh = Mesh.build(layout) if layout.world_size > 1 else Mesh.single()
+    moe = layer(mesh, case)
+    x, weight = batch(mesh.data.rank)
+    own = slice(mesh.tensor.rank * S // mesh.tensor.size, (mesh.tensor.rank + 1) * S // mesh.tensor.size)
+    if layout.sequence:
+        x, weight = x[:, own], weight[:, own]
+    x = x.clone().requires_grad_()
+    sent = []
+    original = dist.all_to_all_single
+
+    def counted(output, tensor, outputs=None, inputs=None, group=None):
+        if inputs is not None:  # rows, not their numbers; what stays on the rank is not sent
+            sent.append((sum(inputs) - inputs[dist.get_rank(group)]) * tensor[0:0].new_empty(1, *tensor.shape[1:]).nbytes)
+        return original(output, tensor, outputs, inputs, group)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        y = moe(x, Stream(x))
+        (y * weight).sum().backward()
+    gradients = {name: (p.grad, getattr(p, "experts", None)) for name, p in named(moe).items()}
+    return y.detach(), x.grad, gradients, sum(sent), len(sent)
+
+
+def whole(case: str, ranks: int):
+    """The same for each data parallel rank's tokens, on a layer that has all experts; gradients of parameters summed."""
+    outputs, total = [], {}
+    for data in range(ranks):
+        moe, (x, weight) = layer(Mesh.single(), case), batch(data)
+        y = moe(x.requires_grad_(), Stream(x))
+        (y * weight).sum().backward()
+        outputs.append((y.detach(), x.grad))
+        for name, parameter in named(moe).items():
+            total[name] = total.get(name, 0) + parameter.grad
+    return outputs, total
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(data=2, expert=2), Layout(data=4, expert=4), Layout(data=4, expert=2), Layout(data=2, tensor=2, expert=2),
+    Layout(data=2, tensor=2, expert=2, sequence=True),
+], ids=["ep2", "ep4", "dp4 ep2", "tp2 ep2", "tp2 ep2 sequence"])
+def test_equals_the_whole_layer(layout: Layout):
+    for case in OPTIONS:
+        outputs, total = whole(case, layout.data)
+        answers = run(layout.world_size, step, layout, case)
+        summed: dict[str, torch.Tensor] = {}
+        for rank, (y, x_grad, gradients, _, _) in enumerate(answers):
+            at = layout.coordinates(rank)
+            own = slice(at.tensor * S // layout.tensor, (at.tensor + 1) * S // layout.tensor) if layout.sequence else slice(None)
+            assert relative(y, outputs[at.data][0][:, own]) < 1e-5, (case, rank)
+            assert relative(x_grad, outputs[at.data][1][:, own]) < 1e-5, (case, rank)
+            for name, (gradient, experts) in gradients.items():
+                assert (experts is not None) == name.startswith("moe.experts."), name
+                if at.tensor:  # shards of the others are compared by test_layouts
+                    continue
+                place = summed.setdefault(name, torch.zeros(of_first(total[name], name, layout, case).shape))
+                where = slice(None) if experts is None else slice(experts.start, experts.stop)
+                place[where] += gradient
+        for name, gradient in summed.items():
+            expected = of_first(total[name], name, layout, case)
+            error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)
+            assert error < 1e-5, (case, name, float(error))
+
+
+def of_first(value: torch.Tensor, name: str, layout: Layout, case: str) -> torch.Tensor:
+    """The part of a whole tensor that tensor parallel rank 0 has, of all experts."""
+    logical = named(layer(Mesh.single(), case))[name].logical
+    for dim, runs in enumerate(logical.spans(0, layout.tensor)):
+        value = torch.cat([value.narrow(dim, each.start, each.length) for each in runs], dim)
+    return value
+
+
+def test_no_token_crosses_the_expert_axis_twice():
+    """Two data parallel ranks send as much whether each is one rank or two tensor parallel ones, which have the same tokens."""
+    one = run(2, step, Layout(data=2, expert=2), "top_k")
+    two = run(4, step, Layout(data=2, tensor=2, expert=2), "top_k")
+    bytes_one, bytes_two = ([answer[3] for answer in answers] for answers in (one, two))
+    assert all(answer[4] == 4 for answer in (*one, *two)), "two exchanges forward and two backward"
+    # Of k = 3 choices of each token, those whose expert is on the other rank: row and gradient, there and back.
+    crossing = sum(int((choices(data) // 4 != data).sum()) for data in range(2))
+    assert sum(bytes_one) == sum(bytes_two) == 4 * crossing * H * 4
+    assert max(bytes_two) < 0.75 * max(bytes_one)
+
+
+def choices(data: int) -> torch.Tensor:
+    """The experts of a data parallel rank's tokens, from the definition."""
+    moe, (x, _) = layer(Mesh.single(), "top_k"), batch(data)
+    return (x.flatten(0, 1) @ moe.router.weight.T + moe.router.bias).topk(3, dim=-1).indices
+
+
+def test_axes():
+    """Neighbours on the data axis share the experts; every expert-th rank holds the same ones (16 ranks, tensor 2, expert 4)."""
+    layout = Layout(tensor=2, data=8, expert=4)
+    at = layout.coordinates(5)
+    assert at == Coordinates(tensor=1, data=2)
+    assert [layout.rank(each) for each in layout.all_experts(at)] == [1, 3, 5, 7]
+    assert [layout.rank(each) for each in layout.same_experts(at)] == [5, 13]
+    mesh = Mesh.describe(layout, 13)
+    assert (mesh.expert.rank, mesh.expert.size, mesh.expert_data.rank, mesh.expert_data.size) == (2, 4, 1, 2)
