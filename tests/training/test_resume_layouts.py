@@ -28,6 +28,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4 of 1, 2, 1, 1": {"ranks": 4, "parallel": {"pipeline": 4, "pipeline_split": [1, 2, 1, 1]}},
     "tp2 dp2 ZeRO 3": {
         "ranks": 4, "parallel": {"tensor": 2, "sequence": True}, "zero": {"stage": 3, "persistent_size": 0}},
+    "dp2 ep2 ZeRO 0": {"ranks": 2, "parallel": {"expert": 2}, "zero": {"stage": 0}},
+    "dp2 ep2 ZeRO 1": {"ranks": 2, "parallel": {"expert": 2}},
+    "dp4 ep2 ZeRO 1": {"ranks": 4, "parallel": {"expert": 2}},
+    "dp4 ep4 ZeRO 2": {"ranks": 4, "parallel": {"expert": 4}, "zero": {"stage": 2}},
+    "tp2 ep2": {"ranks": 4, "parallel": {"tensor": 2, "expert": 2, "sequence": True}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
 ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
@@ -50,6 +55,10 @@ PAIRS = [
     *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-3),
+    *[("moe", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", to, 1e-5) for to in ("one", "dp4 ep4 ZeRO 2", "tp2 ep2")],
+    *[("moe", merged(ADAMW, MOE), "dp4 ep4 ZeRO 2", to, 1e-5) for to in ("dp2 ep2 ZeRO 0", "dp2 ZeRO 3")],
+    ("moe", merged(MUON, MOE), "dp4 ep2 ZeRO 1", "dp2 ep2 ZeRO 0", 1e-3),
+    *[("moe", merged(ADAMW, MOE, BF16), "tp2 ep2", to, 1e-2) for to in ("dp2 ep2 ZeRO 1", "dp2 ZeRO 3")],
 ]
 # From each of these to each of these.
 MATRIX = ["one", "dp2 ZeRO 1", "dp2 ZeRO 2", "dp2 ZeRO 3", "tp2", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"]
@@ -59,6 +68,7 @@ SAME = [
     ("qwen3", MUON, "dp2 ZeRO 1"), ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
     ("neox", merged(ADAMW, BF16), "tp2 pp2"), ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
     ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"), ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 3"),
+    ("moe", merged(ADAMW, MOE, BF16), "tp2 ep2"),
 ]
 
 

@@ -89,7 +89,7 @@ def batch_tokens(setup: Setup, step: int):
 class Ours:
     """The engine that trains."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, configure=None):
         import torch
         import torch.distributed as dist
 
@@ -101,7 +101,7 @@ class Ours:
         dist.init_process_group("gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl",
                                 rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
         self.setup = setup
-        self.engine = build_engine(configuration(setup), Mesh.single(), setup.device)
+        self.engine = build_engine((configure or configuration)(setup), Mesh.single(), setup.device)
 
     def step(self, step: int):
         import torch
@@ -119,13 +119,13 @@ class Ours:
 
 
 class Transformers:
-    """The loop that one writes by hand around `GPTNeoXForCausalLM`."""
+    """The loop that one writes by hand around `GPTNeoXForCausalLM`, or another model that `make` gives."""
 
-    def __init__(self, setup: Setup, compiled: bool):
+    def __init__(self, setup: Setup, compiled: bool, make=None):
         import torch
 
         self.setup, self.torch = setup, torch
-        self.model = twin(configuration(setup)).to(setup.device).train()
+        self.model = (twin(configuration(setup)) if make is None else make(setup)).to(setup.device).train()
         self.masters = list(self.model.parameters())
         self.weights = None
         if setup.device != "cpu":  # the model becomes bf16; the optimizer updates fp32 copies
@@ -193,14 +193,17 @@ def peak_memory(device: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def serve(name: str, setup: Setup, pipe: Connection) -> None:
+def serve(name: str, setup: Setup, pipe: Connection, make=None) -> None:
     """A contender's process: answers (first step, number of steps) with losses, norms, seconds and peak memory.
 
     None ends it. An error goes to the other side as an exception.
+
+    Args:
+        make: gives the contender for the setup; None is the one of this file that has the name.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        contender = CONTENDERS[name](setup)
+        contender = (make or CONTENDERS[name])(setup)
         pipe.send(None)
         while (order := pipe.recv()) is not None:
             pipe.send(_run(contender, setup, *order))

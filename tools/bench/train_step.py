@@ -41,11 +41,11 @@ class Mismatch(Exception):
 class Remote:
     """One contender's process."""
 
-    def __init__(self, name: str, setup: Setup):
+    def __init__(self, name: str, setup: Setup, make=None):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, setup, theirs), daemon=True)
+        self.process = context.Process(target=serve, args=(name, setup, theirs, make), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -75,12 +75,12 @@ class Remote:
 
 
 @contextlib.contextmanager
-def started(names: list[str], setup: Setup) -> Iterator[list[Remote]]:
-    """The contenders, built one after another."""
+def started(names: list[str], setup: Setup, makers: dict[str, Any] | None = None) -> Iterator[list[Remote]]:
+    """The contenders, built one after another; `makers` has functions that build them, if they are others than usual."""
     remotes: list[Remote] = []
     try:
         for name in names:
-            remotes.append(Remote(name, setup))
+            remotes.append(Remote(name, setup, (makers or {}).get(name)))
             remotes[-1].ready()
         yield remotes
     finally:

@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+"""Speed of a training step with experts: ours, transformers' Mixtral, and our dense model of equal active FLOPs.
+
+    OMP_NUM_THREADS=1 python tools/bench/moe.py --shapes small --sequence 512 --micro-batch 4 --clock cpu
+
+Ours and Mixtral (its experts as grouped products) have the same weights, batches and recipe, and must report the same
+losses and gradient norms before anything is timed; status 1 where they do not. The dense model's MLP is as wide as the
+experts that a token uses together, so that it does the same matrix products per token but for the router's: what it is
+faster by is the price of routing, sorting and small products. Processes and rounds as in `train_step.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import statistics  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tools.bench.contenders import BETAS, CLIP, EPSILON, LR, SEED, WEIGHT_DECAY, Ours, Setup, Transformers  # noqa: E402
+from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, check_equal, started  # noqa: E402
+
+VOCABULARY = 8192
+SHAPES = {  # hidden size, layers, heads, experts, experts per token, width of an expert
+    "tiny": (32, 2, 4, 8, 2, 32),
+    "small": (256, 4, 8, 8, 2, 448),
+    "medium": (768, 12, 12, 8, 2, 1344),
+}
+
+
+def configuration(setup: Setup, dense: bool = False):
+    """Our configuration of the setup: Mixtral's form, or its dense counterpart."""
+    from megatron.config import resolve
+
+    hidden, layers, heads, experts, top_k, width = SHAPES[setup.shape]
+    feed_forward: dict[str, Any] = {
+        "layers": f"(attention/moe) x{layers}",
+        "moe": {"experts": experts, "top_k": top_k, "hidden_size": width, "router": {"normalize": True}}}
+    if dense:
+        feed_forward = {
+            "layers": f"(attention/mlp) x{layers}",
+            "mlp": {"hidden_size": top_k * width, "gated": True, "activation": "silu"}}
+    return resolve({
+        "model": {**feed_forward, "hidden_size": hidden, "vocab_size": setup.vocabulary, "norm": {"type": "rmsnorm"},
+                  "attention": {"heads": heads, "kv_heads": heads // 2}, "embedding": {"tied": False}},
+        "training": {
+            "steps": 1000, "seed": SEED, "sequence_length": setup.sequence, "micro_batch_size": setup.micro_batch},
+        "optimizer": {"lr": LR, "betas": list(BETAS), "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY,
+                      "gradient_clipping": CLIP},
+        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"}})
+
+
+def mixtral(setup: Setup):
+    """transformers' Mixtral with the initial values of ours."""
+    import transformers
+
+    from megatron.checkpoint.hf import convert
+    from megatron.checkpoint.hf.config import dims_of, hf_config
+    from megatron.config.pattern import parse
+    from megatron.model.stack import build_model
+
+    config = configuration(setup)
+    architecture, theirs_config = hf_config(config, "mixtral")
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
+    theirs.set_experts_implementation("grouped_mm")
+    ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
+    steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))
+    state = {}
+    for name, tensor in convert.to_hf(steps, ours.__getitem__):
+        if ".experts." not in name:  # in memory the experts are one tensor, as ours
+            state[name.replace("block_sparse_moe", "mlp")] = tensor
+    for layer in range(SHAPES[setup.shape][1]):
+        for here, there in (("gate_up", "gate_up_proj"), ("down", "down_proj")):
+            state[f"model.layers.{layer}.mlp.experts.{there}"] = ours[f"layers.{layer}.moe.experts.{here}.weight"]
+    theirs.load_state_dict(state, strict=True)
+    return theirs
+
+
+def ours_dense(setup: Setup) -> Ours:
+    return Ours(setup, lambda each: configuration(each, dense=True))
+
+
+def ours_moe(setup: Setup) -> Ours:
+    return Ours(setup, configuration)
+
+
+def theirs_moe(setup: Setup) -> Transformers:
+    return Transformers(setup, compiled=False, make=mixtral)
+
+
+MAKERS = {"ours": ours_moe, "transformers": theirs_moe, "ours, dense": ours_dense}
+
+
+def measure(setup: Setup, steps: int, rounds: int) -> dict[str, Any]:
+    """Seconds per step of each contender in each round.
+
+    Raises:
+        Mismatch: ours and Mixtral do not compute the same thing.
+    """
+    with started(list(MAKERS), setup, MAKERS) as remotes:
+        first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in remotes}
+        check_equal({name: first[name] for name in ("ours", "transformers")}, TOLERANCE[setup.device])
+        seconds: dict[str, list[float]] = {name: [] for name in MAKERS}
+        for number in range(rounds):
+            for remote in remotes:
+                answer = remote.run(CHECKED_STEPS + number * steps, steps)
+                seconds[remote.name].append(answer["seconds"] / steps)
+    return {"setup": setup, "seconds": seconds}
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table: our tokens per second, and medians of the ratios of neighbouring rounds."""
+    setup, seconds = row["setup"], row["seconds"]
+    hidden, layers, _, experts, top_k, width = SHAPES[setup.shape]
+
+    def ratio(over: str) -> float:
+        return statistics.median(theirs / ours for theirs, ours in zip(seconds[over], seconds["ours"]))
+
+    speed = setup.tokens / statistics.median(seconds["ours"])
+    return (f"| {hidden} x {layers}, {experts} experts of {width}, top {top_k} | {setup.sequence} | {setup.micro_batch} "
+            f"| {speed:,.0f} | {ratio('transformers'):.2f} | {ratio('ours, dense'):.2f} |")
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"])
+    parser.add_argument("--sequence", type=int, default=512, help="tokens per sample")
+    parser.add_argument("--micro-batch", type=int, default=4, help="samples per step")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one contender in one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=TOLERANCE, default="cpu")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="as of train_step.py")
+    asked = parser.parse_args(given)
+    print("| shape | sequence | micro-batch | ours: tokens/s | speed / transformers | speed / dense |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for shape in asked.shapes:
+        setup = Setup(shape, asked.sequence, asked.micro_batch, asked.device, VOCABULARY, clock=asked.clock)
+        try:
+            print(line(measure(setup, asked.steps, asked.rounds)), flush=True)
+        except (Mismatch, RuntimeError) as error:
+            print(f"{shape}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
