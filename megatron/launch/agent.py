@@ -22,7 +22,7 @@ from .link import Link
 from .protocol import encode, encode_text
 from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment
 from .specification import Specification
-from .status import FORWARDED_SIGNALS, STOP_SIGNALS
+from .status import COMPLAINT, FORWARDED_SIGNALS, STOP_SIGNALS
 
 OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
 HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown
@@ -62,7 +62,11 @@ class Agent:
         self.selector.register(wake, selectors.EVENT_READ, self._from_signals)
         try:
             while not self.finished:
-                for key, mask in self.selector.select(self._pause()):
+                ready = self.selector.select(self._pause())
+                self._reap()  # before their peers' complaints are read, so that who died first is also seen first
+                for key, mask in ready:
+                    if key.fd not in self.selector.get_map():  # of a rank that has just ended
+                        continue
                     if mask & selectors.EVENT_WRITE:
                         self._flush()
                     if mask & selectors.EVENT_READ:
@@ -310,8 +314,9 @@ class Agent:
             pass
         rank.finish(status)
         if status != 0 and not self.told_tail:
-            self.told_tail = True
-            for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, rank.last_words()):
+            words = rank.last_words()
+            self.told_tail = not COMPLAINT.search(words)  # of those, one may follow that says why
+            for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, words):
                 self._queue(line)
         self._send(
             {

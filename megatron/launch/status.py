@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ HOST_LOST = 255
 STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "stopped by the launcher"  # the reason of a rank that ended because another had failed
+AT_ONCE = 5.0  # seconds within which an end may be noticed late
+# What a rank says whose peer has gone.
+COMPLAINT = re.compile(r"Connection (closed|reset|refused)|Broken pipe|connectFullMesh|ncclRemoteError")
+# Not SIGABRT, with which NCCL's watchdog ends a rank that has lost a peer.
+_KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -56,8 +62,23 @@ def describe(status: int) -> str:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The failure that came first. A rank's own end beats the loss of its host at the same moment."""
-    return min(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0), default=None)
+    """The failure that came first. A rank's own end beats the loss of its host at the same moment.
+
+    A rank that complains of a lost peer may do so before the peer's agent, on a busy host, has noticed what happened:
+    where a rank was killed or failed for a reason of its own at about that time, that is the one.
+    """
+    failures = sorted(failures, key=lambda each: (each.time, each.rank is None, each.rank or 0))
+    if not failures or not COMPLAINT.search(failures[0].text):
+        return failures[0] if failures else None
+    soon = (each for each in failures if each.time - failures[0].time < AT_ONCE)
+    return next((each for each in soon if _is_a_cause(each)), failures[0])
+
+
+def _is_a_cause(failure: Failure) -> bool:
+    if failure.rank is None or failure.reason:
+        return False
+    said = bool(failure.text) and not COMPLAINT.search(failure.text)
+    return -failure.status in _KILLS or (failure.status > 0 and said)
 
 
 def stopped(status: int, sent: Iterable[int]) -> bool:

@@ -167,3 +167,27 @@ def test_known_causes(text, status, word):
 
 def test_no_cause_is_invented():
     assert hint("ValueError: boom", 1) is None
+
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4321"
+
+
+@pytest.mark.parametrize(
+    ("others", "rank"),
+    [
+        ([fail(10.4, 3, -9)], 3),  # its agent noticed late that it was killed
+        ([fail(10.4, 3, -11), fail(10.2, 2, 1, text=PEER)], 3),
+        ([fail(17.0, 3, -9)], 0),  # long after: that was something else
+        ([fail(10.4, 3, -6)], 0),  # NCCL's watchdog aborts ranks that have lost a peer
+        ([fail(10.4, 3, -9, reason=STOPPED)], 0),  # killed by us
+        ([fail(10.4, 3, 1, text="ValueError")], 3),
+        ([fail(10.4, 3, 1)], 0),  # it did not say why
+        ([], 0),
+    ],
+)
+def test_a_complaint_about_a_peer_does_not_come_before_the_peers_death(others, rank):
+    assert outcome([fail(10.0, 0, 1, text=PEER), *others], [])[1].rank == rank
+
+
+def test_a_failure_of_its_own_is_no_complaint():
+    assert outcome([fail(10.0, 0, 1, text="ValueError: no"), fail(10.1, 3, -9)], [])[1].rank == 0
