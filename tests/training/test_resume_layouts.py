@@ -40,6 +40,7 @@ MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e
 BF16 = {"precision": "bf16"}
 MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
+RWKV7 = {"model": {"layers": "(rwkv7/rwkv7_ffn) x3 (rwkv7/mlp) x2"}}
 MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
 
 # (architecture, recipe, saved on, resumed on, largest relative error of losses)
@@ -52,6 +53,7 @@ PAIRS = [
     *[("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3", to, 1e-2) for to in ("dp2 ZeRO 1", "pp2 of 1 and 4")],
     *[("zamba2", merged(ADAMW, ZAMBA), "pp4 of 1, 2, 1, 1", to, 1e-5) for to in ("dp2 ZeRO 3", "tp2 pp2")],
     ("zamba2", merged(ADAMW, ZAMBA, BF16), "dp2 ZeRO 3", "pp2 of 1 and 4", 1e-2),
+    *[("rwkv7", merged(ADAMW, RWKV7), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-3),

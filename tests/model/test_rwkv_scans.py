@@ -1,0 +1,126 @@
+"""The scans of RWKV against token-by-token recurrences in float64: outputs, last states, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.model.mixers.documents import document_starts
+from megatron.model.mixers.wkv4 import wkv4
+from megatron.model.mixers.wkv6 import wkv6
+from megatron.model.mixers.wkv7 import wkv7
+from tests.model.parity import relative
+from tests.model.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
+
+h, N = 2, 4
+
+
+def starts_of(kind: str | None):
+    return None if kind is None else document_starts(DOCUMENTS, CONTINUED[kind])
+
+
+def kept(starts, t: int, dims: int) -> torch.Tensor:
+    """1 where the state before token t belongs to its document, [B, 1, ...]."""
+    alive = torch.ones(Bs) if starts is None else starts[:, t] != t
+    return alive.double().view(-1, *[1] * dims)
+
+
+def loop7(r, log_w, k, v, a, b, state, starts):
+    rows = []
+    for t in range(S):
+        state = state * kept(starts, t, 3)
+        seen = (state * a[:, t].unsqueeze(-2)).sum(-1, keepdim=True)
+        state = state * log_w[:, t].exp().unsqueeze(-2) + seen * b[:, t].unsqueeze(-2)
+        state = state + v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
+        rows.append((state * r[:, t].unsqueeze(-2)).sum(-1))
+    return torch.stack(rows, 1), state
+
+
+def loop6(r, k, v, moved, decay, bonus, state, starts):
+    rows = []
+    for t in range(S):
+        state = state * kept(starts, t, 3)
+        written = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        rows.append(((state + bonus.unsqueeze(-1) * written) * r[:, t].unsqueeze(-1)).sum(-2))
+        state = state * torch.exp(-torch.exp(decay + moved[:, t])).unsqueeze(-1) + written
+    return torch.stack(rows, 1), state
+
+
+def loop4(k, v, decay, bonus, above, below, largest, starts):
+    rows, w = [], -decay.exp()
+    above, below = above * largest.exp(), below * largest.exp()
+    for t in range(S):
+        above, below = above * kept(starts, t, 1), below * kept(starts, t, 1)
+        own = (bonus + k[:, t]).exp()
+        rows.append((above + own * v[:, t]) / (below + own))
+        above = above * w.exp() + k[:, t].exp() * v[:, t]
+        below = below * w.exp() + k[:, t].exp()
+    return torch.stack(rows, 1), above, below
+
+
+@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_wkv7(chunk: int, documents: str | None):
+    inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(6)]
+    inputs[1] = -0.6065 * torch.sigmoid(3 * inputs[1])
+    inputs[4] = -F.normalize(inputs[4], dim=-1)
+    inputs[5] = -inputs[4] * torch.sigmoid(inputs[5])
+    inputs.append(draw(Bs, h, N, N, seed=6))
+    doubles = [each.double().requires_grad_() for each in inputs]
+    inputs = [each.requires_grad_() for each in inputs]
+    starts = starts_of(documents)
+    found = wkv7(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
+    check(list(found), list(loop7(*doubles, starts)), inputs, doubles, ["r", "log_w", "k", "v", "a", "b", "initial"])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bool):
+    """128 tokens with one and the same key that each removes what the last wrote: powers of the scores would be binomials."""
+    key = F.normalize(draw(1, 1, 1, N, seed=1), dim=-1).expand(1, 128, 1, N)
+    log_w = torch.full((1, 128, 1, N), -0.6065 if fast else 0.0)
+    r, v = draw(1, 128, 1, N, seed=2), draw(1, 128, 1, N, seed=3)
+    y, state = wkv7(r, log_w, key, v, -key, key, chunk=128)
+    wanted, last = [], torch.zeros(N, N, dtype=torch.float64)
+    for t in range(128):
+        k = key[0, t, 0].double()
+        last = last @ (torch.diag(log_w[0, t, 0].double().exp()) - torch.outer(k, k)) + torch.outer(v[0, t, 0].double(), k)
+        wanted.append(last @ r[0, t, 0].double())
+    assert relative(y[0, :, 0].double(), torch.stack(wanted)) < 1e-5 and relative(state[0, 0].double(), last) < 1e-5
+
+
+# 4: a token keeps e^-50 of what was; -5: hardly anything is lost
+@pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
+@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_wkv6(chunk: int, documents: str | None, shift: float):
+    inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(4)]
+    inputs += [draw(h, N, seed=4) + shift, draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
+    doubles = [each.double().requires_grad_() for each in inputs]
+    inputs = [each.requires_grad_() for each in inputs]
+    starts = starts_of(documents)
+    found = wkv6(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
+    check(list(found), list(loop6(*doubles, starts)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
+
+
+@pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
+@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_wkv4(chunk: int, documents: str | None, shift: float):
+    inputs = [3 * draw(Bs, S, N, seed=0), draw(Bs, S, N, seed=1), draw(N, seed=2) + shift, draw(N, seed=3)]
+    inputs += [draw(Bs, N, seed=4), draw(Bs, N, seed=5).abs() + 0.5, draw(Bs, N, seed=6)]
+    doubles = [each.double().requires_grad_() for each in inputs]
+    inputs = [each.requires_grad_() for each in inputs]
+    starts = starts_of(documents)
+    y, (above, below, largest) = wkv4(*inputs[:4], chunk=chunk, initial=tuple(inputs[4:]), starts_BS=starts)
+    scale = largest.exp()
+    check([y, above * scale, below * scale], list(loop4(*doubles, starts)), inputs[:6], doubles[:6],
+          ["k", "v", "decay", "bonus", "numerator", "denominator"])
+
+
+def test_wkv4_of_huge_keys():
+    """Exponents that fp32 has not: the largest key decides."""
+    k, v = torch.full((1, 6, 2), -500.0), draw(1, 6, 2, seed=1)
+    k[:, 2] = 500.0
+    y, _ = wkv4(k, v, torch.zeros(2), torch.zeros(2), chunk=64)
+    assert y.isfinite().all() and torch.allclose(y[:, 2:], v[:, 2:3].expand(-1, 4, -1))
