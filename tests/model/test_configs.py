@@ -209,7 +209,8 @@ def test_published_models_open_in_transformers(name: str):
         assert getattr(config, key) == getattr(THEIRS[name], key), key
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "use_parallel_residual",
                 "layers_block_type", "num_mem_blocks", "adapter_rank", "use_shared_attention_adapter", "use_mem_rope",
-                "mamba_d_state", "mamba_headdim", "mamba_ngroups", "state_size", "conv_kernel", "time_step_rank", "num_heads", "n_groups", "expand"):
+                "mamba_d_state", "mamba_headdim", "mamba_ngroups",
+                "state_size", "conv_kernel", "time_step_rank", "num_heads", "n_groups", "expand"):
         if getattr(THEIRS[name], key, None) is not None:
             assert getattr(config, key) == getattr(THEIRS[name], key), key
 

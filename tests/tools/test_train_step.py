@@ -25,16 +25,17 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
                           capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_a_row():
-    done = bench("--json")
+@pytest.mark.parametrize("shape", ["tiny", "mamba2-tiny"])
+def test_a_row(shape: str):
+    done = bench("--json", "--shapes", shape)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
-    assert row["shape"] == "tiny" and set(row["tokens_per_second"]) == {"ours", "eager"}
+    assert row["shape"] == shape and set(row["tokens_per_second"]) == {"ours", "eager"}
     assert row["first_losses"][0] == pytest.approx(math.log(256), rel=0.05)
     for name, seconds in row["seconds"].items():
         assert len(seconds) == 2 and row["peak_bytes"][name] > 100 * 2**20
         assert row["tokens_per_second"][name] == pytest.approx(2 * 64 / sum(seconds))
-    assert "| tiny | 32 | 2 |" in table([row])
+    assert f"| {shape} | 32 | 2 |" in table([row])
 
 
 def test_another_recipe_is_no_comparison():

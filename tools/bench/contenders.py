@@ -1,4 +1,4 @@
-"""The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX.
+"""The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX or Mamba2.
 
 Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
 and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases; fp32 on CPU,
@@ -23,6 +23,10 @@ SHAPES = {  # of the Pythia suite: hidden size, layers, heads
     "pythia-410m": (1024, 24, 16),
     "pythia-1.4b": (2048, 24, 16),
     "tiny": (32, 2, 2),
+    # Mamba-2 of the same widths: a layer has about as many parameters as half a block of attention and mlp
+    "mamba2-14m": (128, 12, 4),
+    "mamba2-70m": (512, 12, 16),
+    "mamba2-tiny": (32, 2, 4),
 }
 
 
@@ -53,16 +57,8 @@ def configuration(setup: Setup):
     """Our configuration of the setup."""
     from megatron.config import resolve
 
-    hidden, layers, heads = SHAPES[setup.shape]
     values: dict[str, Any] = {
-        "model": {
-            "layers": f"(attention/mlp) x{layers}", "hidden_size": hidden, "vocab_size": setup.vocabulary,
-            "attention": {"heads": heads, "qkv_bias": True, "output_bias": True, "rotary": {"fraction": 0.25}},
-            "mlp": {"hidden_size": 4 * hidden, "activation": "gelu", "gated": False, "bias": True},
-            "norm": {"type": "layernorm", "bias": True, "epsilon": 1e-5},
-            "residual": {"form": "parallel", "shared_norm": False},
-            "embedding": {"tied": False},
-        },
+        "model": {"vocab_size": setup.vocabulary, "embedding": {"tied": False}, **architecture(setup.shape)},
         "training": {
             "steps": 1000, "seed": SEED, "sequence_length": setup.sequence, "micro_batch_size": setup.micro_batch},
         "optimizer": {"lr": LR, "betas": list(BETAS), "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY,
@@ -76,6 +72,23 @@ def configuration(setup: Setup):
             section = section.setdefault(name, {})
         section[last] = value
     return resolve(values)
+
+
+def architecture(shape: str) -> dict[str, Any]:
+    """The `model` section of a shape, without its ends."""
+    hidden, layers, heads = SHAPES[shape]
+    if shape.startswith("mamba2"):
+        return {
+            "layers": f"mamba2 x{layers}", "hidden_size": hidden, "norm": {"type": "rmsnorm", "epsilon": 1e-5},
+            "mamba2": {"head_dim": 2 * hidden // heads, "state_size": 128},
+        }
+    return {
+        "layers": f"(attention/mlp) x{layers}", "hidden_size": hidden,
+        "attention": {"heads": heads, "qkv_bias": True, "output_bias": True, "rotary": {"fraction": 0.25}},
+        "mlp": {"hidden_size": 4 * hidden, "activation": "gelu", "gated": False, "bias": True},
+        "norm": {"type": "layernorm", "bias": True, "epsilon": 1e-5},
+        "residual": {"form": "parallel", "shared_norm": False},
+    }
 
 
 def batch_tokens(setup: Setup, step: int):
@@ -119,7 +132,7 @@ class Ours:
 
 
 class Transformers:
-    """The loop that one writes by hand around `GPTNeoXForCausalLM`, or another model that `make` gives."""
+    """The loop that one writes by hand around `GPTNeoXForCausalLM`, `Mamba2ForCausalLM` or another model that `make` gives."""
 
     def __init__(self, setup: Setup, compiled: bool, make=None):
         import torch
@@ -166,7 +179,7 @@ def twin(config):
     from megatron.config.pattern import parse
     from megatron.model.stack import build_model
 
-    architecture, theirs_config = hf_config(config, "gpt_neox")
+    architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else "gpt_neox")
     theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
     ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
     steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))

@@ -130,11 +130,14 @@ class Mamba2(nn.Module):
 
     def _gated_norm(self, y_BSd: Tensor, z_BSd: Tensor, weight_d: Tensor) -> Tensor:
         """RMSNorm of y * silu(z) over the channels of each group, which may lie on several ranks."""
-        y = (y_BSd.float() * F.silu(z_BSd.float())).unflatten(-1, (self.heads, -1))
+        gated = y_BSd.float() * F.silu(z_BSd.float())
+        if self.shard_groups:  # whole groups, so that no sum over the ranks is needed
+            grouped = gated.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
+            return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2).to(y_BSd.dtype) * weight_d
+        y = gated.unflatten(-1, (self.heads, -1))
         of_head = torch.tensor(self.group_of_head, device=y.device)
         squares = y.new_zeros((*y.shape[:2], self.options.groups)).index_add(-1, of_head, y.square().sum(-1))
-        if not self.shard_groups:
-            squares = sum_over(squares, self.mesh.tensor)
+        squares = sum_over(squares, self.mesh.tensor)
         channels = self.channels * self.mesh.tensor.size // self.options.groups
         scale = torch.rsqrt(squares / channels + self.epsilon)[..., of_head]
         return (y * scale.unsqueeze(-1)).flatten(2, 3).to(y_BSd.dtype) * weight_d

@@ -8,13 +8,12 @@ Shapes: B samples, S positions, c chunks of Q positions, h heads of P channels i
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .recomputed import recomputed
+from .ssd_gradient import ssd_gradient
 
 
 def ssd(
@@ -42,28 +41,63 @@ def ssd(
     Returns:
         y [B, S, h, P] of x's type, and the state [B, h, P, N] in fp32.
     """
-    scan = functools.partial(_ssd, chunk=min(chunk, x_BShP.shape[1]), limits=limits)
-    return recomputed(scan, x_BShP, dt_BSh, dt_bias_h, A_log_h, D_h, B_BSgN, C_BSgN, initial_BhPN, starts_BS)
+    inputs = (x_BShP, dt_BSh, dt_bias_h, A_log_h, D_h, B_BSgN, C_BSgN, initial_BhPN)
+    chunk = min(chunk, x_BShP.shape[1])
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        return _SSD.apply(*inputs, starts_BS, chunk, limits)
+    return _ssd(*inputs, starts_BS, chunk, limits)
 
 
-def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, *, chunk: int, limits: tuple[float, float | None]):
-    dtype, length = x.dtype, x.shape[1]
-    x, B, C = x.float(), B.float(), C.float()
-    groups = B.shape[2]
+class _SSD(torch.autograd.Function):
+    """Keeps its inputs for the gradient, and makes what else that needs again."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *tensors, ctx.chunk, ctx.limits = inputs
+        ctx.save_for_backward(*tensors)
+        return _ssd(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_y, of_final):
+        x, dt, dt_bias, A_log, D, B, C, initial, starts = ctx.saved_tensors
+        chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, ctx.chunk, ctx.limits)
+        before, _ = _carry(_written(chunks, left[1]), left[3], initial)
+        found = ssd_gradient(of_y, of_final, dt, dt_bias, ctx.limits, A_log, D, chunks, left, before)
+        inputs = (x, dt, dt_bias, A_log, D, B, C, initial)
+        gradients = (None if each is None else own.to(each.dtype) for each, own in zip(inputs, found))
+        return *gradients, None, None, None
+
+
+def _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk: int, limits: tuple[float, float | None]):
+    """x, time steps, B and C in fp32, [B, c, Q, ...] with zeros behind the last position, and the `decays`."""
     dt = F.softplus(dt.float() + dt_bias).clamp(*limits)
-    room = -length % chunk
-    x_p, dt_p, B_p, C_p = (F.pad(each, (0, 0) * (each.dim() - 2) + (0, room)) for each in (x, dt, B, C))
-    x_p, dt_p, B_p, C_p = (each.unflatten(1, (-1, chunk)) for each in (x_p, dt_p, B_p, C_p))
-    inside, to_end, from_begin, through = decays(dt_p * -A_log.exp(), starts, room, chunk)
+    room = -x.shape[1] % chunk
+    x, dt, B, C = (
+        (F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)) if room else each.float()).unflatten(1, (-1, chunk))
+        for each in (x, dt, B, C))
+    return (x, dt, B, C), decays(dt * -A_log.exp(), starts, room, chunk)
 
-    steps = (x_p * dt_p.unsqueeze(-1)).unflatten(3, (groups, -1))  # dt x, [B, c, Q, g, r, P]
+
+def _written(chunks, to_end_BcQh: Tensor) -> Tensor:
+    """What each chunk adds to the state, [B, c, h, P, N]."""
+    x, dt, B, _ = chunks
+    steps = (x * (dt * to_end_BcQh).unsqueeze(-1)).flatten(3, 4).unflatten(3, (B.shape[3], -1))  # [B, c, Q, g, k]
+    return torch.einsum("bcsgn,bcsgk->bcgkn", B, steps).flatten(2, 3).unflatten(2, x.shape[3:])
+
+
+def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk: int, limits: tuple[float, float | None]):
+    length, groups, heads = x.shape[1], B.shape[2], x.shape[2]
+    chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk, limits)
+    (x_p, dt_p, B_p, C_p), (inside, to_end, from_begin, through) = chunks, left
+    before, final = _carry(_written(chunks, to_end), through, initial)
+    states = before.flatten(2, 3).unflatten(2, (groups, -1))
+    read = torch.einsum("bcqgn,bcgkn->bcqgk", C_p, states).flatten(3, 4).unflatten(3, (heads, -1))
     scores = torch.einsum("bcqgn,bcsgn->bcgqs", C_p, B_p).unsqueeze(3) * inside.unflatten(2, (groups, -1))
-    y = torch.einsum("bcgrqs,bcsgrp->bcqgrp", scores, steps)
-    written = torch.einsum("bcsgn,bcsgrp->bcgrpn", B_p, steps * to_end.unflatten(3, (groups, -1)).unsqueeze(-1))
-    before, final = _carry(written.flatten(2, 3), through, initial)
-    read = torch.einsum("bcqgn,bcgrpn->bcqgrp", C_p, before.unflatten(2, (groups, -1)))
-    y = (y + read * from_begin.unflatten(3, (groups, -1)).unsqueeze(-1)).flatten(3, 4).flatten(1, 2)[:, :length]
-    return (y + D.unsqueeze(-1) * x).to(dtype), final
+    steps = (x_p * dt_p.unsqueeze(-1)).transpose(2, 3)  # [B, c, h, Q, P]
+    y = (scores.flatten(2, 3) @ steps).transpose(2, 3)
+    y = torch.addcmul(y, read, from_begin.unsqueeze(-1)).addcmul_(x_p, D.unsqueeze(-1))
+    return y.flatten(1, 2)[:, :length].to(x.dtype), final
 
 
 def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
