@@ -11,7 +11,9 @@ class ParallelSection(Section):
     tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
     context: int = key(1, "Context parallel size: ranks that share each sequence.", unit="ranks", gt=0)
-    expert: int = key(1, "Expert parallel size: ranks that share the experts of a layer.", unit="ranks", gt=0)
+    expert: int = key(
+        1, "Expert parallel size: data parallel ranks that share the experts of a layer; the rest of the model stays data "
+        "parallel.", unit="ranks", gt=0)
     sequence: bool = key(
         False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism).")
     pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
