@@ -11,6 +11,7 @@ from megatron.model.describe import layers, layers_table, totals
 from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.training.optimizers.groups import parameter_groups
 from tests.model.parity import named, relative
 from tests.model.test_recomputation import Allocations
 from tests.model.test_rwkv_parity import randomised
@@ -222,3 +223,36 @@ def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str)
                 for dim, parts in enumerate(spans):
                     expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
                 assert relative(gradient, expected) < 2e-5, (name, key, rank)
+
+
+STATES = {
+    "rwkv4": {"decay", "bonus"}, "rwkv5": {"decay", "bonus"}, "rwkv6": {"decay", "bonus"},
+    "rwkv7": {"decay_base", "rate_base", "blend_base", "key_scale", "rate_scale", "bonus"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_in_bf16_decays_stay_in_fp32(name: str):
+    """Their types, gradients of both types, and outputs that differ from fp32's by rounding to 8 bits."""
+    config = config_of(name)
+    exact, coarse = build_model(config), build_model(config, dtype=torch.bfloat16)
+    randomised(exact, 1)
+    with torch.no_grad():
+        for key, p in named(coarse).items():
+            p.copy_(named(exact)[key])
+    kept = {key.split(".")[-1] for key, p in named(coarse).items() if p.dtype == torch.float32}
+    assert kept == STATES[name]
+    coarse(tokens_of(), tokens_of(seed=2), torch.ones(2, S))[0].backward()
+    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() and p.grad.any() for p in coarse.parameters())
+    with torch.no_grad():
+        assert relative(coarse.logits(tokens_of()), exact.logits(tokens_of())) < 0.05
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_weight_decay_is_for_square_matrices(name: str):
+    """And for embedding and head: neither for vectors and mixes nor for matrices of low rank."""
+    config, model = config_of(name), build_model(config_of(name), device="meta")
+    groups = parameter_groups(config, model.parameters())
+    decayed = {p.logical.name for group in groups if group["weight_decay"] > 0 for p in group["params"]}
+    large = {key for key, p in named(model).items() if p.dim() == 2 and min(p.shape) >= H}
+    assert decayed == large

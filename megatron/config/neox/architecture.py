@@ -56,7 +56,7 @@ NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbi
     "gmlp": "gMLP layers are not available; take flash or global",
     "amlp": "aMLP layers are not available; take flash or global",
     "mamba": "not available yet: Mamba layers",
-    "rwkv": "not available yet: RWKV layers",
+    "rwkv": "RWKV layers are not translated; name them natively, as rwkv6/rwkv6_ffn in model.layers",
 }
 
 # From this many times hidden_size on, intermediate_size of a gated MLP is GPT-NeoX's width before gating.
