@@ -20,7 +20,8 @@ from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = pytest.mark.limit(120)
-RUNNERS = ["ssh", "pdsh", "openmpi", "mpich"]
+# Which of the two that only differ in a program wait for `-m slow`; every runner starts, and is told to stop, without it.
+RUNNERS = ["ssh", "openmpi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pdsh", "mpich"))]
 
 
 @pytest.fixture

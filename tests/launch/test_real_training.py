@@ -69,7 +69,7 @@ def slow(way: str):
     return pytest.param(way, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("way", [slow("pdsh"), "openmpi", slow("mpich"), slow("torchrun"), slow("salloc"), "srun alone",
+@pytest.mark.parametrize("way", [slow("pdsh"), "openmpi", slow("mpich"), slow("torchrun"), slow("salloc"), slow("srun alone"),
                                  slow("mpirun alone"), "torchrun alone"])
 def test_whatever_starts_the_ranks_the_losses_are_those_of_one_host(request, cluster, reference, tmp_path, jobs, way):
     """Tensor parallel within a host, data parallel across; every loss equal, to the last digit."""
