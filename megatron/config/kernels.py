@@ -22,7 +22,7 @@ class Package:
 # In the order in which `model.kernels: auto` prefers them.
 PACKAGES: dict[str, Package] = {
     "mamba_ssm": Package(("mamba", "mamba2"), "pip install mamba-ssm causal-conv1d"),
-    "fla": Package((), "pip install flash-linear-attention"),
+    "fla": Package(("gated_delta",), "pip install flash-linear-attention"),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.models.zaya.modeling_zaya import ZayaAttention, ZayaRotaryEmbe
 
 from megatron.config import resolve
 from megatron.model.describe import layers
+from megatron.model.mixers import delta_kernels
 from megatron.model.mixers.delta_rule import LENGTH_EPSILON, gated_delta_rule
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
@@ -156,6 +159,52 @@ def test_zaya_attention(heads: int, kv_heads: int, bias: bool, taps: tuple[int, 
     angles = ZayaRotaryEmbedding(config)(torch.zeros(1), torch.arange(S).unsqueeze(0), "hybrid")
     mask = torch.full((S, S), float("-inf")).triu(1)[None, None]
     compared(mixer, lambda x: theirs(x, {"causal": mask}, position_embeddings=angles)[0], theirs, pairs)
+
+
+def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
+    """What flash-linear-attention documents of its function: all [1 or B, T, heads, ...], as many heads of all."""
+    assert use_qk_l2norm_in_kernel and q.shape[2] == v.shape[2] and all(each.is_contiguous() for each in (q, k, v, g, beta))
+    assert cu_seqlens is None or (q.shape[0] == 1 and cu_seqlens.dtype == torch.int64)
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    starts = [-1] * q.shape[1]
+    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:]) if cu_seqlens is not None else ():
+        starts[begin:end] = [int(begin)] * int(end - begin)
+    zero = torch.zeros(q.shape[-1], v.shape[-1], dtype=v.dtype)
+    y = [[delta_head(scale * q[b, :, i], k[b, :, i], v[b, :, i], g[b, :, i], beta[b, :, i], zero, starts)[0]
+          for i in range(q.shape[2])] for b in range(q.shape[0])]
+    return torch.stack([torch.stack(each, 1) for each in y]), None
+
+
+@pytest.mark.parametrize("documents", [None, "none"])
+def test_the_adapter_hands_over_what_the_package_documents(documents: str | None, monkeypatch):
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", chunk_gated_delta_rule, False)
+    inputs = [draw(Bs, S, 2, 3, seed=0), draw(Bs, S, 2, 3, seed=1), draw(Bs, S, 4, 5, seed=2),
+              -draw(Bs, S, 4, seed=3).abs(), draw(Bs, S, 4, seed=4).sigmoid()]
+    starts = starts_of(documents)
+    wanted, _ = gated_delta_rule(*inputs, chunk=8, starts_BS=starts)
+    monkeypatch.setattr(delta_kernels.delta_rule, "gated_delta_rule", None)
+    found, _ = delta_kernels.gated_delta_rule(*(each.double() for each in inputs), chunk=8, starts_BS=starts)
+    assert relative(found.float(), wanted) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("documents", [None, "none"])
+def test_kernels_equal_torch(documents: str | None):
+    """In bf16, outputs and gradients."""
+    pytest.importorskip("fla")
+    shapes = [(Bs, S, 2, 32), (Bs, S, 2, 32), (Bs, S, 4, 64)]
+    inputs = [draw(*shape, seed=i).cuda().bfloat16() for i, shape in enumerate(shapes)]
+    inputs += [-draw(Bs, S, 4, seed=3).abs().cuda(), draw(Bs, S, 4, seed=4).sigmoid().cuda()]
+    starts, results = starts_of(documents), []
+    for rule in (gated_delta_rule, delta_kernels.gated_delta_rule):
+        own = [each.clone().requires_grad_() for each in inputs]
+        y, _ = rule(*own, chunk=64, starts_BS=None if starts is None else starts.cuda())
+        (y.float() * draw(*y.shape, seed=9).cuda()).sum().backward()
+        results.append([y.detach(), *(each.grad for each in own)])
+    for wanted, found in zip(*results):
+        assert relative(found.float(), wanted.float()) < 2e-2
 
 
 def test_the_two_temperatures():

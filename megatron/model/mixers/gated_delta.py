@@ -21,7 +21,9 @@ from megatron.parallel.shard import Role, Shard
 
 from ..counts import Counts
 from ..initialisation import Initialisation
+from ..kernels import choose
 from ..stream import Stream
+from . import delta_kernels
 from .convolution import Taps, causal_convolution, last_taps
 from .delta_rule import gated_delta_rule
 from .documents import piece_starts
@@ -57,6 +59,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.options = mesh, options
+        self.fused = choose(model.kernels, "gated_delta", make.device)[0] == "fla"
         heads, K, V = options.heads, options.key_dim, options.value_dim
         keys, values = options.key_heads * K, heads * V
         self.heads = heads // ranks
@@ -89,7 +92,8 @@ class GatedDelta(nn.Module):
         q, k = causal_convolution(query_key, *self.query_key_conv.taps(), past.query_key, starts).chunk(2, dim=-1)
         v = causal_convolution(value, *self.value_conv.taps(), past.value, starts)
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
-        y, memory = gated_delta_rule(
+        rule = delta_kernels.gated_delta_rule if self.fused and state is None else gated_delta_rule
+        y, memory = rule(
             q, k, v.unflatten(-1, (self.heads, -1)), decay, beta,
             chunk=options.chunk, initial_BhKV=past.memory, starts_BS=starts)
         if state is not None:
