@@ -150,3 +150,39 @@ def test_picture_and_trace(tmp_path, capsys):
     assert told[0] == (f"layer 1: largest load over an even share {load.max() / load.mean():.3f}, "
                        f"{(load == 0).sum()} of 8 experts unused")
     assert tool.main([str(tmp_path)]) == 2
+
+
+def trained(correction: str) -> tuple[list[float], float]:
+    """Losses of a short training in plain PyTorch whose router starts skewed, and the largest load over an even share in the
+    last ten steps together."""
+    router = {"score": "sigmoid", "normalize": True, "bias": True, "correction": correction, "correction_rate": 0.02}
+    config = resolve({
+        "model": {"layers": "attention/moe", "hidden_size": 32, "vocab_size": 32, "attention": {"heads": 4},
+                  "norm": {"type": "rmsnorm"}, "moe": {"experts": 8, "hidden_size": 16, "router": router}},
+        "training": {"steps": 1, "sequence_length": 16}})
+    model, draw, losses, counts = build_model(config), torch.Generator().manual_seed(1), [], []
+    (moe,) = moe_layers(model).values()
+    moe.router.bias.data = torch.linspace(0, 2, 8)
+    optimizer, following = torch.optim.Adam(model.parameters(), lr=1e-2), torch.randperm(32, generator=draw)
+    for _ in range(60):
+        tokens = [torch.randint(32, (16, 1), generator=draw)]
+        for _ in range(16):
+            noise = torch.randint(32, (16, 1), generator=draw)
+            tokens.append(torch.where(torch.rand(16, 1, generator=draw) < 0.9, following[tokens[-1]], noise))
+        batch = torch.cat(tokens, 1)
+        loss, _ = model(batch[:, :-1], batch[:, 1:], torch.full((16, 16), 1 / 256))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        counts.append(moe.balance.tally[:8].clone())
+        moe.balance.tally.zero_()
+        moe.balance.finish(counts[-1])
+    late = torch.stack(counts[-10:]).sum(0)
+    return losses, (late.max() / late.mean()).item()
+
+
+def test_the_correction_evens_the_load():
+    (losses, even), (_, skewed) = trained("sign"), trained("none")
+    assert losses[-1] < 0.4 * losses[0]
+    assert even < 1.3 < 2.0 < skewed
