@@ -23,6 +23,8 @@ OPTIONS = {
     "top_k": {"experts": 8, "top_k": 3, "hidden_size": 16, "shared_size": 8, "router": {"bias": True}},
     "capacity": {"experts": 4, "top_k": 2, "hidden_size": 16, "capacity_factor": 1.0},
     "expert choice": {"experts": 4, "top_k": 2, "hidden_size": 16, "router": {"select": "expert_choice"}},
+    "no expert": {"experts": 4, "top_k": 1, "hidden_size": 16, "router": {
+        "network": "mlp", "width": 8, "average": False, "skip": True, "correction": "sign"}},
     # Logits are large and the same for all tokens: every token takes expert 1, so most ranks get nothing.
     "one for all": {"experts": 4, "top_k": 1, "hidden_size": 16, "router": {"bias": True}},
 }
@@ -73,10 +75,15 @@ def step(layout: Layout, case: str):
         return original(output, tensor, outputs, inputs, group)
 
     with mock.patch.object(dist, "all_to_all_single", counted):
-        y = moe(x, Stream(x))
+        y = outputs_of(moe, x)
         (y * weight).sum().backward()
     gradients = {name: (p.grad, getattr(p, "experts", None)) for name, p in named(moe).items()}
     return y.detach(), x.grad, gradients, sum(sent), len(sent)
+
+
+def outputs_of(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    y = moe(x, Stream(x))
+    return y if isinstance(y, torch.Tensor) else y[0]
 
 
 def whole(case: str, ranks: int):
@@ -84,7 +91,7 @@ def whole(case: str, ranks: int):
     outputs, total = [], {}
     for data in range(ranks):
         moe, (x, weight) = layer(Mesh.single(), case), batch(data)
-        y = moe(x.requires_grad_(), Stream(x))
+        y = outputs_of(moe, x.requires_grad_())
         (y * weight).sum().backward()
         outputs.append((y.detach(), x.grad))
         for name, parameter in named(moe).items():
