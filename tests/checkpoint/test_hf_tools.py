@@ -50,6 +50,14 @@ MODELS = {
         "layers": "(attention/moe) x2", "norm": {"type": "rmsnorm"}, "attention": {"heads": 4, "qk_norm": "full"},
         "moe": {"experts": 6, "top_k": 3, "hidden_size": 16, "losses": {"balance": 0.01}},
     },
+    "olmo_hybrid": {
+        "layers": "gated_delta/mlp attention/mlp gated_delta/mlp",
+        "norm": {"type": "rmsnorm"},
+        "residual": {"norm": "hybrid"},
+        "attention": {"heads": 4, "position": "none", "qk_norm": "full"},
+        "gated_delta": {"heads": 4, "key_heads": 2, "key_dim": 6, "value_dim": 8, "norm_epsilon": 1e-5},
+        "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+    },
     "gpt2": {
         "embedding": {"position": "learned", "tied": True},
         "mlp": {"activation": "gelu_tanh", "bias": True},
