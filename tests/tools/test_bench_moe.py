@@ -1,0 +1,36 @@
+"""The benchmark of a step with experts: its models agree, and the dense one does the same matrix products."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron.model.describe import totals
+from tests.paths import ROOT
+from tools.bench.contenders import Setup
+from tools.bench.moe import SHAPES, configuration
+
+
+def test_a_row():
+    done = subprocess.run(
+        [sys.executable, "tools/bench/moe.py", "--shapes", "tiny", "--sequence", "32", "--micro-batch", "2", "--rounds", "1",
+         "--steps", "1"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+        check=False)
+    assert done.returncode == 0, done.stderr
+    head, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.strip().splitlines())
+    found = dict(zip(head, row, strict=True))
+    assert found["shape"] == "32 x 2, 8 experts of 32, top 2"
+    assert all(float(found[name]) > 0 for name in ("speed / transformers", "speed / dense"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_active_flops(shape: str):
+    """All that the dense model lacks is the router: 2 H E per token and layer."""
+    setup = Setup(shape, 512, 1, vocabulary=8192)
+    sparse, dense = totals(configuration(setup)), totals(configuration(setup, dense=True))
+    hidden, layers, _, experts, *_ = SHAPES[shape]
+    assert sparse.forward_flops - dense.forward_flops == layers * 2 * hidden * experts
+    assert sparse.active_parameters - dense.parameters == layers * hidden * experts
