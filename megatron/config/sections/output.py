@@ -28,7 +28,8 @@ class CheckpointSection(Section):
         "auto",
         "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or fsspec URL "
         "of one.")
-    initialize_from: str | None = key(None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder.")
+    initialize_from: str | None = key(
+        None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder.")
     initialize_map: dict[str, str] = key(
         dict,
         "With initialize_from: tensors of this model that are made of others of the checkpoint, as in "
