@@ -56,6 +56,23 @@ def test_zero_0_does_not_clip_by_the_norm_of_all_stages():
         assert 0.0102 < norm < 0.1
 
 
+def two_stages_of_unequal_groups() -> list[float]:
+    """Norms of a step with ZeRO 1, where the first stage alone has a group of the embedding."""
+    values = values_of(
+        "llama", zero={"stage": 1}, parallel={"pipeline": 2}, training={"micro_batch_size": 2},
+        optimizer={"groups": {"embedding": {"weight_decay": 0.3}}})
+    config, engine = runs.start(values, 4)
+    return [float(engine.mesh.pipeline.rank), len(engine.optimizer.param_groups), *runs.steps(config, engine, 0, 1)[1]]
+
+
+def test_stages_may_have_different_groups():
+    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs; hence `training.expert_groups`."""
+    expected = runs.plainly(values_of("llama"))
+    found = run(4, two_stages_of_unequal_groups)
+    assert {(stage, groups) for stage, groups, _ in found} == {(0.0, 3), (1.0, 2)}
+    assert [norm for *_, norm in found] == pytest.approx([expected.norms[0]] * 4, rel=1e-5)
+
+
 # Types in which gradients are summed
 
 
