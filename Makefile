@@ -24,7 +24,7 @@ dev:
 	@requirements/install dev $(VENV)
 
 test: dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile
 
 lint: dev
 	$(RUN) -m ruff check .
