@@ -89,9 +89,13 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path):
     state = ["squeue", "-h", "-j", number, "-o", "%T"]
     wait_for(lambda: slurm.run("login", state).stdout.strip() == "PENDING", 30, said)
     time.sleep(2)  # slurmd refuses a job that it has ended in the same second
-    # A job that was queued again waits for two minutes, if nobody says otherwise.
-    slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])
-    arrived("up.3")
+    def started_again() -> bool:
+        # A job that was queued again waits for two minutes, if nobody says otherwise (and once Slurm has said so itself).
+        if slurm.run("login", state).stdout.strip() == "PENDING":
+            slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])
+        return (notes / "up.3").exists()
+
+    wait_for(started_again, 60, said)
     assert json.loads((notes / "up.3").read_text())["sum"] == 10.0
     slurm.run("login", ["scancel", number])
     arrived(*(f"saved.{rank}" for rank in range(4)))
