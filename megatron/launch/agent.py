@@ -315,7 +315,7 @@ class Agent:
         rank.finish(status)
         if status != 0 and not self.told_tail:
             words = rank.last_words()
-            self.told_tail = not COMPLAINT.search(words)  # of those, one may follow that says why
+            self.told_tail = bool(words) and not COMPLAINT.search(words)  # after silence, or of a peer: one may say why
             for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, words):
                 self._queue(line)
         self._send(

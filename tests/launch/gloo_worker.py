@@ -27,7 +27,7 @@ def main() -> int:
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda n, _: received.append(n))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("GLOO_TIMEOUT", "20"))))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("GLOO_TIMEOUT", "60"))))
 
     def gather(mine: str) -> list[str]:
         everybody = [""] * place.world_size

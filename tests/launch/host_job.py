@@ -56,7 +56,7 @@ class HostJob:
         self.cluster, self.notes = cluster, folder / "notes"
         self.notes.mkdir(exist_ok=True)
         self.environment = {**(environment or os.environ), "NOTES": str(self.notes), "OMP_NUM_THREADS": "1",
-                            "GLOO_TIMEOUT": "15", "PYTHONPATH": str(ROOT)}
+                            "GLOO_TIMEOUT": "60", "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             cluster.enter(host, command, folder), env=self.environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -100,7 +100,7 @@ class HostJob:
         out, error = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, error
 
-    def nothing_left(self, *hosts: str, within: float = 8.0) -> bool:
+    def nothing_left(self, *hosts: str, within: float = 20.0) -> bool:
         """Whether no process of ours is, soon, on the given hosts (by default those that live)."""
         names = hosts or tuple(self.cluster.inits)
         end = time.monotonic() + within

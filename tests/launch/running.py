@@ -76,7 +76,7 @@ class Job:
             time.sleep(0.01)
         return json.loads((self.notes / name).read_text())
 
-    def finish(self, timeout: float = 30.0) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 50.0) -> tuple[int, str, str]:
         """(status, standard output, standard error) at the end."""
         try:
             out, error = self.process.communicate(timeout=timeout)

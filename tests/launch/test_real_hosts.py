@@ -80,7 +80,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, start, runner):
         assert status != 0, error
     else:
         assert status == 137 and "first failure: rank 3 on node2" in error, error
-        assert took < 20, took
+        assert took < 45, took
     assert job.nothing_left()
     print(f"{runner}: killed rank to end: {took:.1f} s")
 
@@ -92,7 +92,7 @@ def test_a_killed_agent_ends_the_run(cluster, start):
     cluster.run("node2", ["kill", "-9", line.split()[0]])
     begin = time.monotonic()
     status, _, error = job.finish()
-    assert status == 255 and "node2 was lost" in error and time.monotonic() - begin < 20, error
+    assert status == 255 and "node2 was lost" in error and time.monotonic() - begin < 45, error
     assert job.nothing_left()
 
 
@@ -114,7 +114,7 @@ def test_a_whole_host_dies(hosts_work, tmp_path, jobs):
         cluster.kill("node2")
         status, _, error = job.finish()
         print(f"host killed to end: {time.monotonic() - begin:.1f} s")
-        assert status == 255 and "node2" in error and time.monotonic() - begin < 20, error
+        assert status == 255 and "node2" in error and time.monotonic() - begin < 45, error
         assert job.nothing_left("node1")
 
 

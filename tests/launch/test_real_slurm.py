@@ -17,7 +17,7 @@ from .host_job import DEEPY, looping
 from .namespaces import wait_for
 from .running import CONFIG
 
-pytestmark = pytest.mark.limit(150)
+pytestmark = pytest.mark.limit(480)
 WORKER = str(ROOT / "tests" / "launch" / "gloo_worker.py")
 ALLOCATE = ("salloc", "-N2", "--ntasks-per-node=2")
 
@@ -49,7 +49,7 @@ def test_a_killed_rank_is_named(cluster, start):
     begin = time.monotonic()
     cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
     status, _, error = job.finish()
-    assert status == 137 and "first failure: rank 3 on node2" in error and time.monotonic() - begin < 20, error
+    assert status == 137 and "first failure: rank 3 on node2" in error and time.monotonic() - begin < 45, error
     assert job.nothing_left()
 
 
@@ -61,19 +61,24 @@ def test_a_killed_launcher_leaves_nothing(start):
     assert job.saved() == [str(int(signal.SIGTERM))] * 4
 
 
-def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path):
-    """The whole cycle: job script, submission, Slurm's own warning before the end, save, requeue, second start, end."""
+@pytest.mark.parametrize("sent_by", ["us", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_by):
+    """The whole cycle: job script, submission, warning before the end, save, requeue, second start, end.
+
+    Slurm may warn up to a minute before it was asked to, so a job of a minute can be warned before it is up. We send the
+    same signal the same way once it is; the other case waits for Slurm's own, for minutes.
+    """
     notes = tmp_path / "notes"
     notes.mkdir()
     (tmp_path / "a.yml").write_text(CONFIG)
     variables = {"NOTES": str(notes), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    batch = ["launch.batch.nodes=2", "launch.batch.time='00:01:00'", "launch.batch.warning=30"]
+    batch = ["launch.batch.nodes=2", "launch.batch.time='00:03:00'", "launch.batch.warning=60"]
     words = ["--ranks", "2", "--sbatch", "--submit", WORKER, "a.yml", "launch.device=cpu", *batch, "--", "loop"]
     out = slurm.run("login", [*DEEPY, *words], folder=tmp_path, **variables)
     assert out.returncode == 0 and "Submitted batch job" in out.stdout, out.stderr
     number = out.stdout.split()[-1]
 
-    def arrived(*names: str, seconds: float = 60) -> None:
+    def arrived(*names: str, seconds: float = 120) -> None:
         wait_for(lambda: all((notes / name).exists() for name in names), seconds, said)
 
     def said() -> object:
@@ -81,7 +86,9 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path):
         return names_of(notes), shown, [path.read_text() for path in tmp_path.glob("runs/*/slurm-*.out")]
 
     arrived("up.3")
-    arrived(*(f"saved.{rank}" for rank in range(4)))  # nobody sends the signal but Slurm
+    if sent_by == "us":
+        slurm.run("login", ["scancel", "--signal=USR1", number])  # to the job's steps, as `--signal` without `B:` does
+    arrived(*(f"saved.{rank}" for rank in range(4)), seconds=120 if sent_by == "us" else 240)
     assert [(notes / f"saved.{rank}").read_text() for rank in range(4)] == [str(int(signal.SIGUSR1))] * 4
     for path in notes.iterdir():
         path.unlink()
@@ -95,7 +102,7 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path):
             slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])
         return (notes / "up.3").exists()
 
-    wait_for(started_again, 60, said)
+    wait_for(started_again, 180, said)
     assert json.loads((notes / "up.3").read_text())["sum"] == 10.0
     slurm.run("login", ["scancel", number])
     arrived(*(f"saved.{rank}" for rank in range(4)))

@@ -100,6 +100,18 @@ def reacts() -> None:
     sys.exit(77)
 
 
+def complains() -> None:
+    """Rank 0 says that its peer has gone, before the peer's end is seen, and ends after it: how a busy host may show it."""
+    note("up", os.getpid())
+    if RANK == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("Traceback (most recent call last):\n  RuntimeError: Connection closed by peer", file=sys.stderr, flush=True)
+        time.sleep(1.0)
+        sys.exit(1)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def raises() -> None:
     """Rank 2 raises; rank 0 raises later, because its peer went away; the rest wait."""
     if RANK == "2":
