@@ -19,7 +19,7 @@ class StepBatch:
         sample_ids: int64 [A, M]; global number n of each sample, step*B <= n < (step+1)*B.
         hash: sum modulo 2**64 of `hashing.sample_hash` over this rank's samples; the global batch's hash is the sum
             modulo 2**64 over data parallel ranks.
-        loss_mask: float32 [A, M, S], the weight of each label; None means all ones.
+        loss_mask: float32 [A, M, S], the weight of each label; None means all ones, on all ranks and in all steps.
         documents: int32 [A, M, S], the index of each input token's document inside its sample; None when documents of
             one sample attend to each other.
         positions: int32 [A, M, S], each input token's place in its document; None with `documents`.

@@ -88,7 +88,7 @@ class Loader:
             tokens,
             torch.from_numpy(numbers),
             batch_hash(hashes),
-            _weights(samples, numbers.shape),
+            _weights(samples, numbers.shape) if self.plan.masked else None,
             documents,
             positions,
         )
@@ -102,10 +102,8 @@ class Loader:
             self._pool.shutdown(wait=True)
 
 
-def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Label weights [A, M, S]; None if all are one."""
-    if all(sample.weights is None for sample in samples):
-        return None
+def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor:
+    """Label weights [A, M, S]."""
     ones = np.ones(len(samples[0].tokens) - 1, np.float32)
     stacked = np.stack([ones if sample.weights is None else sample.weights for sample in samples])
     return torch.from_numpy(stacked).reshape(*shape, -1)

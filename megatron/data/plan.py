@@ -52,6 +52,7 @@ class SampleSet(Protocol):
 
     steps: int
     batch: int
+    masked: bool
 
     def sample(self, number: int) -> Sample: ...
 
@@ -86,11 +87,18 @@ class Plan:
         steps: steps the set is asked for (for validation: per evaluation).
         sources: each different source once.
         period: after this many samples the run reads the same again; None if that never happens.
+        masked: whether any label of any sample may not count. Ranks must know it alike: who has a mask adds up weights
+            with the others.
     """
 
     def __init__(self, stretches: list[Stretch], sources: list[Source], options: Options, batch: int, steps: int):
         self.stretches, self.sources, self.options = stretches, sources, options
         self.batch, self.steps = batch, steps
+        self.masked = (
+            options.mask_eod
+            or any(each.opened.labels is not None or each.leaves_room for each in sources)
+            or not all(counts for stretch in stretches for counts in stretch.loss)
+        )
         self._starts = [stretch.start for stretch in stretches]
         only = stretches[0]
         repeats = len(stretches) == 1 and all(not sources[each].order.endless for each in only.members)
@@ -188,6 +196,8 @@ class Plan:
 
 class SyntheticPlan:
     """The plan of a set that the run makes itself."""
+
+    masked = False
 
     def __init__(self, made: Copy, batch: int, steps: int):
         self.made, self.batch, self.steps, self.sources = made, batch, steps, []

@@ -125,6 +125,7 @@ def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: n
     allowed = np.ones(width, bool)
     if targets is not None:
         allowed[: len(targets)] = targets
+        allowed[len(targets) :] = False  # what infilling has added
     allowed[len(tokens) :] = False
     if len(tokens) < width:
         tokens = np.concatenate([tokens, np.full(width - len(tokens), options.eod or 0)])

@@ -116,6 +116,11 @@ class Source:
         self.index, self.order, self.vocabulary = index, order, vocabulary
         self.opened, self.file, self.name = opened, opened.file, opened.name
 
+    @property
+    def leaves_room(self) -> bool:
+        """Whether its pieces may not fill a sample."""
+        return isinstance(self.order, PackedOrder)
+
     def sample(self, sample: int, options: Options, number: int, loss: bool) -> Sample:
         """Sample k of this source as sample n of the run.
 

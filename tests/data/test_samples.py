@@ -133,6 +133,29 @@ def test_through_the_loader(files):
         assert documents[0] == 0 and set(documents.diff().tolist()) <= {0, 1}
 
 
+@pytest.mark.parametrize("masks", [True, False])
+def test_all_ranks_have_masks_or_none(files, masks):
+    """A rank whose samples happen to count whole has a mask all the same: ranks add up their weights together."""
+    config = small(
+        files, {"train": [{"path": str(files / "a"), "weight": 9.0}, {"path": str(files / "b"), "loss": not masks}]}
+    )
+    loaders = [build_loader(config, data_rank=rank, data_ranks=2) for rank in (0, 1)]
+    found = [loader.step(step).loss_mask for step in range(10) for loader in loaders]
+    if not masks:
+        assert found == [None] * 20
+    else:
+        wholes = [bool(mask.all()) for mask in found]
+        assert any(one != other for one, other in zip(wholes[::2], wholes[1::2]))  # the case that matters is there
+
+
+def test_infilled_samples_of_a_source_without_loss():
+    """Infilling makes a packed sample longer; the tokens that it adds are no targets either."""
+    options = Options(40, seed=1, eod=EOD, infilling=Infilling(1.0, 0.5, 901, 902, 903))
+    pieces = [np.arange(1, 10), np.arange(11, 20)]
+    sample = assemble(pieces, options, 0, np.zeros(18, bool))
+    assert 901 in sample.tokens and not sample.weights.any()
+
+
 def test_label_files(files):
     documents = [[10 * number + place + 1 for place in range(number % 7)] + [EOD] for number in range(60)]
     labels = [[-100 if token % 3 else token for token in document] for document in documents]

@@ -19,6 +19,8 @@ from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import Job
 from megatron.data.corpus.job import run as tokenize
+from megatron.data.loader import build_loader
+from megatron.model.stack import build_model
 from tests.paths import ROOT
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
@@ -59,6 +61,25 @@ def bytes_of(piece: dict, folder: Path) -> list[int]:
     return [*record["text"].encode(), EOD][piece["start"]: piece["start"] + piece["length"]]
 
 
+def test_the_loss_counts_the_labels_of_some_sources(tmp_path: Path) -> None:
+    """Ranks have unequal numbers of labels that count, some of them none or all: the loss is the mean over all."""
+    corpora(tmp_path)
+    text = CONFIG.replace("FOLDER", str(tmp_path)).replace("global_batch_size: 8, micro_batch_size: 2", "global_batch_size: 4")
+    (tmp_path / "tiny.yml").write_text(text.replace("weight: 0.3}", "weight: 0.1, loss: false}"))
+    metrics = [line for line in on_ranks(2, job, str(tmp_path), 2)[0] if "loss" in line]
+    config = read_resolved(tmp_path / "run" / "config.yml")
+    loaders = [build_loader(config, data_rank=rank, data_ranks=2) for rank in (0, 1)]
+    counts = [[int(loader.step(step).loss_mask.sum()) for loader in loaders] for step in range(6)]
+    assert any(one != other for one, other in counts)
+    model = build_model(config).eval()
+    rows = [batch.tokens.flatten(0, 1) for batch in (loader.step(0) for loader in loaders)]
+    masks = torch.cat([loader.step(0).loss_mask.flatten() for loader in loaders])
+    with torch.no_grad():
+        logits = torch.cat([model.head.logits(model.stream(each[:, :-1])) for each in rows])
+    each = F.cross_entropy(logits.flatten(0, 1), torch.cat(rows)[:, 1:].flatten(), reduction="none")
+    np.testing.assert_allclose(metrics[0]["loss"], float((each * masks).sum() / masks.sum()), rtol=1e-5)
+
+
 def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path) -> None:
     corpora(tmp_path)
     (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
@@ -81,8 +102,6 @@ def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path)
         batches.append(torch.tensor(rows))
     assert sources == {"prose", "code"}
     # And what was hashed is what was learned from: the first loss is that of the initial model on these very bytes.
-    from megatron.model.stack import build_model
-
     model = build_model(read_resolved(tmp_path / "run" / "config.yml")).eval()
     with torch.no_grad():
         logits = model.head.logits(model.stream(batches[0][:, :-1]))
