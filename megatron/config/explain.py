@@ -12,7 +12,7 @@ from .frozen import thaw
 from .origins import Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, shown
 from .resolve import Resolved
-from .structure import nearest_key
+from .structure import nearest, nearest_key
 from .tree import get
 
 
@@ -95,8 +95,9 @@ def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
         above = pattern_of(path)
         inner = [each for each in catalog().values() if each.path[:-1] == above and not each.section]
         if not inner:
-            fix = nearest_key(path) if len(path) == 1 or lookup(path[:-1]) else "name a section to see its keys"
-            fix = fix or "docs/configuration.md lists all keys"
+            beside = len(path) == 1 or lookup(path[:-1])
+            fix = nearest_key(path) if beside else nearest(name, [each.name for each in catalog().values()])
+            fix = fix or "name a section to see its keys; docs/configuration.md lists all"
             raise ConfigError([Problem(name, "the schema has no such key", fix)])
         return [_entry((*path, each.path[-1]), each, resolved) for each in inner]
     return [_entry(path, key, resolved)]

@@ -27,6 +27,23 @@ def _huggingface(path: Path) -> int:
     return max([*ids, *added], default=-1) + 1
 
 
+def local_tokens(tokenizer: Mapping[str, Any]) -> set[str] | None:
+    """The tokens of a local tokenizer.json, as it spells them, added ones included; None if there is none to read."""
+    if tokenizer["type"] != "huggingface" or not tokenizer["path"]:
+        return None
+    path = Path(tokenizer["path"])
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        words = vocabulary if isinstance(vocabulary, dict) else (word for word, _ in vocabulary)
+        return {*words, *(token["content"] for token in content.get("added_tokens") or ())}
+    except (ValueError, KeyError, TypeError):
+        return None  # which is reported where its size is read
+
+
 def _gpt2(path: Path) -> int:
     """The largest id of a GPT-2 vocab.json plus one."""
     file = path / "vocab.json" if path.is_dir() else path

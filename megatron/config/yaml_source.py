@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from .catalog import Path, dotted
+from .catalog import Path, dotted, lookup, parse_path
 from .layers import Source
 from .origins import Origin
 from .problems import ABSENT, Problem
@@ -195,7 +195,10 @@ def read_file(path: str) -> Source:
         reason = (
             "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         )
-        problem = Problem("", reason, f"check the path; it is seen from {File.cwd()}", ABSENT, path)
+        fix = f"check the path; it is seen from {File.cwd()}"
+        if lookup(parse_path(path)):
+            fix = f"write {path}=VALUE to set this key"
+        problem = Problem("", reason, fix, ABSENT, path)
         return Source({}, {}, origin(1), [problem], unread=True)
     value, places, problems = parse(text, origin)
     unread = value is None and bool(problems)

@@ -259,6 +259,13 @@ def test_weighted_sources():
     assert data["margin"] == 1.005 and "split" not in data
 
 
+def test_label_files():
+    translation = flat(**PATHS, train_label_data_paths=["l"])
+    assert translation.problems == []
+    assert [source["labels"] for source in translation.values["data"]["train"]] == ["l"]
+    assert "labels" not in translation.values["data"]["validation"]["validation"][0]
+
+
 @pytest.mark.parametrize(
     "changes, key",
     [
@@ -267,6 +274,8 @@ def test_weighted_sources():
         (PATHS | {"train_data_weights": [1, 2]}, "train_data_weights"),
         (PATHS | {"train_data_weights": [0]}, "train_data_weights"),
         ({"data_path": "x", "valid_data_weights": [1]}, "valid_data_weights"),
+        (PATHS | {"train_label_data_paths": ["l", "m"]}, "train_label_data_paths"),
+        ({"data_path": "x", "train_label_data_paths": ["l"]}, "train_label_data_paths"),
         ({"data_path": "x", "split": "a,b"}, "split"),
         (PATHS | {"train_data_paths": [3]}, "train_data_paths"),
     ],

@@ -322,3 +322,9 @@ def test_vocabulary_follows_the_tokenizer(tool, tmp_path):
     )
     config = load(["a.yml"], ["tokenizer.path=t.json", "model.vocab_size=null"], ranks=1).config
     assert config.model.vocab_size == 384, "301 ids, rounded up to a multiple of 128"
+
+
+@pytest.mark.parametrize("name, meant", [("optimiser.lr", "optimizer.lr"), ("model.atention.heads", "model.attention.heads")])
+def test_explain_finds_the_key_that_is_meant(name, meant, capsys):
+    assert main(["explain", name]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err

@@ -55,8 +55,8 @@ SPARSE = "block-sparse attention is not available; take global attention with sl
 NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), SPARSE) | {
     "gmlp": "gMLP layers are not available; take flash or global",
     "amlp": "aMLP layers are not available; take flash or global",
-    "mamba": "not available yet: Mamba layers",
-    "rwkv": "RWKV layers are not translated; name them natively, as rwkv6/rwkv6_ffn in model.layers",
+    "mamba": "Mamba layers are not translated; name them natively, as mamba in model.layers (configs/mamba)",
+    "rwkv": "RWKV layers are not translated; name them natively, as rwkv6/rwkv6_ffn in model.layers (configs/rwkv6)",
 }
 
 # From this many times hidden_size on, intermediate_size of a gated MLP is GPT-NeoX's width before gating.

@@ -10,6 +10,7 @@ from .reader import Flat, Native, as_number
 KEYS: dict[str, Any] = {
     "data_path": None, "split": "969, 30, 1",
     "train_data_paths": None, "valid_data_paths": None, "test_data_paths": None,
+    "train_label_data_paths": None, "valid_label_data_paths": None, "test_label_data_paths": None,
     "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
     "num_workers": 2, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": None, "merge_file": None,
 }
@@ -39,9 +40,9 @@ def translate(flat: Flat, native: Native) -> None:
     elif separate:
         _separate_files(flat, native)
     for name in ("train", "valid", "test"):
-        if flat.given(f"{name}_data_weights") and not flat.given(f"{name}_data_paths"):
-            flat.problem(f"{name}_data_weights", f"{name}_data_weights needs {name}_data_paths",
-                         "remove it or give the paths")
+        for part in (f"{name}_data_weights", f"{name}_label_data_paths"):
+            if flat.raw(part) and not flat.given(f"{name}_data_paths"):
+                flat.problem(part, f"{part} needs {name}_data_paths", "remove it or give the paths")
     if not flat.given("data_path"):
         native.unused("only data_path is split", "split")
     _tokenizer(flat, native)
@@ -68,7 +69,7 @@ def _separate_files(flat: Flat, native: Native) -> None:
             continue
         sources = _sources(flat, name)
         value = sources if name == "train" else {"validation" if name == "valid" else name: sources}
-        native.put(key, value, paths, f"{name}_data_weights")
+        native.put(key, value, paths, f"{name}_data_weights", f"{name}_label_data_paths")
 
 
 def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
@@ -84,7 +85,15 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         flat.problem(f"{name}_data_weights", f"it must have one number above 0 for each of the {len(paths)} paths",
                      "write as many weights as paths; leave out sources without weight")
         return []
-    return [{"path": path, "weight": float(weight)} for path, weight in zip(paths, numbers)]
+    sources = [{"path": path, "weight": float(weight)} for path, weight in zip(paths, numbers)]
+    labels = flat.items(f"{name}_label_data_paths")
+    if not labels:
+        return sources
+    if len(labels) != len(paths) or not all(isinstance(path, str) for path in labels):
+        flat.problem(f"{name}_label_data_paths", f"it must have one prefix for each of the {len(paths)} paths",
+                     "write as many label files as paths")
+        return sources
+    return [source | {"labels": path} for source, path in zip(sources, labels)]
 
 
 def _tokenizer(flat: Flat, native: Native) -> None:

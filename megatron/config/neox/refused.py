@@ -35,7 +35,6 @@ def _later(what: str, fix: str, *inert: Any) -> Refusal:
     return Refusal(inert, f"not available yet: {what}", fix)
 
 
-LABELS = _later("separate label files", "remove it; all tokens of data.train are targets")
 REWARDS = _later("preference and reward training", "remove it")
 PAIRS = _later("training on pairs", "remove it")
 OFF = "set it to false or remove it"
@@ -50,7 +49,9 @@ REFUSED: dict[str, Refusal] = {
     "data_impl": Refusal(("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind",
                          "tokenize the text again"),
     "dataset_impl": _later("pairwise and online data", "take gpt2", "gpt2"),
-    "pack_impl": _later("packing of whole documents", "take packed, or set data.reset_attention_at_eod", "packed"),
+    "pack_impl": Refusal(
+        ("packed",), "GPT-NeoX's other ways of packing are not available",
+        "take packed, or natively data.packing: best_fit, which packs whole documents"),
     "allow_chopped": Refusal((True,), "documents longer than seq_length are cut, not left out",
                              "set it to true or remove it"),
     "eod_mask_loss": Refusal(
@@ -66,15 +67,17 @@ REFUSED: dict[str, Refusal] = {
         "take the native model.attention.qk_norm: head (Qwen3) or full (OLMo-2)"),
     "soft_prompt_tuning": Refusal((), "soft prompts are not available (GPT-NeoX fails with them too)", "remove it"),
     "sparse_attention": Refusal((), "block-sparse attention is not available", "remove it; sliding_window_width is"),
-    "moe_num_experts": _later("mixture of experts", "set it to 1 or remove it", 0, 1),
+    "moe_num_experts": Refusal(
+        (0, 1), "mixtures of experts are not translated",
+        "set it to 1 or remove it, and name moe layers natively in model.layers (docs/experts.md)"),
     "use_mup": _later("muP", OFF, False),
     "save_base_shapes": _later("muP", OFF, False),
     "coord_check": _later("muP", OFF, False),
     "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
     "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
     "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
-    "autotuning": Refusal((), "there is no autotuner", "remove it; tools/plan.py shows what fits"),
-    "autotuning_run": Refusal((), "there is no autotuner", "remove it; tools/plan.py shows what fits"),
+    "autotuning": Refusal((), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"),
+    "autotuning_run": Refusal((), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"),
     "use_bnb_optimizer": Refusal((False,), "8-bit optimizers are not available", OFF),
     "no_load_optim": Refusal(
         (False,), "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",
@@ -84,8 +87,6 @@ REFUSED: dict[str, Refusal] = {
         "set the schedule's keys to those of the checkpoint"),
     "train_impl": _later("dpo, rm, kto and reinforce", "take normal", "normal"),
     "serve_model_weights": _later("reinforce", OFF, False),
-} | {
-    f"{split}_label_data_paths": LABELS for split in ("train", "valid", "test")
 } | {
     f"{split}_reward_data_paths": REWARDS for split in ("train", "valid", "test")
 } | {
@@ -99,7 +100,7 @@ RETIRED: dict[str, str] = {
     "warmup_iters": "set warmup to the fraction warmup_iters / lr_decay_iters, or schedule.warmup_steps natively",
     "decay_lr_to": "set min_lr to the learning rate itself",
     "attention_type": "remove it; num_kv_heads says how many key/value heads there are",
-    "autotuning_config": "remove it; tools/plan.py shows what fits",
+    "autotuning_config": "remove it; tools/config.py layers shows what each layer costs",
     "zero_allow_untested_optimizer": "put it into deepspeed_extra_args",
     "train_data_path": "take train_data_paths, a list",
     "launcher_args": "remove it; environment variables go to launch.environment natively",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path as File
 
-from ..catalog import Path
+from ..catalog import Path, dotted
 from ..facts import Facts
 from ..problems import Problem
 from ..sections.data import Source
+from ..tokenizer_size import local_tokens
 
 
 def sources(facts: Facts) -> Iterator[tuple[Path, Source]]:
@@ -250,6 +252,65 @@ def samples_can_be_written(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _file(prefix: str) -> str:
+    """The file that a prefix means, however it is written."""
+    return os.path.abspath(prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix)
+
+
+def a_blend_names_a_file_once(facts: Facts) -> Iterator[Problem]:
+    blends: dict[Path, dict[str, Path]] = {}
+    for path, source in sources(facts):
+        earlier = blends.setdefault(path[:-1], {}).setdefault(_file(source.path), path)
+        if earlier != path:
+            yield facts.problem_at(
+                (*path, "path"),
+                dotted((*earlier, "path")),
+                rule="a blend names each file once",
+                fix="keep one of them, with the sum of their weights",
+            )
+
+
+def a_file_has_one_label_file(facts: Facts) -> Iterator[Problem]:
+    """In all phases: a source goes on where an earlier phase stopped, as the same source."""
+    first: dict[str, tuple[Path, Source]] = {}
+    for path, source in sources(facts):
+        if path[1] not in ("train", "phases"):
+            continue
+        earlier, known = first.setdefault(_file(source.path), (path, source))
+        if (known.labels and _file(known.labels)) != (source.labels and _file(source.labels)):
+            yield facts.problem_at(
+                (*path, "labels"),
+                dotted((*earlier, "labels")),
+                rule=f"{source.path} has the same label file in all phases",
+                fix="give both the same labels, or tokenize the text into a second file",
+            )
+
+
+def infilling_has_no_labels(facts: Facts) -> Iterator[Problem]:
+    for path, source in sources(facts):
+        if facts.config.data.fim.rate > 0 and source.labels and path[1] in ("train", "phases"):
+            yield facts.problem_at(
+                (*path, "labels"),
+                "data.fim.rate",
+                rule="fill-in-the-middle reorders documents, and a label file does not follow",
+                fix="remove labels, or use data.fim.rate=0",
+            )
+
+
+def infilling_tokens_exist(facts: Facts) -> Iterator[Problem]:
+    data = facts.config.data
+    known = local_tokens(facts.config.tokenizer.model_dump()) if data.fim.rate > 0 else None
+    for name in ("prefix", "middle", "suffix"):
+        token = getattr(data.fim, name)
+        if known is not None and token not in known:
+            yield facts.problem(
+                f"data.fim.{name}",
+                "tokenizer.path",
+                rule=f"the tokenizer has no token {token!r}",
+                fix=f"name one of its special tokens, or train it with --special {token!r}",
+            )
+
+
 def packing_has_its_order(facts: Facts) -> Iterator[Problem]:
     data = facts.config.data
     if data.packing == "best_fit" and data.order == "pythia" and data.synthetic == "none":
@@ -269,11 +330,15 @@ RULES = (
     pythia_seed_fits,
     alpha_needs_a_weighting,
     packing_has_its_order,
+    a_blend_names_a_file_once,
+    a_file_has_one_label_file,
+    infilling_has_no_labels,
 )
 INPUT_RULES = (
     there_is_data,
     files_exist,
     infilling_has_its_tokens,
+    infilling_tokens_exist,
     evaluation_has_data,
     end_of_document_is_known,
     tokenizer_exists,

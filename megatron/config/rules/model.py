@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..facts import Facts
 from ..pattern import KINDS, PatternError, parse
 from ..problems import Problem
+from ..sections.model import RotaryScaling
 from ..structure import nearest
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from ..variants import options
@@ -242,36 +243,31 @@ def rotated_channels_are_pairs(facts: Facts) -> Iterator[Problem]:
 
 
 def rotary_scaling_is_complete(facts: Facts) -> Iterator[Problem]:
-    for section in ATTENTIONS:
-        key, scaling = f"model.{section}.rotary.scaling", getattr(facts.config.model, section).rotary.scaling
-        if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
-            yield facts.problem(
-                f"{key}.original_length",
-                f"{key}.type",
-                rule=f"{scaling.type} scaling needs the original context length",
-                fix="give the sequence length that the frequencies were trained with",
-            )
-        if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
-            yield facts.problem(
-                f"{key}.high_frequency_factor",
-                f"{key}.low_frequency_factor",
-                rule="high_frequency_factor is above low_frequency_factor",
-                fix="Llama 3 uses 4 and 1",
-            )
-        if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
-            yield facts.problem(
-                f"{key}.beta_fast",
-                f"{key}.beta_slow",
-                rule="beta_fast is above beta_slow",
-                fix="YaRN uses 32 and 1",
-            )
-        if scaling.type == "none" and scaling.factor != 1.0:
-            yield facts.problem(
-                f"{key}.factor",
-                f"{key}.type",
-                rule="a factor has no effect without a type",
-                fix="give rotary.scaling.type: linear, llama3 or yarn",
-            )
+    for section in (*ATTENTIONS, "cca"):
+        for prefix, own in kind_options(facts, section):
+            if own.position == "rotary":
+                yield from _scaling_is_complete(facts, section_key(facts, prefix, "rotary", section), own.rotary.scaling)
+
+
+def _scaling_is_complete(facts: Facts, rotary: str, scaling: RotaryScaling) -> Iterable[Problem]:
+    """`rotary`: the key of the rotary options; a variant has only those that differ, so it is named as a whole."""
+
+    def problem(name: str, other: str, rule: str, fix: str) -> Problem:
+        keys = (rotary,) if rotary.startswith("model.variants.") else tuple(
+            f"{rotary}.scaling.{each}" for each in (name, other))
+        return facts.problem(*keys, rule=rule, fix=fix)
+
+    if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
+        yield problem("original_length", "type", f"{scaling.type} scaling needs the original context length",
+                      "give scaling.original_length, the sequence length that the frequencies were trained with")
+    if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield problem("high_frequency_factor", "low_frequency_factor", "high_frequency_factor is above low_frequency_factor",
+                      "Llama 3 uses 4 and 1")
+    if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+        yield problem("beta_fast", "beta_slow", "beta_fast is above beta_slow", "YaRN uses 32 and 1")
+    if scaling.type == "none" and scaling.factor != 1.0:
+        yield problem("factor", "type", "a factor has no effect without a type",
+                      "give rotary.scaling.type: linear, llama3 or yarn")
 
 
 def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:

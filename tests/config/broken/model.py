@@ -182,6 +182,19 @@ MODEL = [
         "rotary.fraction = 0.125 or 0.25",
     ),
     case(
+        "llama3 scaling of a variant without its length",
+        "model: {layers: (attention@long/mlp) x4, variants: {long: {rotary: {scaling: {type: llama3, factor: 8.0}}}}}",
+        "a.yml:2: model.variants.long.rotary = {scaling: {type: 'llama3', factor: 8.0}}",
+        "llama3 scaling needs the original context length",
+        "give scaling.original_length",
+    ),
+    case(
+        "scaling of cca without its length",
+        "model: {layers: (cca/mlp) x4, cca: {heads: 4, rotary: {scaling: {type: yarn, factor: 4.0}}}}",
+        "model.cca.rotary.scaling.original_length = null",
+        "yarn scaling needs the original context length",
+    ),
+    case(
         "yarn without its length",
         "model: {attention: {rotary: {scaling: {type: yarn, factor: 4}}}}",
         "original_length",

@@ -171,7 +171,7 @@ DATA = [
     ),
     case(
         "split of two sources",
-        "data: {synthetic: none, train: [half, half], split: [9, 1]}",
+        "data: {synthetic: none, train: [half, other], split: [9, 1]}",
         "a.yml:2: data.split = [9.0, 1.0]",
         "one training source",
         problems=3,
@@ -204,6 +204,37 @@ DATA = [
         "data: {synthetic: none, train: whole, fim: {rate: 0.5}}",
         "a.yml:2: data.fim.rate = 0.5",
         "tokens that a tokenizer must have",
+    ),
+    case(
+        "infilling without its tokens",
+        "model: {vocab_size: 200}\ndata: {synthetic: none, train: whole, fim: {rate: 0.5, prefix: <190>, middle: <191>}}\n"
+        "tokenizer: {path: tokenizer.json}",
+        "default: data.fim.suffix = '<|fim_suffix|>'",
+        "tokenizer.path = 'tokenizer.json' (a.yml:4)",
+        "the tokenizer has no token '<|fim_suffix|>'",
+        "--special '<|fim_suffix|>'",
+    ),
+    case(
+        "infilling with labels",
+        "data: {synthetic: none, train: {path: whole, labels: whole}, fim: {rate: 0.5}}\ntokenizer: {type: bytes}\n"
+        "model: {vocab_size: 257}",
+        "a.yml:2: data.train.0.labels = 'whole'",
+        "data.fim.rate = 0.5 (a.yml:2)",
+        "a label file does not follow",
+    ),
+    case(
+        "one file twice in a blend",
+        "data: {synthetic: none, train: [whole, ./whole.bin]}",
+        "a.yml:2: data.train.1.path = './whole.bin'",
+        "data.train.0.path = 'whole' (a.yml:2)",
+        "with the sum of their weights",
+    ),
+    case(
+        "one file with labels and without",
+        "data:\n  synthetic: none\n  train: {path: whole, labels: whole}\n  phases: [{start: 50, sources: [whole]}]",
+        "data.phases.0.sources.0.labels = null",
+        "data.train.0.labels = 'whole' (a.yml:4)",
+        "the same label file in all phases",
     ),
     case(
         "seed of the pythia order",
