@@ -1,8 +1,8 @@
-"""Distributed tests without a launcher: `run(ranks, function, *args)` on reused spawned gloo workers.
+"""Distributed tests without a launcher: `run(ranks, function, *args)` on reused gloo workers.
 
-Importing torch and DeepSpeed costs seconds, so the workers of each world size start once per test session, and run
-whatever they are handed, each time in a process group of its own. A worker that fails sends its traceback back; its world is
-then thrown away, since its peers may be stuck in a collective.
+Importing torch and DeepSpeed costs seconds of each process, so one process imports them, the workers of each world size
+are forked from it once, and run whatever they are handed, each time in a process group of its own. A worker that fails
+sends its traceback back; its world is then thrown away, since its peers may be stuck in a collective.
 """
 
 from __future__ import annotations
@@ -17,34 +17,41 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 400.0
+SETTINGS = {
+    "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class World:
-    """`size` processes with one gloo process group."""
+    """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all ranks."""
 
-    def __init__(self, size: int):
-        context = get_context("spawn")
+    def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self.jobs = itertools.count()
         self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.folder.name, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        self.processes: list[BaseProcess] = []
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        with _environment(**SETTINGS):
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
 
     def run(self, function: Callable, args: tuple) -> list[Any]:
+        store = f"file://{Path(self.folder.name) / f'store-{next(self.jobs)}'}"
         for pipe in self.pipes:
-            pipe.send((function, args))
+            pipe.send((store, function, args))
         results: dict[int, Any] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         while waiting:
@@ -93,10 +100,19 @@ def close_all() -> None:
     _worlds.clear()
 
 
-def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1",
-        MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu", TOKENIZERS_PARALLELISM="false")
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    os.environ.update(SETTINGS, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     from datetime import timedelta
 
     import torch
@@ -105,12 +121,11 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     linear = torch.nn.functional.linear
-    for job in itertools.count():
+    while True:
         try:
-            function, args = pipe.recv()
+            store, function, args = pipe.recv()
         except EOFError:
             return
-        store = f"file://{Path(folder) / f'store-{job}'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
         try:
             answer = (True, function(*args))
@@ -123,7 +138,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 
 def _forget_the_last_engine(linear: Callable) -> None:
-    """Leave a process as it was before the engine: its groups, DeepSpeed's memory of them, torch's linear function.
+    """Leave a process as it was before the engine: its groups, DeepSpeed's memory, torch's linear function.
 
     A gloo group keeps a dozen threads that never quite sleep: a hundred forgotten engines slow every later one down
     twentyfold. DeepSpeed keeps the axes of the last engine in a module, and ZeRO 3 leaves its own linear function in
@@ -142,3 +157,4 @@ def _forget_the_last_engine(linear: Callable) -> None:
         importlib.reload(deepspeed.utils.groups)
     dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what is left are modules: a million objects that no later search or collection need look at

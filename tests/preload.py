@@ -1,0 +1,15 @@
+"""What the process imports from which distributed workers are forked: all that most of their jobs need."""
+
+from __future__ import annotations
+
+import gc
+
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.ops.op_builder.all_ops
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import setuptools  # noqa: F401
+
+import megatron.training.engine  # noqa: F401
+
+gc.collect()
+gc.freeze()  # shared with the workers, and not looked at by their collections
