@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -54,15 +55,17 @@ def choose(logits_BV: Tensor, sampling: Sampling, position: int) -> Tensor:
     sequences = torch.arange(logits_BV.shape[0], device=logits_BV.device)
     counter = torch.tensor([position], device=logits_BV.device)
     draw = uniform(site_key(sampling.seed, "generate"), sequences, counter).double()
-    return (probabilities.cumsum(-1) < draw).sum(-1).clamp(max=logits_BV.shape[-1] - 1)
+    return (probabilities.cumsum(-1) <= draw).sum(-1).clamp(max=logits_BV.shape[-1] - 1)
 
 
 @torch.no_grad()
-def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *, cache: bool = True) -> Iterator[Tensor]:
+def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *, vocabulary: int | None = None,
+             cache: bool = True) -> Iterator[Tensor]:
     """Continue prompts of equal length, one token [B] at a time.
 
     Args:
         prompt_BS: int64 [B, S], S at least 1.
+        vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
         cache: False reads the whole text again for each token; the result is the same, slower.
     """
     was_training = model.training
@@ -71,7 +74,7 @@ def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *
         state, text = model.new_state(), prompt_BS
         logits = model.decode(prompt_BS, state, 0)[:, -1]
         for _ in range(tokens):
-            following = choose(logits, sampling, text.shape[1])
+            following = choose(logits[:, :vocabulary], sampling, text.shape[1])
             yield following
             text = torch.cat([text, following.unsqueeze(1)], dim=1)
             if cache:
@@ -82,11 +85,21 @@ def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *
         model.train(was_training)
 
 
+def room(model: Model, prompt: int) -> float:
+    """Tokens that can follow a prompt of this length: without end, unless positions are learned."""
+    embedding = model.plan.config.model.embedding
+    return embedding.max_positions - prompt if embedding.position == "learned" else math.inf
+
+
 def complete(model: Model, prompt: Sequence[int], tokens: int, sampling: Sampling, *, end: int | None = None,
-             device: torch.device | str = "cpu", cache: bool = True) -> Iterator[int]:
-    """The tokens that follow one prompt, until `tokens` are made or the end-of-document token comes."""
+             vocabulary: int | None = None, device: torch.device | str = "cpu", cache: bool = True) -> Iterator[int]:
+    """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
+    are used up (`room`)."""
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    for following in generate(model, text, tokens, sampling, cache=cache):
+    tokens = min(tokens, room(model, len(prompt)))
+    if tokens < 1:
+        return
+    for following in generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache):
         token = int(following[0])
         if token == end:
             return

@@ -27,7 +27,8 @@ def sampler(config: Config, engine, say: Callable[[str], object]) -> Callable[[l
     def make(prompts: list[str], options, step: int) -> list[str]:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
         return [tokenizer.decode(list(complete(
-            engine.model, tokenizer.encode(prompt), options.tokens, sampling, end=tokenizer.eod_id, device=engine.device)))
+            engine.model, tokenizer.encode(prompt), options.tokens, sampling, end=tokenizer.eod_id,
+            vocabulary=tokenizer.size, device=engine.device)))
             for prompt in prompts]
 
     return make

@@ -17,7 +17,7 @@ from megatron.checkpoint.fragment import WEIGHT
 from megatron.checkpoint.store import Store
 from megatron.config import Config, read_resolved
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.model.generate import Sampling, complete
+from megatron.model.generate import Sampling, complete, room
 from megatron.model.stack import DTYPES, Model, build_model
 from megatron.parallel.parameters import stored_tensors
 
@@ -73,8 +73,12 @@ def main(arguments: Sequence[str]) -> int:
         if not ids:
             sys.stderr.write("an empty prompt has nothing to continue\n")
             continue
+        if room(model, len(ids)) < options.tokens:
+            sys.stderr.write(f"the prompt has {len(ids)} tokens and the model {config.model.embedding.max_positions} learned "
+                             "positions: the text ends there\n")
         made = complete(model, ids, options.tokens, Sampling(**{**vars(sampling), "seed": options.seed + number}),
-                        end=None if options.ignore_end else tokenizer.eod_id, device=device, cache=not options.no_cache)
+                        end=None if options.ignore_end else tokenizer.eod_id, vocabulary=tokenizer.size, device=device,
+                        cache=not options.no_cache)
         if options.json:
             print(json.dumps({"prompt": prompt, "text": tokenizer.decode(list(made))}, ensure_ascii=False))
         else:
@@ -125,4 +129,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)")
     parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, sound, rule in (
+            ("tokens", options.tokens >= 1, "at least 1"), ("temperature", options.temperature >= 0, "at least 0"),
+            ("top-k", options.top_k >= 0, "at least 0; 0 is all"), ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1")):
+        if not sound:
+            parser.error(f"--{name} must be {rule}")
+    return options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.model.generate import Sampling, choose, complete, filtered, generate
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, relative
 from tests.model.test_model_options import OPTIONS, config_of
@@ -61,3 +62,40 @@ def test_a_state_grows_without_losing_what_it_has():
         once = model.new_state()
         model.decode(tokens, once, 0)
         torch.testing.assert_close(cache.keys[:, :, :12], once[0].mixer.keys[:, :, :12], rtol=1e-5, atol=1e-6)
+
+
+def test_who_may_be_chosen():
+    logits = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]]).log()
+    assert filtered(logits, Sampling(top_k=2))[0].tolist() == pytest.approx([5 / 7, 2 / 7, 0, 0, 0])
+    # The smallest set that reaches p: what crosses it belongs to it.
+    assert filtered(logits, Sampling(top_p=0.6))[0].tolist() == pytest.approx([5 / 7, 2 / 7, 0, 0, 0])
+    assert filtered(logits, Sampling(top_p=0.4))[0].tolist() == pytest.approx([1, 0, 0, 0, 0])
+    squares = [0.25, 0.04, 0.0225, 0.01, 0.0025]
+    assert filtered(logits, Sampling(temperature=0.5))[0].tolist() == pytest.approx([each / sum(squares) for each in squares])
+
+
+def test_draws_follow_the_probabilities(monkeypatch):
+    """Each token has the half-open interval of its probability; one without any is never drawn."""
+    logits = torch.tensor([[-float("inf"), 0.25, 0.75]]).double()
+    logits[0, 1:] = logits[0, 1:].log()
+    for draw, wanted in ((0.0, 1), (0.2499, 1), (0.25, 2), (0.999999, 2)):
+        monkeypatch.setattr("megatron.model.generate.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64))
+        assert choose(logits, Sampling(), 0).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_ids_that_the_tokenizer_has_not_are_never_made(cache):
+    """Rows of the embedding that fill it up are no tokens."""
+    model = build_model(config_of({})).eval()
+    randomise(model, 2)
+    prompt = torch.zeros(8, 3, dtype=torch.int64)
+    free, bound = (
+        torch.stack(list(generate(model, prompt, 20, Sampling(), vocabulary=size, cache=cache))) for size in (None, 5))
+    assert int(free.max()) >= 5 > int(bound.max())
+
+
+def test_text_ends_with_the_learned_positions():
+    config = config_of(OPTIONS["learned positions"])
+    model, positions = build_model(config).eval(), config.model.embedding.max_positions
+    assert len(list(complete(model, [1, 2, 3], 1000, Sampling()))) == positions - 3
+    assert list(complete(model, [1] * (positions + 2), 5, Sampling())) == []
