@@ -13,7 +13,10 @@ from megatron.checkpoint.fragment import MASTER, WEIGHT
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.yaml_source import parse
+from megatron.data.hashing import sample_hash
+from megatron.data.plan import SampleSet
 from megatron.model.stack import DTYPES
+from megatron.report.ledger import hash_text
 
 from .fetch import local_path
 from .upcycle import mapped, upcycle
@@ -130,8 +133,8 @@ def initialize(path: Path, world: World, engine, mapping: Mapping[str, str] = Ma
     engine.state.refresh()
 
 
-def contents(config: Config, config_text: str, world: World, engine) -> Callable[[int], tuple[Any, Meta]]:
-    """What the checkpoint hook saves after a step."""
+def contents(config: Config, config_text: str, world: World, engine, plan: SampleSet) -> Callable[[int], tuple[Any, Meta]]:
+    """What the checkpoint hook saves after a step. `plan`: of the training data."""
     layout, state = world.mesh.layout, engine.state
     whole = config.checkpoint.optimizer_state
 
@@ -140,10 +143,32 @@ def contents(config: Config, config_text: str, world: World, engine) -> Callable
         meta = Meta(
             step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
             layout={"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "zero_stage": layout.zero_stage},
-            data={"samples": samples, "tokens": samples * config.training.sequence_length})
+            data={"samples": samples, "tokens": samples * config.training.sequence_length,
+                  "last_sample": last_sample(plan, samples)})
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 
     return at
+
+
+def last_sample(plan: SampleSet, samples: int) -> str | None:
+    """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen."""
+    return hash_text(sample_hash(0, plan.sample(samples - 1).tokens)) if samples else None
+
+
+def data_changes(meta: Meta, config: Config, plan: SampleSet) -> list[str]:
+    """What a resumed run should know where it does not go on in the checkpoint's data: they are a function of the
+    configuration and the step alone, so other batch sizes, files or lengths of the run may move them."""
+    before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
+    if before is None:
+        return []
+    if before != now:
+        return [f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has read "
+                f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")]
+    told = meta.data.get("last_sample")
+    if told is None or meta.step > plan.steps or told == last_sample(plan, now):
+        return []
+    return ["warning: the data have another order than those that the checkpoint has read (data.*, training.steps, "
+            "training.sequence_length or the files have changed): samples may come again or be left out"]
 
 
 def changes(before: str, config: Config) -> list[str]:

@@ -23,7 +23,7 @@ from megatron.report.run import open_run
 
 from .engine import build_engine
 from .hooks import Checkpoint, ValidationSet, standard_hooks
-from .resume import contents, find, load
+from .resume import contents, data_changes, find, load
 from .samples import sampler
 from .trainer import Outcome, Trainer
 from .world import World, join, leave
@@ -56,6 +56,8 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, say)
     source = find(config, world, say, place.attempt)
+    for line in data_changes(source.checkpoint.meta, config, loader.plan) if source.checkpoint else ():
+        say(line)
     values = source.new or bool(config.checkpoint.initialize_map)  # a map may leave tensors their initial values
     engine = build_engine(config, world.mesh, world.device, values=values)
     first = load(source, world, engine)
@@ -70,7 +72,7 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
     validation = _validation_sets(config, world)
-    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents(config, place.config_text, world, engine))
+    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents(config, place.config_text, world, engine, loader.plan))
     hooks = standard_hooks(
         config, flops_per_token=costs.training_flops, validation=validation, facts=source.facts, checkpoint=saving,
         generate=sampler(config, engine, say))

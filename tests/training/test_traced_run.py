@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron.checkpoint import open_checkpoint
+from megatron.config import load
 from megatron.config.resolved_file import read_resolved
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
@@ -20,7 +22,9 @@ from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import Job
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.loader import build_loader
+from megatron.data.plan import build_plan
 from megatron.model.stack import build_model
+from megatron.training.resume import data_changes
 from tests.paths import ROOT
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
@@ -78,6 +82,27 @@ def test_the_loss_counts_the_labels_of_some_sources(tmp_path: Path) -> None:
         logits = torch.cat([model.head.logits(model.stream(each[:, :-1])) for each in rows])
     each = F.cross_entropy(logits.flatten(0, 1), torch.cat(rows)[:, 1:].flatten(), reduction="none")
     np.testing.assert_allclose(metrics[0]["loss"], float((each * masks).sum() / masks.sum()), rtol=1e-5)
+
+
+def test_a_resumed_run_says_where_it_leaves_the_data_of_its_checkpoint(tmp_path: Path) -> None:
+    corpora(tmp_path)
+    (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    on_ranks(1, job, str(tmp_path), 1, "training.stop_at_step=2", "parallel.tensor=1")
+    meta = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000002").meta
+    assert meta.data["samples"] == 16 and len(meta.data["last_sample"]) == 16
+
+    def said(*overrides: str) -> list[str]:
+        config = load([str(tmp_path / "tiny.yml")], overrides, ranks=1).config
+        return data_changes(meta, config, build_plan(config))
+
+    assert said() == said("training.micro_batch_size=4", "training.steps=8") == []
+    (line,) = said("training.global_batch_size=16")
+    assert "go on at sample 32 " in line and "has read 16: those between are left out" in line
+    (line,) = said("training.global_batch_size=4", "training.micro_batch_size=1")
+    assert "go on at sample 8 " in line and "read again" in line
+    for other in ("training.steps=600", "data.seed=5", "data.order=stream", "training.sequence_length=41"):
+        (line,) = said(other)  # 600 steps need more epochs, and all epochs are shuffled together
+        assert "another order" in line
 
 
 def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path) -> None:

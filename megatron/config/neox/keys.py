@@ -41,7 +41,7 @@ def nearest(name: str) -> str:
     """What an unknown key may have meant, as a sentence."""
     flat = difflib.get_close_matches(name, sorted(NAMES), 1)
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(_native_names())}
-    native = difflib.get_close_matches(name, list(last), 1) or difflib.get_close_matches(name, list(last), 1, 0.4)
+    native = difflib.get_close_matches(name, list(last), 1, 0.75 if flat else 0.4)
     parts = [f"the nearest GPT-NeoX key is {flat[0]}"] if flat else []
     parts += [f"the nearest native key is {last[native[0]]}"] if native else []
     return "; ".join(parts) or "remove it"
