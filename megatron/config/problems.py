@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 ABSENT = object()  # the value of a key that is not there
 
 
@@ -17,6 +19,8 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, BaseModel):  # a section: what differs from its defaults
+        value = value.model_dump(exclude_defaults=True)
     if isinstance(value, str):
         text = repr(value)
     elif isinstance(value, dict):

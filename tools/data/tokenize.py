@@ -65,7 +65,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end each document with the end-of-document token",
+        help="end each document with the end-of-document token (default: yes)",
     )
     parser.add_argument(
         "--normalise", choices=["NFC", "NFKC", "NFD", "NFKD"], help="bring texts into a Unicode normal form first"

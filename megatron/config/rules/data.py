@@ -30,11 +30,12 @@ def sources(facts: Facts) -> Iterator[tuple[Path, Source]]:
 def data_is_read_or_made(facts: Facts) -> Iterator[Problem]:
     data = facts.config.data
     if data.synthetic != "none" and (data.train or data.phases):
+        read = "data.train" if data.train else "data.phases"
         yield facts.problem(
             "data.synthetic",
-            "data.train" if data.train else "data.phases",
+            read,
             rule="data are either read or made, not both",
-            fix="remove data.train, or use data.synthetic=none",
+            fix=f"remove {read}, or use data.synthetic=none",
         )
 
 

@@ -51,7 +51,8 @@ class SampleOptions(Section):
 
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
-    batches: int = key(10, "Global batches per validation set; 0 reads each set once.", unit="batches", ge=0)
+    batches: int = key(
+        10, "Global batches per validation set; 0 reads each set once, as far as it fills whole batches.", unit="batches", ge=0)
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")

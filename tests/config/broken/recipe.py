@@ -143,6 +143,14 @@ DATA = [
         problems=2,
     ),
     case(
+        "read in phases and made",
+        "data: {phases: [{start: 0, sources: [tokens]}]}",
+        "data.phases = [{start: 0, sources: [{path: 'tokens', name: 'tokens'}]}] (a.yml:2)",
+        "fix:  remove data.phases, or use data.synthetic=none",
+        "no file tokens.bin",
+        problems=2,
+    ),
+    case(
         "files missing",
         "data:\n  synthetic: none\n  train:\n    - {path: some/where, weight: 1.0}",
         "a.yml:5: data.train.0.path = 'some/where'",
