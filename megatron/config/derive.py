@@ -91,6 +91,10 @@ def source_name(at: View, source: Path) -> str:
     return last[:-4] if last.endswith((".bin", ".idx")) else last
 
 
+def expert_tensor(at: View) -> int | None:
+    return at["parallel.tensor"]
+
+
 def kv_heads(at: View) -> int | None:
     return at["model.attention.heads"]
 
@@ -305,6 +309,7 @@ DERIVATIONS = (
     Derivation("model.init.head", ("model.init.embedding",), "model.init.embedding", head_init),
     Derivation("model.head.norm", ("model.norm.type",), "model.norm.type", head_norm),
     Derivation("model.init.layers", ("model.layers",), "the number of blocks in model.layers", init_layers),
+    Derivation("parallel.expert_tensor", ("parallel.tensor",), "parallel.tensor", expert_tensor),
     Derivation("model.vocab_size", ("tokenizer.path", "model.vocab_multiple"),
                "the tokenizer's size rounded up to a multiple of model.vocab_multiple", vocab_size),
     Derivation("training.accumulation", (_SIZE, _MICRO),

@@ -32,8 +32,9 @@ class Mesh:
     tensor: Axis
     data: Axis
     pipeline: Axis
-    expert: Axis = ALONE  # part of the data axis: ranks that share the experts of a layer
-    expert_data: Axis = ALONE  # part of the data axis: ranks that hold the same experts
+    expert: Axis = ALONE  # ranks that share the experts of a layer: part of the data axis, or of data and tensor
+    expert_data: Axis = ALONE  # the rest of it: ranks that hold the same experts
+    expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
 
     @classmethod
     def single(cls) -> Mesh:
@@ -45,8 +46,10 @@ class Mesh:
         """A mesh without process groups, for shapes and counts on the meta device."""
         at = layout.coordinates(rank)
         axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in ("tensor", "data", "pipeline")}
-        expert = Axis(at.data % layout.expert, layout.expert)
-        return cls(layout, rank, at, **axes, expert=expert, expert_data=Axis(at.data // layout.expert, layout.expert_data))
+        group, place = divmod(layout.expert_place(at), layout.expert)
+        return cls(
+            layout, rank, at, **axes, expert=Axis(place, layout.expert), expert_data=Axis(group, layout.expert_data),
+            expert_tensor=ALONE if layout.folded else axes["tensor"])
 
     @classmethod
     def build(cls, layout: Layout) -> Mesh:
@@ -66,15 +69,18 @@ class Mesh:
         lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
                  for name in ("tensor", "data", "pipeline")}
         axes = {name: _axis(layout, line, rank) for name, line in lines.items()}
-        if layout.expert == 1:
-            return cls(layout, rank, at, **axes, expert_data=axes["data"])
-        whole = axes["data"] if layout.expert == layout.data else _axis(layout, layout.all_experts(at), rank)
-        return cls(layout, rank, at, **axes, expert=whole, expert_data=_axis(layout, layout.same_experts(at), rank))
+        sharing = _axis(layout, layout.all_experts(at), rank, tuple(axes.values()))
+        same = _axis(layout, layout.same_experts(at), rank, tuple(axes.values()))
+        return cls(layout, rank, at, **axes, expert=sharing, expert_data=same,
+                   expert_tensor=ALONE if layout.folded else axes["tensor"])
 
 
-def _axis(layout: Layout, line: list[Coordinates], rank: int) -> Axis:
-    """The axis on which this rank and the others at these coordinates lie, with a new group."""
+def _axis(layout: Layout, line: list[Coordinates], rank: int, known: tuple[Axis, ...] = ()) -> Axis:
+    """The axis on which this rank and the others at these coordinates lie: one of the known ones, or with a new group."""
     ranks = tuple(layout.rank(at) for at in line)
+    for axis in known:
+        if axis.ranks == ranks:
+            return axis
     if len(ranks) == 1:
         return Axis(0, 1, None, ranks)
     group = dist.new_group(list(ranks), use_local_synchronization=True)

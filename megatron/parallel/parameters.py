@@ -50,18 +50,20 @@ class ParameterFactory:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
         Args:
-            experts: dimension 0 counts experts, of which each expert parallel rank has a run.
+            experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded over
+                the tensor axis, `shard` cuts nothing.
         """
         logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices)
         dtype = torch.float32 if keep_fp32 else self.dtype
-        at, run = self.mesh.tensor, _run(shape[0], self.mesh) if experts else None
+        at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)
         if not self.values or torch.device(self.device).type == "meta":
             local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)
         else:
             local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
         parameter = nn.Parameter(local)
         parameter.logical = logical
-        if shard is not None and at.size > 1:
+        parameter.cut = (0, 1) if shard is None else (at.rank, at.size)
+        if shard is not None and self.mesh.tensor.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
             parameter.model_parallel = parameter.tensor_model_parallel = True
         if run is not None:
@@ -76,18 +78,18 @@ class ParameterFactory:
 
 
 def _run(experts: int, mesh: Mesh) -> Span | None:
-    """This rank's share of the experts; None if it has all."""
+    """This rank's share of the experts; None where all data parallel ranks have all (or slices of all)."""
     axis = mesh.expert
-    return Span(axis.rank * (experts // axis.size), experts // axis.size, 0) if axis.size > 1 else None
+    return Span(axis.rank * (experts // axis.size), experts // axis.size, 0) if mesh.layout.spreads_experts else None
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether expert parallel ranks hold different experts of it, so that only some data parallel ranks hold the same."""
+    """Whether it has experts that others than the ranks of the data axis hold too: its gradient is summed over those."""
     return hasattr(parameter, "experts")
 
 
 def shard_start(parameter: Tensor) -> int:
-    """Where the parameter begins in the flattened shard of its tensor parallel rank."""
+    """Where the parameter begins in the flattened shard (`cut`) of the logical tensor."""
     return parameter.experts.start * (parameter.numel() // parameter.experts.length) if is_spread(parameter) else 0
 
 

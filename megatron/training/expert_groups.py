@@ -1,9 +1,11 @@
-"""Experts that are spread over the data axis, in the words of DeepSpeed.
+"""Experts that are spread over the data axis, or over the data and tensor axes, in the words of DeepSpeed.
 
-DeepSpeed 0.19.8 knows parameters that only some of the data parallel ranks share: those with `allreduce = False`, in
+DeepSpeed 0.19.8 knows parameters that other ranks share than those of the data axis: those with `allreduce = False`, in
 optimizer groups with `moe`, which name a process group. It sums their gradients over that group, divides by the whole
 data parallel size (so that a label weighs the same wherever its tokens were sent), and gives their masters and states
-to the ranks of that group. Here it is told the groups, and two things are changed:
+to the ranks of that group. Folded experts need no more than a group across the tensor axis: each of its ranks sends
+other tokens, so each label's part of a gradient is in exactly one of the terms. Here DeepSpeed is told the groups, and two
+things are changed:
 
 * It expects such parameters only in layers of a class of its own.
 * Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have slices of
@@ -29,7 +31,7 @@ from .ds_mpu import with_group
 @contextlib.contextmanager
 def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[None]:
     """While this is open, an engine that takes over this optimizer learns which of its groups are spread experts'."""
-    if mesh.expert.size == 1:
+    if not mesh.layout.spreads_experts:
         yield
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -37,8 +39,9 @@ def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[Non
 
     same = with_group(mesh.expert_data).group  # on every rank, those of stages without experts too
     spread = [group for group in optimizer.param_groups if group["moe"]]
+    sharing = with_group(mesh.expert).group
     for group in spread:
-        groups._EXPERT_PARALLEL_GROUP[group["name"]] = mesh.expert.group
+        groups._EXPERT_PARALLEL_GROUP[group["name"]] = sharing
         groups._EXPERT_DATA_PARALLEL_GROUP[group["name"]] = same
         for parameter in group["params"]:
             parameter.allreduce, parameter.group_name = False, group["name"]
@@ -57,7 +60,7 @@ def count_each_element_once(optimizer, mesh: Mesh) -> None:
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    if mesh.expert.size == mesh.pipeline.size == 1:
+    if not mesh.layout.spreads_experts and mesh.pipeline.size == 1:
         return
     if isinstance(optimizer, BF16_Optimizer):
         find = optimizer.get_grads_for_norm
@@ -67,12 +70,16 @@ def count_each_element_once(optimizer, mesh: Mesh) -> None:
 
 
 def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: Mesh) -> tuple[list[Tensor], dict]:
-    """The experts' gradients as one number that DeepSpeed adds up like any cut parameter: their norm over the expert axis."""
+    """The experts' gradients as one number that DeepSpeed adds up like any cut parameter: their norm over the expert axis,
+    which has all of them where they are folded, so that one tensor parallel rank tells it."""
     found = [gradient for each in experts.values() for gradient in each]
     if not found:
         return gradients, {}
     squares = torch.stack([gradient.float().norm() for gradient in found]).square().sum()
-    return [*gradients, all_reduce(squares, mesh.expert).sqrt().view(1)], {}
+    squares = all_reduce(squares, mesh.expert)
+    if mesh.layout.folded and mesh.tensor.rank:
+        squares = torch.zeros_like(squares)
+    return [*gradients, squares.sqrt().view(1)], {}
 
 
 def _norm(optimizer) -> Tensor:

@@ -23,9 +23,10 @@ from megatron.parallel.shard import LogicalTensor
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + length) of a tensor parallel rank's flattened shard, which lie in `flat` from `place` on."""
+    """Elements [start, start + length) of the flattened shard `cut` (rank, ranks), which lie in `flat` from `place` on."""
 
     tensor: LogicalTensor
+    cut: tuple[int, int]
     start: int
     length: int
     flat: Tensor
@@ -116,12 +117,9 @@ class EngineState:
             yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
 
     def _of(self, owned: Owned) -> Iterator[Fragment]:
-        at = self.mesh.tensor
-        # A tensor that is not cut is the same shard on every tensor parallel rank.
-        place = (at.rank, at.size) if owned.tensor.shard is not None else (0, 1)
         states = {name: value for name, value in self.optimizer.state[owned.flat].items() if _elementwise(value, owned.flat)}
         for name, values in {MASTER: owned.flat, **states}.items():
-            yield Fragment(owned.tensor, name, *place, owned.start, owned.view(values))
+            yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
 
     def _owned(self) -> Iterator[Owned]:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
@@ -132,15 +130,15 @@ class EngineState:
 
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         same = self.mesh.expert_data if is_spread(parameter) else self.mesh.data
-        yield Owned(tensor, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0)
+        yield Owned(tensor, parameter.cut, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0)
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         mapping = parameter._hp_mapping
         if mapping is None:
             return
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
-        yield Owned(tensor, shard_start(parameter) + mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel, flat,
-                    mapping.hp_fragment_address.start, replica)
+        yield Owned(tensor, parameter.cut, shard_start(parameter) + mapping.lp_fragment_address.start,
+                    mapping.lp_fragment_address.numel, flat, mapping.hp_fragment_address.start, replica)
 
     def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         zero = self.engine.optimizer
@@ -148,7 +146,7 @@ class EngineState:
         start = self.mesh.data.rank * share
         length = min(share, parameter.ds_numel - start)  # the last share is padded
         if length > 0:
-            yield Owned(tensor, start, length, zero.fp32_partitioned_groups_flat[group], place, replica)
+            yield Owned(tensor, parameter.cut, start, length, zero.fp32_partitioned_groups_flat[group], place, replica)
 
     def _create_states(self) -> None:
         """Give the optimizer its states before its first step, as it would make them itself."""

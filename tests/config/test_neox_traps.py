@@ -108,7 +108,6 @@ def test_activations(activation, fusion, native, gated):
         ({"output_layer_init_method": "single_residual_scaled_normal"}, "output_layer_init_method"),
         ({"lr_decay_style": "exponential"}, "lr_decay_style"),
         ({"use_qk_layernorm": True}, "use_qk_layernorm"),
-        ({"moe_num_experts": 8}, "moe_num_experts"),
         ({"use_mup": True}, "use_mup"),
         ({"train_impl": "dpo"}, "train_impl"),
         ({"pack_impl": "unpacked"}, "pack_impl"),

@@ -38,15 +38,15 @@ def layer(mesh: Mesh, case: str) -> MoE:
     with torch.no_grad():
         for name, parameter in named(made).items():
             whole = torch.randn(parameter.logical.shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 2
-            parameter.copy_(cut(whole, parameter, mesh))
+            parameter.copy_(cut(whole, parameter))
         if case == "one for all":
             made.router.weight.zero_()
             made.router.bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0]))
     return made
 
 
-def cut(whole: torch.Tensor, parameter: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    for dim, runs in enumerate(parameter.logical.spans(mesh.tensor.rank, mesh.tensor.size, getattr(parameter, "experts", None))):
+def cut(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    for dim, runs in enumerate(parameter.logical.spans(*parameter.cut, getattr(parameter, "experts", None))):
         whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
     return whole
 
@@ -101,13 +101,16 @@ def whole(case: str, ranks: int):
 
 @pytest.mark.parametrize("layout", [
     Layout(data=2, expert=2), Layout(data=4, expert=4), Layout(data=4, expert=2), Layout(data=2, tensor=2, expert=2),
-    Layout(data=2, tensor=2, expert=2, sequence=True),
-], ids=["ep2", "ep4", "dp4 ep2", "tp2 ep2", "tp2 ep2 sequence"])
+    Layout(data=2, tensor=2, expert=2, sequence=True), Layout(data=2, tensor=2, expert=4, folded=True),
+    Layout(data=2, tensor=2, expert=2, folded=True, sequence=True), Layout(data=1, tensor=2, expert=1, folded=True),
+    Layout(data=1, tensor=4, expert=2, folded=True),
+], ids=["ep2", "ep4", "dp4 ep2", "tp2 ep2", "tp2 ep2 sequence", "tp2 folded ep4", "tp2 folded ep2 sequence", "tp2 folded ep1",
+        "tp4 folded ep2"])
 def test_equals_the_whole_layer(layout: Layout):
     for case in OPTIONS:
         outputs, total = whole(case, layout.data)
         answers = run(layout.world_size, step, layout, case)
-        summed: dict[str, torch.Tensor] = {}
+        summed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for rank, (y, x_grad, gradients, _, _) in enumerate(answers):
             at = layout.coordinates(rank)
             own = slice(at.tensor * S // layout.tensor, (at.tensor + 1) * S // layout.tensor) if layout.sequence else slice(None)
@@ -115,13 +118,14 @@ def test_equals_the_whole_layer(layout: Layout):
             assert relative(x_grad, outputs[at.data][1][:, own]) < 1e-5, (case, rank)
             for name, (gradient, experts) in gradients.items():
                 assert (experts is not None) == name.startswith("moe.experts."), name
-                if at.tensor:  # shards of the others are compared by test_layouts
+                apart = layout.folded and experts is not None  # each has whole experts, and worked for other tokens
+                if at.tensor and not apart:  # shards of the others are compared by test_layouts
                     continue
-                place = summed.setdefault(name, torch.zeros(of_first(total[name], name, layout, case).shape))
+                expected = total[name] if apart else of_first(total[name], name, layout, case)
+                place, _ = summed.setdefault(name, (torch.zeros(expected.shape), expected))
                 where = slice(None) if experts is None else slice(experts.start, experts.stop)
                 place[where] += gradient
-        for name, gradient in summed.items():
-            expected = of_first(total[name], name, layout, case)
+        for name, (gradient, expected) in summed.items():
             error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)
             assert error < 1e-5, (case, name, float(error))
 

@@ -33,6 +33,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 ep2 ZeRO 1": {"ranks": 4, "parallel": {"expert": 2}},
     "dp4 ep4 ZeRO 2": {"ranks": 4, "parallel": {"expert": 4}, "zero": {"stage": 2}},
     "tp2 ep2": {"ranks": 4, "parallel": {"tensor": 2, "expert": 2, "sequence": True}},
+    "tp2 ep4 folded": {"ranks": 4, "parallel": {"tensor": 2, "expert": 4, "expert_tensor": 1}},
+    "tp2 ep2 folded ZeRO 2": {
+        "ranks": 4, "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True}, "zero": {"stage": 2}},
+    "tp2 ep1 folded ZeRO 0": {"ranks": 2, "parallel": {"tensor": 2, "expert_tensor": 1}, "zero": {"stage": 0}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
 ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
@@ -61,6 +65,11 @@ PAIRS = [
     *[("moe", merged(ADAMW, MOE), "dp4 ep4 ZeRO 2", to, 1e-5) for to in ("dp2 ep2 ZeRO 0", "dp2 ZeRO 3")],
     ("moe", merged(MUON, MOE), "dp4 ep2 ZeRO 1", "dp2 ep2 ZeRO 0", 1e-3),
     *[("moe", merged(ADAMW, MOE, BF16), "tp2 ep2", to, 1e-2) for to in ("dp2 ep2 ZeRO 1", "dp2 ZeRO 3")],
+    *[("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep4 folded", to, 1e-5)
+      for to in ("tp2 ep2 folded ZeRO 2", "dp4 ep2 ZeRO 1", "dp2 ZeRO 3")],
+    ("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep2 folded ZeRO 2", "tp2 ep1 folded ZeRO 0", 1e-5),
+    ("moe, even vocabulary", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-5),
+    ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-2),
 ]
 # From each of these to each of these.
 MATRIX = ["one", "dp2 ZeRO 1", "dp2 ZeRO 2", "dp2 ZeRO 3", "tp2", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"]
@@ -70,7 +79,7 @@ SAME = [
     ("qwen3", MUON, "dp2 ZeRO 1"), ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
     ("neox", merged(ADAMW, BF16), "tp2 pp2"), ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
     ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"), ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 3"),
-    ("moe", merged(ADAMW, MOE, BF16), "tp2 ep2"),
+    ("moe", merged(ADAMW, MOE, BF16), "tp2 ep2"), ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "tp2 ep4 folded"),
 ]
 
 

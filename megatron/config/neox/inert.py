@@ -56,8 +56,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "text_gen_type", "precompute_model_name", "temperature", "top_k", "top_p", "maximum_tokens", "return_logits",
         "prompt_end", "sample_input_file", "sample_output_file", "num_samples", "recompute"),
     "a training run evaluates no tasks": ("eval_tasks", "eval_results_prefix"),
-    "no layer reads it: mixture of experts is off": (
-        "moe_expert_interval", "moe_top_k", "moe_router_type", "moe_jitter_eps"),
     "no layer reads it: attention is global or flash, not Mamba or RWKV": (
         "mamba_selective_scan_fusion", "mamba_causal_conv_fusion", "mamba_inner_func_fusion",
         "mamba_selective_fp32_params", "mamba_use_bias_in_conv", "mamba_use_bias_in_linears", "dim_att"),

@@ -67,9 +67,6 @@ REFUSED: dict[str, Refusal] = {
         "take the native model.attention.qk_norm: head (Qwen3) or full (OLMo-2)"),
     "soft_prompt_tuning": Refusal((), "soft prompts are not available (GPT-NeoX fails with them too)", "remove it"),
     "sparse_attention": Refusal((), "block-sparse attention is not available", "remove it; sliding_window_width is"),
-    "moe_num_experts": Refusal(
-        (0, 1), "mixtures of experts are not translated",
-        "set it to 1 or remove it, and name moe layers natively in model.layers (docs/experts.md)"),
     "use_mup": _later("muP", OFF, False),
     "save_base_shapes": _later("muP", OFF, False),
     "coord_check": _later("muP", OFF, False),

@@ -55,8 +55,9 @@ def groups_are_equal(facts: Facts) -> Iterator[Problem]:
 
 def widths_are_cut_and_aligned(facts: Facts) -> Iterator[Problem]:
     """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
-    ranks, compute = facts.config.parallel.tensor, facts.config.precision.compute
-    unit = 16 // BYTES[compute]
+    parallel, compute = facts.config.parallel, facts.config.precision.compute
+    unit, ranks = 16 // BYTES[compute], parallel.expert_tensor
+    cut = "parallel.expert_tensor" if facts.given("parallel.expert_tensor") else "parallel.tensor"
     if facts.uses("moe") and facts.config.model.hidden_size % unit:
         yield facts.problem(
             "model.hidden_size", "precision.compute",
@@ -65,15 +66,15 @@ def widths_are_cut_and_aligned(facts: Facts) -> Iterator[Problem]:
     for prefix, moe in moe_options(facts):
         if moe.hidden_size % (ranks * unit):
             yield facts.problem(
-                _key(facts, prefix, "hidden_size"), "parallel.tensor", "precision.compute",
+                _key(facts, prefix, "hidden_size"), cut, "precision.compute",
                 rule="each tensor parallel rank has the same share of an expert's channels, "
                 f"a multiple of 16 bytes ({unit} channels in {compute})",
                 fix=f"use {_multiples(moe.hidden_size, ranks * unit)} channels")
-        if moe.shared_size % ranks:
+        if moe.shared_size % parallel.tensor:
             yield facts.problem(
                 _key(facts, prefix, "shared_size"), "parallel.tensor",
                 rule="each tensor parallel rank has the same share of the shared expert's channels",
-                fix=f"use {_multiples(moe.shared_size, ranks)} channels")
+                fix=f"use {_multiples(moe.shared_size, parallel.tensor)} channels")
 
 
 def _multiples(number: int, unit: int) -> str:
@@ -144,10 +145,11 @@ def idle_moe_options(facts: Facts) -> Iterator[Problem]:
 
 def experts_divide_over_expert_ranks(facts: Facts) -> Iterator[Problem]:
     ranks = facts.config.parallel.expert
-    if ranks > 1 and facts.blocks and not facts.uses("moe"):
-        yield facts.problem(
-            "parallel.expert", "model.layers", rule="there are no experts to spread over ranks",
-            fix="use parallel.expert=1, or layers with a moe feed-forward")
+    for name in ("expert", "expert_tensor"):
+        if facts.given(f"parallel.{name}") and _spreads(facts) and facts.blocks and not facts.uses("moe"):
+            yield facts.problem(
+                f"parallel.{name}", "model.layers", rule="there are no experts to spread over ranks",
+                fix=f"leave parallel.{name} out, or use layers with a moe feed-forward")
     for prefix, moe in moe_options(facts):
         if moe.experts % ranks:
             yield facts.problem(
@@ -155,27 +157,67 @@ def experts_divide_over_expert_ranks(facts: Facts) -> Iterator[Problem]:
                 fix=f"use {_multiples(moe.experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(moe.experts))}")
 
 
-def expert_ranks_divide_the_data_axis(facts: Facts) -> Iterator[Problem]:
-    """Tensor parallel ranks have slices of the same experts; the expert axis is a part of the data axis alone."""
-    parallel, data = facts.config.parallel, facts.data_ranks
-    if data is not None and data % parallel.expert:
-        sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
+def _folds(facts: Facts) -> bool:
+    """Whether tensor parallel ranks have whole experts."""
+    return facts.config.parallel.expert_tensor == 1 < facts.config.parallel.tensor
+
+
+def _spreads(facts: Facts) -> bool:
+    return facts.config.parallel.expert > 1 or _folds(facts)
+
+
+def experts_are_cut_or_whole(facts: Facts) -> Iterator[Problem]:
+    parallel = facts.config.parallel
+    if parallel.expert_tensor not in (1, parallel.tensor):
+        either = "1" if parallel.tensor == 1 else f"1 or {parallel.tensor}"
         yield facts.problem(
-            "parallel.expert", *sizes, rule=f"experts are spread over the data parallel ranks, of which there are {data}; "
-            "tensor parallel ranks have slices of every expert of theirs",
-            fix=f"use parallel.expert = {near(parallel.expert, divisors(data))}, or another number of ranks")
+            "parallel.expert_tensor", "parallel.tensor",
+            rule="an expert is cut over all tensor parallel ranks, or is whole on each of them",
+            fix=f"use parallel.expert_tensor = {either}")
+
+
+def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
+    """Experts are spread over the data axis, or over data and tensor axes where no tensor parallel rank has a slice."""
+    parallel, data = facts.config.parallel, facts.data_ranks
+    if data is None:
+        return
+    folds = _folds(facts)
+    line = data * parallel.tensor if folds else data
+    if line % parallel.expert:
+        sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
+        where = "data and tensor parallel ranks of a stage" if folds else "data parallel ranks"
+        why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
+        wider = "" if folds or data * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
+        yield facts.problem(
+            "parallel.expert", *sizes, rule=f"experts are spread over the {where}, of which there are {line}{why}",
+            fix=f"use parallel.expert = {near(parallel.expert, divisors(line))}{wider}, or another number of ranks")
 
 
 def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
-    if facts.config.parallel.expert > 1 and facts.config.zero.stage == 3:
+    if _spreads(facts) and facts.config.zero.stage == 3:
+        key = "parallel.expert_tensor" if _folds(facts) else "parallel.expert"
         yield facts.problem(
-            "zero.stage", "parallel.expert", rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
+            "zero.stage", key, rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
             "and expert parallel ranks have different parameters",
-            fix="use zero.stage=1 or 2, or parallel.expert=1 and let ZeRO 3 partition the experts")
+            fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts")
+
+
+def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
+    """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other numbers of
+    elements fill it at other parameters; where their experts' groups have several such ranks, they would wait for ever."""
+    config = facts.config
+    vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
+    if _folds(facts) and facts.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
+        yield facts.problem(
+            "model.vocab_size", "parallel.tensor", "parallel.expert_tensor", "zero.stage",
+            rule="folded experts' gradients are summed across tensor parallel ranks in ZeRO's buckets, so those ranks have equal "
+            "numbers of parameters", fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "
+            "or zero.stage=0")
 
 
 RULES = (
     top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
     router_states_have_a_first, skipping_is_a_choice_of_one,
-    experts_divide_over_expert_ranks, expert_ranks_divide_the_data_axis, spread_experts_fit_the_stage,
+    experts_divide_over_expert_ranks, experts_are_cut_or_whole, expert_ranks_divide_their_line, spread_experts_fit_the_stage,
+    folded_experts_want_equal_shards,
 )

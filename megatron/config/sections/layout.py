@@ -12,8 +12,11 @@ class ParallelSection(Section):
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
     context: int = key(1, "Context parallel size: ranks that share each sequence.", unit="ranks", gt=0)
     expert: int = key(
-        1, "Expert parallel size: data parallel ranks that share the experts of a layer; the rest of the model stays data "
-        "parallel.", unit="ranks", gt=0)
+        1, "Expert parallel size: data parallel ranks (with expert_tensor 1: data and tensor parallel ranks) that share the "
+        "experts of a layer; the rest of the model stays as it is.", unit="ranks", gt=0)
+    expert_tensor: int | None = key(
+        None, "Tensor parallel size inside an expert: that of the model, or 1, where experts are folded over the tensor axis: "
+        "each rank has whole experts and works on its share of the tokens.", unit="ranks", derived="parallel.tensor", gt=0)
     sequence: bool = key(
         False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism).")
     pipeline_split: Literal["uniform", "parameters"] | list[int] = key(

@@ -36,7 +36,8 @@ class Stacked(nn.Module):
 class Experts(nn.Module):
     """Rows [R, H] to down(activation(gate x) * up x) of each row's expert, or down(activation(up x)).
 
-    Tensor parallel ranks have a slice of every expert's width; their results are partial sums.
+    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts are
+    folded over them, whole experts.
     """
 
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):

@@ -41,7 +41,7 @@ class MoE(nn.Module):
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
         self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
-        self.exchange = Travel(make.mesh) if make.mesh.expert.size > 1 else Stay()
+        self.exchange = Travel(make.mesh) if make.mesh.layout.spreads_experts else Stay()
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
         if options.shared_size:
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         return x_BSH.float() * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
-        """The experts' part, from this rank's slices of them."""
+        """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of them."""
         router = self.options.router
         if choice.experts_Tk is not None:
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
