@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,7 +14,8 @@ import torch.distributed as dist
 class Communicator(Protocol):
     """The ranks that save or load together.
 
-    `gather` carries only what JSON can say, a few hundred bytes per rank: no tensor ever goes through it.
+    They carry only what JSON can say: no tensor ever goes through them. What all ranks hear of all ranks grows with the
+    square of their number, so `gather` is for a few hundred bytes per rank; the others' cost is that of what they carry.
     """
 
     rank: int
@@ -24,6 +26,12 @@ class Communicator(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks in rank order, on every rank."""
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all ranks in rank order, on rank 0; None elsewhere."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; what the others give is not looked at."""
 
 
 class Solo:
@@ -37,6 +45,12 @@ class Solo:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
 
 
 class GroupCommunicator:
@@ -71,6 +85,19 @@ class GroupCommunicator:
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(texts, sizes.cpu(), strict=True)]
 
 
+    def collect(self, value: Any) -> list[Any] | None:
+        values = self.gather(value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        message = torch.frombuffer(bytearray(json.dumps(value if self.rank == 0 else None).encode()), dtype=torch.uint8)
+        size = torch.tensor([message.numel()], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, group_src=0, group=self.group)
+        message = message.to(self.device) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        dist.broadcast(message, group_src=0, group=self.group)
+        return json.loads(bytes(message.cpu().numpy()))
+
+
 class StoreCommunicator:
     """Over the key-value store of the rendezvous: no connections between ranks, and safe in a thread of its own.
 
@@ -92,31 +119,42 @@ class StoreCommunicator:
         self.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
+        return self._round_of(value, lambda texts: f"[{','.join(texts)}]")[1]
+
+    def collect(self, value: Any) -> list[Any] | None:
+        texts, _ = self._round_of(value, lambda _: "null")
+        return None if texts is None else [json.loads(text) for text in texts]
+
+    def broadcast(self, value: Any) -> Any:
+        return self._round_of(value if self.rank == 0 else None, lambda texts: texts[0])[1]
+
+    def _round_of(self, value: Any, answer: Callable[[list[str]], str]) -> tuple[list[str] | None, Any]:
+        """Every rank gives its value to rank 0, which answers all of them alike.
+
+        Returns:
+            What all ranks said, on rank 0, and the answer.
+        """
         self._round += 1
-        result = f"{self._round}/all"
+        result, texts = f"{self._round}/all", None
         self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
         if self.rank == 0:
-            self._collect(result)
+            texts = self._collect()
+            self._store.set(result, answer(texts))
         self._store.wait([result], self._timeout)
         values = json.loads(self._store.get(result))
         # Whoever has read the result of a round has no more use for the one before, and neither has anybody else:
         # a rank enters a round only after it has read the previous result.
         if self.rank == 0 and self._round > 1:
             self._store.delete_key(f"{self._round - 1}/all")
-        return values
+        return texts, values
 
-    def _collect(self, result: str) -> None:
+    def _collect(self) -> list[str]:
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
         self._store.wait(keys, self._timeout)
         texts = [self._store.get(key).decode() for key in keys]
-        self._store.set(result, f"[{','.join(texts)}]")
         for key in keys:
             self._store.delete_key(key)
+        return texts
 
 
 SOLO = Solo()
-
-
-def agree(communicator: Communicator, value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    return communicator.gather(value if communicator.rank == 0 else None)[0]

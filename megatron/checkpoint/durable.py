@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .names import leftover_name
 
 CHUNK = 16 << 20  # bytes moved at a time
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of a handle say which file it is of: the system's own (a full disk, a quota) do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_fully(handle: int, data: memoryview) -> None:
@@ -32,8 +45,9 @@ def write_file(path: Path, data: bytes) -> None:
     """Create a file with this content and wait until the disk has it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_fully(handle, memoryview(data))
-        os.fsync(handle)
+        with naming(path):
+            write_fully(handle, memoryview(data))
+            os.fsync(handle)
     finally:
         os.close(handle)
 

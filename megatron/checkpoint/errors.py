@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+LISTED = 100  # problems that a message has room for: ten thousand lost files are one mishap
+SHOWN = 3  # problems of one checkpoint among several that a line has room for
 
 
 class CheckpointError(Exception):
@@ -21,4 +26,31 @@ class CheckpointError(Exception):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return f"{self.subject}: {self.problems[0]}"
-        return "\n  - ".join([f"{self.subject}: {len(self.problems)} problems", *self.problems])
+        more = [f"and {len(self.problems) - LISTED} more"] if len(self.problems) > LISTED else []
+        return "\n  - ".join([f"{self.subject}: {len(self.problems)} problems", *self.problems[:LISTED], *more])
+
+
+def by_layer(problems: Iterable[str]) -> list[str]:
+    """Problems that differ in nothing but the layer as one: `missing: layers.0-31.mlp.up.weight ...`."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for problem in dict.fromkeys(problems):
+        layer = _LAYER.search(problem)
+        key = (problem, "") if layer is None else (problem[: layer.start(1)], problem[layer.end(1):])
+        groups.setdefault(key, []).extend([] if layer is None else [int(layer[1])])
+    return [before + _ranges(layers) + after for (before, after), layers in groups.items()]
+
+
+def brief(problems: list[str]) -> str:
+    """The first problems in one line, and how many there are beside them."""
+    rest = len(problems) - SHOWN
+    return "; ".join(problems[:SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _ranges(numbers: list[int]) -> str:
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from .container import DTYPE_NAMES, Entry, header
-from .durable import CHUNK, read_fully, write_fully
+from .durable import CHUNK, naming, read_fully, write_fully
 from .errors import CheckpointError
 from .fragment import FragmentSpec
 from .index import checksum
@@ -82,12 +82,13 @@ def write_rank_file(
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        write_fully(handle, memoryview(start))
-        for row, (number, spec, dtype) in zip(rows, numbered, strict=True):
-            row["checksum"] = _write_values(handle, spec, dtype, values(number))
-        table = rows.tobytes()
-        write_fully(handle, memoryview(table))
-        os.fsync(handle)
+        with naming(path):
+            write_fully(handle, memoryview(start))
+            for row, (number, spec, dtype) in zip(rows, numbered, strict=True):
+                row["checksum"] = _write_values(handle, spec, dtype, values(number))
+            table = rows.tobytes()
+            write_fully(handle, memoryview(table))
+            os.fsync(handle)
     finally:
         os.close(handle)
     place = entries[TABLE_NAME]

@@ -17,7 +17,7 @@ from ..parallel.shard import LogicalTensor
 from .communicator import SOLO, Communicator
 from .container import DTYPES
 from .durable import read_fully
-from .errors import CheckpointError
+from .errors import CheckpointError, by_layer
 from .fragment import MASTER, WEIGHT, Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
@@ -47,9 +47,11 @@ def open_checkpoint(
         raise ValueError(f"verify is 'none', 'sizes' or 'checksums', not {verify!r}")
     checkpoint, problems = None, []
     try:
-        checkpoint = Checkpoint(Path(path))
+        # Every rank takes its rows from the index, one of them reads it whole.
+        checkpoint = Checkpoint(Path(path), check_index=communicator.rank == 0)
     except CheckpointError as error:
-        problems = [f"{error.subject}: {problem}" for problem in error.problems]
+        part = os.path.relpath(error.subject, path)
+        problems = [problem if part == "." else f"{part}: {problem}" for problem in error.problems]
     if checkpoint is not None and verify != "none":
         problems = checkpoint.damage(
             checksums=verify == "checksums", share=(communicator.rank, communicator.size), threads=threads)
@@ -69,13 +71,13 @@ class Checkpoint:
         records: the ranks' files.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, check_index: bool = True) -> None:
         if not path.is_dir():
             raise CheckpointError(path, "there is no such checkpoint")
         self.path = path
         self.records, parts = read_manifest(path)
         for name, part in parts.items():
-            _check_part(path / name, part["size"], part["checksum"])
+            _check_part(path / name, part["size"], part["checksum"] if check_index or name != INDEX_NAME else None)
         self.meta = Meta.from_bytes((path / META_NAME).read_bytes(), path / META_NAME)
         self.index = Index.open(path / INDEX_NAME)
 
@@ -145,20 +147,25 @@ class Checkpoint:
         Raises:
             CheckpointError: on every rank, with every tensor that is missing, left over or of another shape.
         """
-        problems, used, names = [], set(), set()
+        problems, used, weights = [], set(), False
         for spec in wanted:
-            names.add(spec.tensor.name)
+            misfit = self._misfit(spec)
+            weights |= bool(misfit) and (spec.state in STAND_INS or spec.tensor.name not in self.tensors)
+            problems += misfit
             used |= {(spec.tensor.name, spec.state), (spec.tensor.name, STAND_INS.get(spec.state, spec.state))}
-            problems += self._misfit(spec)
         keys = sorted(key for key in self.stored if states is None or key[1] in states)
         bits = sum(1 << place for place, key in enumerate(keys) if key in used)
-        everything = communicator.gather([list(dict.fromkeys(problems)), hex(bits)])
-        problems = list(dict.fromkeys(problem for found, _ in everything for problem in found))
+        everything = communicator.gather([by_layer(problems), hex(bits), weights])
+        problems = list(dict.fromkeys(problem for found, _, _ in everything for problem in found))
         together = 0
-        for _, text in everything:
+        for _, text, _ in everything:
             together |= int(text, 16)
         left = [key for place, key in enumerate(keys) if not together >> place & 1]
-        problems += [f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left]
+        problems += by_layer(f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left)
+        weights = any(each for *_, each in everything) or any(state in STAND_INS for _, state in left)
+        if problems and not weights:
+            problems.insert(0, "the weights fit, the optimizer's states are another one's: resume with the optimizer that it was "
+                               "saved with, or take the weights alone (checkpoint.initialize_from)")
         if problems:
             raise CheckpointError(self.path, problems)
 
@@ -280,14 +287,14 @@ class Checkpoint:
         return [], []
 
 
-def _check_part(path: Path, size: int, written: str) -> None:
-    """Raise unless a file of the checkpoint that every rank reads whole has its size and checksum."""
+def _check_part(path: Path, size: int, written: str | None) -> None:
+    """Raise unless a file of the checkpoint has its size and, where one is given, its checksum."""
     try:
         found = os.stat(path).st_size
         if found != size:
             raise CheckpointError(path, f"it has {found} bytes instead of {size}")
         with open(path, "rb") as file:
-            if checksum(file.read()) != written:
+            if written is not None and checksum(file.read()) != written:
                 raise CheckpointError(path, "it does not have the checksum it was written with")
     except FileNotFoundError as error:
         raise CheckpointError(path, "it is lost") from error

@@ -15,8 +15,9 @@ from .communicator import SOLO, Communicator
 from .errors import CheckpointError
 from .fragment import Fragment
 from .meta import Meta
-from .store import Store
-from .transfer import upload
+from .names import step_of
+from .store import Store, is_complete
+from .transfer import newest, upload
 from .writer import save
 
 
@@ -91,7 +92,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
         self._ended: list[Saved] = []
-        self._owed: list[Path] = []
+        self._owed: list[Path] | None = None  # not known before the first look at what is there
         self._upload_problem: str | None = None
         self._host = HostCopy()
 
@@ -135,13 +136,15 @@ class Saver:
         return self.poll()
 
     def close(self) -> list[Saved]:
-        """Wait for everything and stop the thread.
+        """Wait for everything, give what is not uploaded a last chance, and stop the thread.
 
         Raises:
             CheckpointError: a save failed, or a checkpoint could still not be uploaded.
         """
         try:
             ended = self.wait()
+            if self._section.upload and self._owed != []:
+                self._upload_owed()
             if self._owed:
                 names = ", ".join(path.name for path in self._owed)
                 raise CheckpointError(self._section.upload, f"never uploaded: {names}. {self._upload_problem}")
@@ -161,18 +164,37 @@ class Saver:
     def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
         uploaded = self._upload(path) if self._section.upload else None
         deleted = self.store.retain(
-            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed})
+            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()})
         return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
 
     def _upload(self, path: Path) -> str | None:
         """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
         run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
-        owed, self._owed, self._upload_problem = [*self._owed, path], [], None
-        uploaded = None
+        if self._owed is not None:
+            self._owed.append(path)
+        self._upload_owed()
+        return f"{self._section.upload.rstrip('/')}/{path.name}" if path not in self._owed else None
+
+    def _upload_owed(self) -> None:
+        if self._owed is None:
+            answer = [str(path) for path in self._not_there()] if self._communicator.rank == 0 else None
+            self._owed = [Path(path) for path in self._communicator.broadcast(answer)]
+        owed, self._owed, self._upload_problem = self._owed, [], None
         for each in owed:
+            patience = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
             try:
-                uploaded = upload(each, self._section.upload, self._communicator)
+                upload(each, self._section.upload, self._communicator, **patience)
             except CheckpointError as error:
                 self._owed.append(each)
                 self._upload_problem = str(error)
-        return uploaded if path not in self._owed else None
+
+    def _not_there(self) -> list[Path]:
+        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest there.
+        Where there are none, the newest alone: older ones may be of a time without upload."""
+        try:
+            there = step_of(Path(newest(self._section.upload)))
+        except CheckpointError:
+            there = None
+        paths = [path for path in self.store.paths() if there is None or step_of(path) > there]
+        whole = [path for path in paths if is_complete(path)]
+        return whole if there is not None else whole[-1:]

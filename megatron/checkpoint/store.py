@@ -11,11 +11,12 @@ import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .communicator import SOLO, Communicator
 from .durable import move, remove, sync_directory
-from .errors import CheckpointError
-from .names import leftover_of, step_of
+from .errors import CheckpointError, brief
+from .names import MANIFEST_NAME, leftover_of, step_of
 from .reader import Checkpoint, open_checkpoint
 
 
@@ -32,6 +33,30 @@ class Resume:
     checkpoint: Checkpoint | None
     skipped: list[tuple[Path, str]] = field(default_factory=list)
     reason: str = ""
+
+
+NEITHER = "it is neither a checkpoint nor a folder with one; name a run's directory or one of its checkpoints"
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder of checkpoints that `path` is, or that the run's directory `path` has; None for anything else."""
+    if (path / MANIFEST_NAME).exists():
+        return None
+    return next((folder for folder in (path / "checkpoints", path) if Store(folder).paths()), None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest in the folder of checkpoints or the run's directory that it is.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = folder_of(path)
+    if folder is not None:
+        return Store(folder).paths()[-1]
+    if (path / MANIFEST_NAME).exists() or step_of(path) is not None:
+        return path
+    raise CheckpointError(path, NEITHER if path.exists() else "there is no such checkpoint")
 
 
 class Store:
@@ -60,7 +85,7 @@ class Store:
 
         Args:
             how: "auto": the newest intact one here, if there is any; "none": start anew; otherwise the path of a
-                checkpoint, or of a folder of them (then its newest intact one).
+                checkpoint, or of a folder of them or a run's directory (then its newest intact one).
             verify: how far to trust the disk; see `open_checkpoint`.
 
         Raises:
@@ -71,39 +96,54 @@ class Store:
             return Resume(None, reason="started anew: checkpoint.resume is none")
         if how == "auto":
             return self._newest_intact(verify)
-        path = Path(how)
-        if step_of(path) is None and Store(path, self.communicator)._listing():
-            found = Store(path, self.communicator)._newest_intact(verify)
-            return Resume(found.checkpoint, found.skipped, f"{found.reason}, as checkpoint.resume asks")
-        if not path.is_dir():
-            raise CheckpointError(path, f"checkpoint.resume asks for it, but it does not exist; {self._offer(path)}")
+        found = self._named(Path(how), "checkpoint.resume", verify)
+        if not found.checkpoint.meta.resumable:
+            raise CheckpointError(
+                found.checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them")
+        return found
+
+    def weights(self, path: str | Path, *, verify: str = "checksums") -> Resume:
+        """The checkpoint to take weights from: the one named, or the newest intact one of a folder or a run's directory.
+
+        Raises:
+            CheckpointError: it is not there or damaged.
+        """
+        return self._named(Path(path), "checkpoint.initialize_from", verify, weights=True)
+
+    def _named(self, path: Path, key: str, verify: str, *, weights: bool = False) -> Resume:
+        folder, there, whole = self._on_rank_0(lambda: _look(path))
+        if folder is not None:
+            found = Store(folder, self.communicator)._newest_intact(verify, weights=weights)
+            return Resume(found.checkpoint, found.skipped, f"{found.reason}, as {key} asks")
+        if not there:
+            raise CheckpointError(path, f"{key} asks for it, but it does not exist; {self._offer(path)}")
+        if not whole and step_of(path) is None:
+            raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
         checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
-        if not checkpoint.meta.resumable:
-            raise CheckpointError(path, "it has only weights; name it in checkpoint.initialize_from to start from them")
-        return Resume(checkpoint, reason=f"resumed from {path} (step {checkpoint.step}), as checkpoint.resume asks")
+        verb = "weights" if weights else "resumed"
+        return Resume(checkpoint, reason=f"{verb} from {path} (step {checkpoint.step}), as {key} asks")
 
     def _listing(self) -> list[Path]:
         """Rank 0's view of the folder, so that all ranks walk through the same names."""
-        names = [str(path) for path in self.paths()] if self.communicator.rank == 0 else None
-        return [Path(name) for name in self.communicator.gather(names)[0]]
+        return [Path(name) for name in self._on_rank_0(lambda: [str(path) for path in self.paths()])]
 
-    def _newest_intact(self, verify: str) -> Resume:
+    def _newest_intact(self, verify: str, *, weights: bool = False) -> Resume:
         skipped = []
         for path in reversed(self._listing()):
             try:
                 checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
             except CheckpointError as error:
-                skipped.append((path, "; ".join(error.problems)))
+                skipped.append((path, brief(error.problems)))
                 continue
-            if not checkpoint.meta.resumable:
+            if not (weights or checkpoint.meta.resumable):
                 skipped.append((path, "it has only weights"))
                 continue
             note = "".join(f"; skipped {bad.name}: {why}" for bad, why in skipped)
-            reason = f"resumed from {path} (step {checkpoint.step}), the newest intact one{note}"
+            reason = f"{'weights' if weights else 'resumed'} from {path} (step {checkpoint.step}), the newest intact one{note}"
             return Resume(checkpoint, skipped, reason)
         if skipped:
             raise CheckpointError(self.directory, [
-                "there are checkpoints, but none can be resumed; "
+                "there are checkpoints, but none is intact" if weights else "there are checkpoints, but none can be resumed; "
                 "repair or move them away, or set checkpoint.resume to none",
                 *(f"{path.name}: {why}" for path, why in skipped),
             ])
@@ -159,14 +199,15 @@ class Store:
             raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint stays")
         return self._on_rank_0(lambda: self._retain(keep_last, keep_every, protect))
 
-    def _on_rank_0(self, work: Callable[[], list[str]]) -> list[str]:
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What rank 0 finds (JSON values), on every rank; its error too."""
         answer = None
         if self.communicator.rank == 0:
             try:
                 answer = [work(), None]
             except (OSError, CheckpointError) as error:
-                answer = [[], str(error)]
-        done, failure = self.communicator.gather(answer)[0]
+                answer = [None, str(error)]
+        done, failure = self.communicator.broadcast(answer)
         if failure:
             raise CheckpointError(self.directory, failure)
         return done
@@ -201,20 +242,32 @@ class Store:
         return [f"{names} set aside in {aside}: this run leaves that branch"]
 
     def _retain(self, keep_last: int, keep_every: int | None, protect: Collection[str]) -> list[str]:
-        complete = [path for path in self.paths() if _is_complete(path)]
-        doomed = [
-            path for path in complete[:-keep_last]
-            if path.name not in protect and not (keep_every and step_of(path) % keep_every == 0)
-        ]
-        for path in doomed:
-            remove(path, uuid.uuid4().hex[:12])
-        return [path.name for path in doomed]
+        """To see that one is complete takes a look at each of its files, so only those are looked at that matter: the
+        newest ones, until `keep_last` were complete, and before them those that may go."""
+        complete, deleted = 0, []
+        for path in reversed(self.paths()):
+            stays = path.name in protect or bool(keep_every and step_of(path) % keep_every == 0)
+            if complete == keep_last and stays or not is_complete(path):
+                continue
+            if complete < keep_last:
+                complete += 1
+            else:
+                remove(path, uuid.uuid4().hex[:12])
+                deleted.append(path.name)
+        return deleted[::-1]
+
+
+def _look(path: Path) -> tuple[str | None, bool, bool]:
+    """(the folder of checkpoints that is meant, if one is; whether the path is a directory; whether it has a manifest)."""
+    folder = folder_of(path)
+    return None if folder is None else str(folder), path.is_dir(), (path / MANIFEST_NAME).exists()
 
 
 _DOING = {"tmp": "writing", "old": "replacing", "trash": "deleting"}
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """Whether all files of a checkpoint are there with their sizes."""
     try:
         open_checkpoint(path, verify="sizes")
     except CheckpointError:

@@ -39,7 +39,7 @@ def upload(
         Where it is.
 
     Raises:
-        CheckpointError: on every rank, with each file that could not be copied.
+        CheckpointError: on every rank, with the first file of each rank that could not be copied.
     """
     target = f"{url.rstrip('/')}/{path.name}"
     names, problems = [], []
@@ -49,11 +49,13 @@ def upload(
         problems = [str(error)]
     for name in names[communicator.rank:: communicator.size]:
         problems += _persistent(lambda name=name: _put(path / name, f"{target}/{name}"), name, attempts, wait)
+        if problems:
+            break  # what has failed so often will not take the next file either
     problems = [problem for found in communicator.gather(problems) for problem in found]
     if not problems and communicator.rank == 0:
         problems = _persistent(
             lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
-    problems = communicator.gather(problems)[0]
+    problems = communicator.broadcast(problems)
     if problems:
         raise CheckpointError(target, ["it was not uploaded", *problems])
     return target
@@ -100,6 +102,24 @@ def newest(url: str) -> str:
     if not whole:
         raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
     return f"{url}/{whole[-1]}"
+
+
+def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
+    """The manifest of a checkpoint elsewhere; no two checkpoints have the same one.
+
+    Raises:
+        CheckpointError: it could not be read.
+    """
+    found: list[bytes] = []
+
+    def read() -> None:
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        found.append(system.cat_file(place))
+
+    problems = _persistent(read, MANIFEST_NAME, attempts, wait)
+    if problems:
+        raise CheckpointError(url, ["it cannot be read", *problems])
+    return found[-1]
 
 
 def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:

@@ -9,9 +9,11 @@ DeepSpeed's native checkpoints become this by its own converter (`made_universal
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +81,8 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     """Write a checkpoint's masters and optimizer states, one tensor at a time.
 
     Args:
-        out: a folder that does not exist; DeepSpeed calls it by its tag (`global_step10_universal`).
+        out: a folder that does not exist, and appears whole or not at all; DeepSpeed calls it by its tag
+            (`global_step10_universal`).
         names: our name -> theirs, for all tensors; None keeps our names.
 
     Returns:
@@ -97,16 +100,32 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     bare = [f"{name} has no fp32 master" for name, found in states.items() if not _has_fp32(checkpoint, name, found)]
     if bare:
         raise CheckpointError(checkpoint.path, bare)
-    for name, found in states.items():
-        folder = out / "zero" / theirs[name]
-        folder.mkdir(parents=True)
-        tensor = checkpoint.tensors[name]
-        for state in sorted(found - {WEIGHT} | {MASTER}):
-            values = checkpoint.read(FragmentSpec.whole(tensor, state), torch.float32).data.view(tensor.shape)
-            torch.save({PARAM: values, **_cut(tensor)}, folder / f"{FILE_OF.get(state, state)}.pt")
-        if "step" in checkpoint.meta.optimizer:
-            torch.save(torch.tensor(float(checkpoint.meta.optimizer["step"])), folder / f"{STEP}.pt")
+    draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
+    try:
+        for name, found in states.items():
+            folder = draft / "zero" / theirs[name]
+            folder.mkdir(parents=True)
+            tensor = checkpoint.tensors[name]
+            for state in sorted(found - {WEIGHT} | {MASTER}):
+                values = checkpoint.read(FragmentSpec.whole(tensor, state), torch.float32).data.view(tensor.shape)
+                _save({PARAM: values, **_cut(tensor)}, folder / f"{FILE_OF.get(state, state)}.pt")
+            if "step" in checkpoint.meta.optimizer:
+                _save(torch.tensor(float(checkpoint.meta.optimizer["step"])), folder / f"{STEP}.pt")
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return len(states)
+
+
+def _save(value, path: Path) -> None:
+    """torch.save, whose own writer says of a full disk that it is at an unexpected position."""
+    with open(path, "wb", buffering=0) as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
 
 
 def _has_fp32(checkpoint: Checkpoint, name: str, states: set[str]) -> bool:

@@ -122,7 +122,7 @@ class Draft:
                 answer = [draft.token, None]
             except OSError as error:
                 answer = [None, str(error)]
-        token, failure = communicator.gather(answer)[0]
+        token, failure = communicator.broadcast(answer)
         if failure:
             raise CheckpointError(target, f"cannot be created: {failure}")
         return cls(target, token)
@@ -136,14 +136,15 @@ class Draft:
             records: the files that this rank wrote.
             failure: why it could not.
         """
-        reports = communicator.gather([[record.to_dict() for record in records], failure and describe(failure)])
-        problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
-        if communicator.rank == 0:
+        reports = communicator.collect([[record.to_dict() for record in records], failure and describe(failure)])
+        problems = []
+        if reports is not None:
+            problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
             if not problems:
                 problems = self._try_commit([FileRecord(**item) for items, _ in reports for item in items], meta)
             if problems:
                 shutil.rmtree(self.root, ignore_errors=True)
-        problems = communicator.gather(problems)[0]
+        problems = communicator.broadcast(problems)
         if problems:
             raise CheckpointError(
                 self.target, ["it was not saved; earlier checkpoints are untouched", *problems]

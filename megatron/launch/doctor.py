@@ -87,10 +87,13 @@ class Doctor:
 
     def examine(self) -> list[Finding]:
         """All findings, in the order of the table."""
-        folder = Path(f".doctor-{secrets.token_hex(4)}").resolve()
-        folder.mkdir(mode=0o700)
+        folder, closed = Path(f".doctor-{secrets.token_hex(4)}").resolve(), None
         try:
-            (folder / "token").write_text("seen")
+            try:
+                folder.mkdir(mode=0o700)
+                (folder / "token").write_text("seen")
+            except OSError as error:
+                closed = error.strerror
             launcher, result, collector = self._run(("facts", str(folder)))
             back = {int(path.suffix[1:]) for path in folder.glob("seen.*")}
         finally:
@@ -113,6 +116,11 @@ class Doctor:
             answer["shared"] = answer["shared"] and index in back
             answer["code"] = launcher.hosts[index].code
         findings += judge([answers[index] for index in range(len(self.names))], self.names)
+        if closed:
+            findings = [each for each in findings if each.check != "shared folder"]
+            findings.append(Finding(
+                FAIL, "shared folder", f"the current folder cannot be written to: {closed}", tuple(self.names),
+                "start the doctor where the run will start: its directory and checkpoints are made there"))
         findings += judge_clocks([host.offset for host in launcher.hosts], self.names)
         return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
 

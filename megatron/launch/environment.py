@@ -26,6 +26,10 @@ class LaunchError(RuntimeError):
     """The environment that this process was started in does not make sense."""
 
 
+class StartError(LaunchError):
+    """What a run should start from is missing, damaged or does not fit: starting it again would not help."""
+
+
 @dataclass(frozen=True)
 class WorkerEnvironment:
     """Where this process stands.
@@ -119,6 +123,8 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEn
     several = place.world_size > place.local_world_size
     if several and place.interface is None and place.starter != "agent" and "GLOO_SOCKET_IFNAME" not in env:
         place = replace(place, interface=interface_towards(place.master_address))
+    if not place.attempt:  # whoever starts ranks in a job that was queued again, it is not the run's first start
+        place = replace(place, attempt=_number(env, "SLURM_RESTART_COUNT", 0))
     return place
 
 
@@ -162,7 +168,6 @@ def _from_slurm(env: Mapping[str, str]) -> WorkerEnvironment:
         env.get("MASTER_ADDR", names[0]),
         _number(env, "MASTER_PORT", port),
         "slurm",
-        attempt=_number(env, "SLURM_RESTART_COUNT", 0),
         interface=interface_towards(other) if other else None,
     )
 

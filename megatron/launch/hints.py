@@ -42,6 +42,10 @@ CAUSES = (
         "a disk is full: checkpoints, logs or the temporary folder; see `df -h` on that host",
     ),
     (r"Disk quota exceeded|Errno 122", "the disk quota is used up"),
+    (
+        r"Read-only file system|Errno 30|Errno 13\] Permission denied",
+        "a folder cannot be written to: choose another run.dir (checkpoints and logs are below it), or mend its rights",
+    ),
     (r"Too many open files|Errno 24", "too many open files: raise `ulimit -n` on that host"),
     (
         r"no kernel image is available|CUDA driver version is insufficient|HIP error: invalid device function",

@@ -198,8 +198,10 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
 
 
 def again(plan: Plan, attempt: int) -> Specification:
-    """What the agents are told at a later start."""
-    environment = {**plan.job.environment, "JOB_ATTEMPT": str(attempt)}
+    """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued again too."""
+    before = os.environ.get("SLURM_RESTART_COUNT", "")
+    number = attempt + (int(before) if before.isdigit() else 0)
+    environment = {**plan.job.environment, "JOB_ATTEMPT": str(number)}
     code = code_now() if attempt else plan.job.code  # hosts must have what this one has now
     return replace(plan.job, attempt=attempt, environment=environment, code=code)
 

@@ -145,8 +145,12 @@ def kubernetes(plan: Plan) -> str:
         f"            - {{name: {key}, value: {_yaml(value)}}}\n"
         for key, value in config.launch.environment.items()
     )
+    notes, secret = "", ""
+    if config.launch.environment_file:  # what is in it may be secret, so it does not belong here
+        notes = f"# kubectl create secret generic {name}-environment --from-env-file={config.launch.environment_file}\n"
+        secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
     limits = f"\n            limits: {{nvidia.com/gpu: {gpus}}}" if gpus else " {}"
-    return f"""apiVersion: v1
+    return f"""{notes}apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
 spec:
@@ -174,7 +178,7 @@ spec:
           command: ["/bin/sh", "-c", {_yaml(command)}]
           env:
             - {{name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}}
-{variables}          resources:{limits}
+{variables}{secret}          resources:{limits}
           volumeMounts:
             - {{name: shared-memory, mountPath: /dev/shm}}
             - {{name: work, mountPath: {_yaml(plan.job.directory)}}}

@@ -66,6 +66,12 @@ class Ledger:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
 
+    def position(self) -> int:
+        """Bytes written so far, held-back batches included. A resumed checkpoint's, told in the event `resume`, says which
+        entries are of steps that its weights have seen: those before it."""
+        self.flush()
+        return self.path.stat().st_size
+
     def _append(self, entry: dict[str, Any]) -> None:
         self._file.write(encode(entry) + "\n")
         self._file.flush()

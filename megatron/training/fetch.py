@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.communicator import Communicator
+from megatron.checkpoint.index import checksum
 from megatron.checkpoint.names import META_NAME
-from megatron.checkpoint.transfer import download, newest
+from megatron.checkpoint.transfer import download, newest, remote_manifest
 
 FOLDER = "fetched"  # beside the run's own checkpoints
 
@@ -33,7 +36,7 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
             answer = [str(_fetched(where, checkpoints / FOLDER)), None]
         except (OSError, ValueError, CheckpointError) as error:
             answer = [None, str(error)]
-    path, failure = communicator.gather(answer)[0]
+    path, failure = communicator.broadcast(answer)
     if failure:
         raise CheckpointError(where, failure)
     return path
@@ -44,22 +47,36 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def _fetched(where: str, folder: Path) -> Path:
+    """The local copy. Copies are told apart by what they are of, not by their names: `step_00001000` is many things."""
+    for left in folder.glob("*/*.tmp-*"):  # of starts that were killed
+        shutil.rmtree(left)
     if "://" in where:
         where = newest(where)
-        target = folder / where.rstrip("/").rsplit("/", 1)[-1]
-        return _intact(target) or download(where, folder)
+        target = folder / checksum(remote_manifest(where))[:16] / where.rsplit("/", 1)[-1]
+        return target if _intact(target) else download(where, target.parent)
     from megatron.checkpoint.hf.importer import import_model  # transformers is slow to import
 
-    target = folder / Path(where).resolve().name
-    if _intact(target) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        import_model(Path(where), target)
+    source = Path(where).resolve()
+    target = folder / _state(source) / source.name
+    if not _intact(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        import_model(source, target)
     return target
 
 
-def _intact(path: Path) -> Path | None:
-    """The path, if a whole checkpoint is there; an error if a damaged one is."""
+def _state(source: Path) -> str:
+    """Changes whenever a file of the folder is written."""
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.iterdir())
+    return checksum(json.dumps([str(source), files]).encode())[:16]
+
+
+def _intact(path: Path) -> bool:
+    """Whether a whole copy is there; what is left of a damaged one is removed."""
     if not path.exists():
-        return None
-    open_checkpoint(path, verify="checksums")
-    return path
+        return False
+    try:
+        open_checkpoint(path, verify="checksums")
+    except CheckpointError:
+        shutil.rmtree(path)
+        return False
+    return True

@@ -37,7 +37,7 @@ def write_native(config: Config, world: World, say: Callable[[str], None]) -> Pa
     if found.checkpoint is None:
         raise CheckpointError(store.directory, f"nothing to write: {found.reason}")
     tag = f"global_step{found.checkpoint.step}"
-    if world.communicator.gather((target / tag).exists())[0]:
+    if world.communicator.broadcast((target / tag).exists()):
         raise CheckpointError(target / tag, "it exists already")
     say(found.reason)
     engine = build_engine(config, world.mesh, world.device, values=False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, FragmentSpec, Meta, open_checkpoint
+from megatron.checkpoint import Checkpoint, FragmentSpec, Meta
 from megatron.checkpoint.fragment import MASTER, WEIGHT
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
@@ -16,7 +15,7 @@ from megatron.config.yaml_source import parse
 from megatron.data.hashing import sample_hash
 from megatron.data.plan import SampleSet
 from megatron.model.stack import DTYPES
-from megatron.report.ledger import hash_text
+from megatron.report.ledger import Ledger, hash_text
 
 from .fetch import local_path
 from .upcycle import mapped, upcycle
@@ -34,12 +33,12 @@ class Source:
 
     Attributes:
         checkpoint: to be resumed, opened and verified.
-        weights: path of a checkpoint of which only the weights are taken.
+        weights: one of which only the weights are taken, likewise.
         facts: for the ledger.
     """
 
     checkpoint: Checkpoint | None = None
-    weights: Path | None = None
+    weights: Checkpoint | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,12 +74,20 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
         changed = changes(found.checkpoint.meta.config, config)
         for line in changed:
             say(f"changed since the checkpoint: {line}")
-        facts = {"checkpoint": str(found.checkpoint.path), "skipped": [str(path) for path, _ in found.skipped], "changed": changed}
+        if found.checkpoint.step >= config.training.steps:
+            say(f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
+                f"{config.training.steps}")
+        facts = {"checkpoint": str(found.checkpoint.path), "skipped": [str(path) for path, _ in found.skipped], "changed": changed,
+                 "ledger": found.checkpoint.meta.ledger}
         return Source(found.checkpoint, None, facts)
     if config.checkpoint.initialize_from:
-        path = Path(local_path(config.checkpoint.initialize_from, store.directory, world.communicator))
-        say(f"weights from {path}; optimizer, schedule and data start anew")
-        return Source(None, path, {"initialize_from": str(path)})
+        path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
+        weights = store.weights(path)
+        say(f"{weights.reason}; optimizer, schedule and data start anew")
+        other = [line for line in changes(weights.checkpoint.meta.config, config) if line.startswith(("model.", "tokenizer."))]
+        for line in other:
+            say(f"other than where the weights come from: {line}")
+        return Source(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
     return Source()
 
 
@@ -122,9 +129,8 @@ def resume(checkpoint, world: World, engine) -> None:
     state.refresh()
 
 
-def initialize(path: Path, world: World, engine, mapping: Mapping[str, str] = MappingProxyType({})) -> None:
+def initialize(checkpoint: Checkpoint, world: World, engine, mapping: Mapping[str, str] = MappingProxyType({})) -> None:
     """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`)."""
-    checkpoint = open_checkpoint(path, verify="checksums", communicator=world.communicator)
     masters, made = mapped(checkpoint, engine.state.masters(), mapping)
     wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made]
     checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
@@ -133,8 +139,11 @@ def initialize(path: Path, world: World, engine, mapping: Mapping[str, str] = Ma
     engine.state.refresh()
 
 
-def contents(config: Config, config_text: str, world: World, engine, plan: SampleSet) -> Callable[[int], tuple[Any, Meta]]:
-    """What the checkpoint hook saves after a step. `plan`: of the training data."""
+def contents(
+    config: Config, config_text: str, world: World, engine, plan: SampleSet, ledger: Ledger | None = None
+) -> Callable[[int], tuple[Any, Meta]]:
+    """What the checkpoint hook saves after a step. `plan`: of the training data; `ledger`: the run's, on rank 0, whose meta
+    data are kept."""
     layout, state = world.mesh.layout, engine.state
     whole = config.checkpoint.optimizer_state
 
@@ -144,7 +153,8 @@ def contents(config: Config, config_text: str, world: World, engine, plan: Sampl
             step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
             layout={"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "zero_stage": layout.zero_stage},
             data={"samples": samples, "tokens": samples * config.training.sequence_length,
-                  "last_sample": last_sample(plan, samples)})
+                  "last_sample": last_sample(plan, samples)},
+            ledger={} if ledger is None else {"bytes": ledger.position()})
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 
     return at

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
-from megatron.launch.environment import WorkerEnvironment, read_job
+from megatron.launch.environment import StartError, WorkerEnvironment, read_job
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
@@ -48,6 +51,13 @@ def status(outcome: Outcome) -> int:
 
 def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     """Build everything, train, and close everything. All ranks call it."""
+    with ExitStack() as stack:
+        with _mistakes(place):
+            stack.enter_context(sole_writer(config.checkpoint.dir, world.communicator, insist=not place.attempt))
+        return _run(config, place, world)
+
+
+def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _prepare_torch(config)
     say = print if world.speaks else (lambda *_: None)
     if world.speaks:
@@ -55,12 +65,14 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     data = world.mesh.data
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, say)
-    source = find(config, world, say, place.attempt)
+    with _mistakes(place):
+        source = find(config, world, say, place.attempt)
     for line in data_changes(source.checkpoint.meta, config, loader.plan) if source.checkpoint else ():
         say(line)
     values = source.new or bool(config.checkpoint.initialize_map)  # a map may leave tensors their initial values
     engine = build_engine(config, world.mesh, world.device, values=values)
-    first = load(source, world, engine)
+    with _mistakes(place):
+        first = load(source, world, engine)
     costs = totals(config)
     layout = world.mesh.layout
     say(f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline {layout.pipeline}, "
@@ -72,7 +84,8 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
     validation = _validation_sets(config, world)
-    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents(config, place.config_text, world, engine, loader.plan))
+    inside = contents(config, place.config_text, world, engine, loader.plan, ledger)
+    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside)
     hooks = standard_hooks(
         config, flops_per_token=costs.training_flops, validation=validation, facts=source.facts, checkpoint=saving,
         generate=sampler(config, engine, say))
@@ -86,6 +99,17 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         sinks.close()
         if ledger is not None:
             ledger.close()
+
+
+@contextmanager
+def _mistakes(place: WorkerEnvironment) -> Iterator[None]:
+    """A checkpoint that a first start cannot use is the user's business. A later one may find the disk back again."""
+    try:
+        yield
+    except CheckpointError as error:
+        if place.attempt:
+            raise
+        raise StartError(str(error)) from error
 
 
 def _prepare_torch(config: Config) -> None:

@@ -14,28 +14,12 @@ import torch
 from megatron.checkpoint import Fragment, open_checkpoint
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.fragment import WEIGHT
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import find_checkpoint
 from megatron.config import Config, read_resolved
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, room
 from megatron.model.stack import DTYPES, Model, build_model
 from megatron.parallel.parameters import stored_tensors
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in the folder of checkpoints or the run's directory that it is.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / "manifest.json").exists():
-        return path
-    for folder in (path / "checkpoints", path):
-        found = Store(folder).paths()
-        if found:
-            return found[-1]
-    raise CheckpointError(
-        path, "it is neither a checkpoint nor a folder with one; name a run's directory or one of its checkpoints")
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:

@@ -152,3 +152,10 @@ class _Member:
         values = list(self._together._values)
         self.barrier()
         return values
+
+    def collect(self, value: Any) -> list[Any] | None:
+        values = self.gather(value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]

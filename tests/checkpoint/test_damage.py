@@ -154,6 +154,7 @@ def test_no_room_for_a_file(tmp_path):
     os.waitpid(child(too_large, tmp_path), 0)
     message = (tmp_path / "message").read_text()
     assert "step_00000002" in message and "rank 0" in message and os.strerror(errno.EFBIG) in message
+    assert "rank_00000.safetensors" in message
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_00000001"]
     assert_holds(tmp_path / "step_00000001", 1)
 

@@ -213,6 +213,26 @@ def test_the_tools_say_what_is_wrong(tmp_path, capsys):
     assert not list(tmp_path.glob("ckpt*"))
 
 
+def test_an_index_that_is_not_true_is_an_error(tmp_path, capsys):
+    hf.AutoModelForCausalLM.from_config(CASES["neox parallel"]).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    true = index.read_text()
+    places = json.loads(true)["weight_map"]
+    first, *_, last = sorted(places, key=places.get)
+    cases = (
+        (json.dumps({"weight_map": {**places, "ghost": places[first]}}), f"says that ghost is in {places[first]}, and it is not"),
+        (json.dumps({"weight_map": {**places, first: places[last]}}), f"says that {first} is in {places[last]}, and it is not"),
+        (json.dumps({"weight_map": {**places, first: "none.safetensors"}}), "none.safetensors is lost"),
+        (true[:100], "index.json: it is damaged"),
+        ("{}", "index.json: it is damaged"),
+        (true, ""),
+    )
+    for text, words in cases:
+        index.write_text(text)
+        status = tool("from_hf").main([str(tmp_path / "model"), str(tmp_path / "ckpt"), "--sequence-length", str(S)])
+        assert (status, words in capsys.readouterr().err) == (2 if words else 0, True)
+
+
 def test_to_hf_of_a_run_verifies(tmp_path, capsys):
     checkpoint_of(tmp_path / "run" / "checkpoints", MODELS["qwen3"], bf16=True)
     assert tool("to_hf").main([str(tmp_path / "run"), str(tmp_path / "out"), "--verify", "--json"]) == 0

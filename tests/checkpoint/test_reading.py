@@ -23,6 +23,7 @@ from megatron.checkpoint import (
     save,
     write_tensors,
 )
+from megatron.checkpoint.errors import brief, by_layer
 from megatron.checkpoint.logical import Stream
 from megatron.checkpoint.reshape import reshape
 from megatron.parallel.layout import Layout
@@ -281,3 +282,14 @@ def test_over_a_torch_process_group(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "step_00000004", verify="checksums")
     for fragment in fragments(Model(seed=4), Layout(), 0):
         assert torch.equal(checkpoint.read(fragment.spec).data, fragment.data)
+
+
+def test_a_message_has_an_end() -> None:
+    """Of a checkpoint of ten thousand ranks all files may be lost at once, and of a model of eighty layers all tensors wrong."""
+    text = str(CheckpointError("x", [f"data/{rank} is lost" for rank in range(10_000)]))
+    assert len(text.splitlines()) == 102 and "x: 10000 problems" in text and text.endswith("and 9900 more")
+    layers = [f"missing: layers.{layer}.mlp.{name}.weight is in the run" for layer in (0, 1, 2, 4) for name in ("up", "down")]
+    assert by_layer(["missing: head.weight", *layers, layers[0]]) == [
+        "missing: head.weight", "missing: layers.0-2,4.mlp.up.weight is in the run",
+        "missing: layers.0-2,4.mlp.down.weight is in the run"]
+    assert brief(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more" and brief(["a"]) == "a"

@@ -180,13 +180,15 @@ def test_an_upload_that_arrives_in_part_is_noticed(tmp_path, monkeypatch):
 
 def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypatch):
     """A checkpoint that could not be copied is kept from retention, and copied after the next save."""
-    monkeypatch.setattr(saver_module, "upload", lambda *arguments: upload(*arguments, attempts=2, wait=0.001))
+    monkeypatch.setattr(saver_module, "upload", lambda *arguments, **more: upload(
+        *arguments, **{"attempts": 2, "wait": 0.001, **more}))
     saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1))
     unreliable["failures"] = 10**6
     for step in (1, 2):
         saver.save(step, [fragment(step)], Meta(step))
         (saved,) = saver.wait()
         assert saved.uploaded is None and "connection lost" in saved.upload_problem and saved.deleted == []
+    assert len(unreliable["calls"]) == 2 + 2 + 1  # it is waited for once per save, not once per file and checkpoint
     unreliable["failures"] = 0
     saver.save(3, [fragment(3.0)], Meta(3))
     (saved,) = saver.close()
@@ -196,12 +198,32 @@ def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypa
 
 
 def test_never_uploaded_is_an_error_in_the_end(tmp_path, unreliable, monkeypatch):
-    monkeypatch.setattr(saver_module, "upload", lambda *arguments: upload(*arguments, attempts=1))
+    monkeypatch.setattr(saver_module, "upload", lambda *arguments, **_: upload(*arguments, attempts=1))
     saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there"))
     unreliable["failures"] = 10**6
     saver.save(1, [fragment(1.0)], Meta(1))
     with pytest.raises(CheckpointError, match=r"(?s)never uploaded: step_00000001.*connection lost"):
         saver.close()
+
+
+def test_what_a_killed_run_owed_is_uploaded_by_the_next(tmp_path, unreliable, monkeypatch):
+    """Even by one that has nothing left to save."""
+    monkeypatch.setattr(saver_module, "upload", lambda *arguments, **_: upload(*arguments, attempts=1))
+    section = CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1)
+    first = Saver(tmp_path / "here", section)
+    first.save(1, [fragment(1.0)], Meta(1))
+    assert first.wait()[0].uploaded
+    unreliable["failures"] = 10**6
+    first.save(2, [fragment(2.0)], Meta(2))
+    assert first.wait()[0].uploaded is None  # and here it is killed
+    unreliable["failures"] = 0
+    assert Saver(tmp_path / "here", section).close() == []
+    assert open_checkpoint(tmp_path / "there/step_00000002", verify="checksums").step == 2
+    second = Saver(tmp_path / "here", section)
+    unreliable["calls"].clear()
+    second.save(3, [fragment(3.0)], Meta(3))
+    second.close()
+    assert len(unreliable["calls"]) == 4  # nothing twice
 
 
 def test_memory_urls_are_really_elsewhere(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +13,15 @@ import pytest
 import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, save
+from megatron.checkpoint import store as store_module
+from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.policy import SavePolicy, StopSignals
 from megatron.checkpoint.store import Store
 from megatron.config.sections.output import CheckpointSection
 from megatron.parallel.shard import LogicalTensor, Role
 from tests.checkpoint.model import Together
 
+ROOT = Path(__file__).resolve().parents[2]
 VECTOR = LogicalTensor("vector", (6,), Role.NORM)
 
 
@@ -153,3 +158,41 @@ def test_signals_are_remembered_and_given_back():
         assert asked.received == "SIGUSR1"
         assert signal.getsignal(signal.SIGUSR1) == before  # a second one is not swallowed
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    """Until its process ends, however it ends: the next start must not wait for anything."""
+    script = (
+        "import sys, time\nfrom megatron.checkpoint.lock import sole_writer\n"
+        f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(60)")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout.readline() == "mine\n"
+        both = Together(2)
+        for answer in both.run(lambda member: enter(tmp_path / "x", member)):
+            assert isinstance(answer, CheckpointError) and f"process {other.pid} on" in str(answer)
+        assert both.run(lambda member: enter(tmp_path / "x", member, insist=False)) == ["in", "in"]
+        other.kill()
+    for _ in range(2):
+        assert both.run(lambda member: enter(tmp_path / "x", member)) == ["in", "in"]
+
+
+def enter(directory: Path, member, **options) -> str:
+    with sole_writer(directory, member, **options):
+        member.barrier()
+        return "in"
+
+
+def test_retention_looks_at_few_checkpoints(tmp_path, monkeypatch):
+    """A checkpoint has a file per rank: each look at a kept one would cost thousands of them, at every save."""
+    for step in range(10, 100, 10):
+        write(tmp_path, step)
+    looked = []
+    real = store_module.open_checkpoint
+
+    def look(path: Path, **options):
+        looked.append(path.name)
+        return real(path, **options)
+
+    monkeypatch.setattr(store_module, "open_checkpoint", look)
+    assert Store(tmp_path).retain(1, 20, protect={"step_00000010"}) == ["step_00000030", "step_00000050", "step_00000070"]
+    assert looked == ["step_00000090", "step_00000070", "step_00000050", "step_00000030"]

@@ -17,6 +17,7 @@ import torch
 
 from megatron.checkpoint import open_checkpoint, save
 from megatron.checkpoint.ownership import owned
+from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import parse_layout
 from megatron.parallel.layout import Layout
 from tests.checkpoint.model import Model, Together, fragments, meta
@@ -185,6 +186,40 @@ def test_inspect_damage_and_folders(tmp_path, capsys):
     assert inspect.main([str(good)]) == 1
     assert "not a complete checkpoint" in capsys.readouterr().err
     assert inspect.main([str(tmp_path / "nothing")]) == 1
+
+
+def test_inspect_of_a_run_and_of_what_is_none(tmp_path, capsys):
+    inspect = tool("inspect")
+    write(tmp_path / "run" / "checkpoints", Model(seed=1), Layout())
+    assert inspect.main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("step_00000010: intact")
+    (tmp_path / "empty").mkdir()
+    for name, words in (("empty", "neither a checkpoint nor a folder with one"), ("nowhere", "there is no such checkpoint")):
+        assert inspect.main([str(tmp_path / name)]) == 1
+        error = capsys.readouterr().err
+        assert words in error and error.count(str(tmp_path)) == 1
+
+
+def test_a_difference_that_is_damage_is_called_so(tmp_path, capsys):
+    one, other = (write(tmp_path / name, Model(seed=1), Layout()) for name in ("one", "other"))
+    file = other / "data/0000/rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert tool("diff").main([str(one), str(other)]) == 2
+    told = capsys.readouterr()
+    assert "do not have their checksum" in told.err and str(other) in told.err and not told.out
+
+
+def test_progress_is_a_line_now_and_then(capsys):
+    seconds = iter(range(0, 10_000, 1))
+    tell = now_and_then(clock=lambda: next(seconds))
+    for rank in range(100):
+        tell(f"rank {rank} of 100")
+    lines = capsys.readouterr().err.splitlines()
+    assert 10 < len(lines) < 25 and lines[0].endswith("of 100")
+    now_and_then(quiet=True, clock=lambda: next(seconds) * 100)("something")
+    assert not capsys.readouterr().err
 
 
 def test_a_fragment_larger_than_a_chunk_is_streamed(tmp_path, monkeypatch):

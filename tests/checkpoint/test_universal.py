@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -152,6 +156,22 @@ def test_there_and_back_is_bitwise(tmp_path: Path, optimizer: str) -> None:
     back, before = values_of(tmp_path / "back"), values_of(path)
     assert back.keys() == {key for key in before if key[1] != "weight"}
     assert all(value.equal(before[key]) for key, value in back.items())
+
+
+@pytest.mark.parametrize("limit", [100, 1500])
+def test_no_room_leaves_nothing(tmp_path: Path, limit: int) -> None:
+    """In another process: the limit stays with it."""
+    from megatron.parallel.layout import Layout
+
+    path = save(tmp_path, 7, fragments(Model(), Layout(), 0), Meta(step=7, optimizer={"step": 7.0}))
+    script = (
+        "import resource, runpy, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        f"sys.argv = ['to_deepspeed.py', {str(path)!r}, {str(tmp_path / 'theirs')!r}]\n"
+        f"runpy.run_path({str(ROOT / 'tools/checkpoint/to_deepspeed.py')!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and os.strerror(errno.EFBIG) in done.stderr, done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["step_00000007"]
 
 
 def test_deepspeeds_own_loader_cuts_it_as_our_layouts_do(tmp_path: Path) -> None:

@@ -280,7 +280,8 @@ def test_a_script_that_refuses_the_configuration_is_not_tried_again(tmp_path):
 
 
 def test_the_command_lines_of_launcher_and_agent_hide_the_environment(tmp_path):
-    job = Job(tmp_path, "trainer", ranks=1, overrides=("launch.environment.API_KEY=hushhush",))
+    (tmp_path / "variables").write_text("API_KEY=hushhush\n")
+    job = Job(tmp_path, "trainer", ranks=1, overrides=(f"launch.environment_file={tmp_path}/variables",))
     pid = job.note("up.0")
     agent = int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
     for process in (pid, agent):

@@ -13,6 +13,7 @@ import yaml as pyyaml
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of, parser
+from megatron.launch.plan import again, make_plan
 from megatron.launch.runners import RUNNERS, torchrun
 from megatron.launch.specification import Host, Specification
 from tests.paths import ROOT
@@ -254,7 +255,8 @@ def test_mistakes_end_with_2_and_a_message(place, capsys, words, part):
     assert not (place / "runs").exists()
 
 
-def test_dry_run_tells_everything_but_secrets(place, capsys):
+def test_dry_run_tells_everything_but_secrets(place, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hushhush")
     assert (
         main(
             [
@@ -263,7 +265,6 @@ def test_dry_run_tells_everything_but_secrets(place, capsys):
                 "hosts",
                 "train.py",
                 "a.yml",
-                "launch.environment.WANDB_API_KEY=hushhush",
                 "launch.environment.A='1'",
             ]
         )
@@ -280,7 +281,7 @@ def test_dry_run_tells_everything_but_secrets(place, capsys):
         "JOB_CONFIG_SHA256",
     ):
         assert part in out, part
-    assert "hushhush" not in out and not (place / "runs").exists()
+    assert "WANDB_API_KEY=" in out and "hushhush" not in out and not (place / "runs").exists()
 
 
 BATCH = [
@@ -355,6 +356,32 @@ def test_kubernetes_manifest(place, capsys):
     assert work["spec"]["completions"] == 4 and pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in pod["containers"][0]["env"]
     assert "--node-rank=$JOB_COMPLETION_INDEX" in pod["containers"][0]["command"][2]
+
+
+def test_kubernetes_takes_variables_of_a_file_from_a_secret(place, capsys):
+    (place / "variables").write_text("MY_TOKEN=x1y2\n")
+    words = ["--ranks", "8", "--print", "k8s", "train.py", "a.yml", *BATCH, f"launch.environment_file={place}/variables"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    _, work = pyyaml.safe_load_all(out)
+    (container,) = work["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "launched-environment"}}] and "x1y2" not in out
+    assert out.startswith("# kubectl create secret generic launched-environment --from-env-file=")
+
+
+def test_secrets_are_neither_taken_nor_shown(place, capsys):
+    for word in ("launch.environment={MY_TOKEN: x1y2}", "launch.environment.MY_API_KEY=x1y2"):
+        assert main(["--ranks", "2", "train.py", "a.yml", word]) == 2
+        told = capsys.readouterr()
+        assert "launch.environment_file" in told.err and "x1y2" not in told.err + told.out
+
+
+def test_a_job_that_was_queued_again_is_no_first_start(place, monkeypatch):
+    """Its ranks must go on from their own newest checkpoint, even where checkpoint.resume names another or none."""
+    plan = make_plan("train.py", ["a.yml"], ["launch.ranks=2"], {})
+    assert again(plan, 0).environment["JOB_ATTEMPT"] == "0"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert [again(plan, attempt).environment["JOB_ATTEMPT"] for attempt in (0, 1)] == ["2", "3"]
 
 
 def test_sbatch_writes_the_script(place, capsys):

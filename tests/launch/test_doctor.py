@@ -8,7 +8,11 @@ import sys
 
 import pytest
 
-from megatron.launch.doctor import FAIL, GIB, OK, WARN, judge, judge_clocks, table
+from megatron.config.sections.layout import LaunchSection
+from megatron.launch.choose import Choice
+from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, table
+from megatron.launch.runners import RUNNERS
+from megatron.launch.specification import Host
 from tests.paths import ROOT
 
 GOOD = {
@@ -93,6 +97,15 @@ def test_this_machine():
     assert checks["python"]["value"] == ".".join(map(str, sys.version_info[:3]))
     assert checks["shared folder"]["grade"] == OK and not list(ROOT.glob(".doctor-*"))
     assert done.returncode == (0 if answer["ok"] else 1)
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_finding(monkeypatch):
+    """/proc: not even root makes folders there."""
+    monkeypatch.chdir("/proc")
+    doctor = Doctor(Choice("local", (Host("here", (0,)),), "a test"), lambda job: RUNNERS["local"](job, LaunchSection()))
+    monkeypatch.setattr(doctor, "_networks", lambda *_: [])
+    (finding,) = [each for each in doctor.examine() if each.check == "shared folder"]
+    assert finding.grade == FAIL and finding.value.startswith("the current folder cannot be written to: ")
 
 
 def test_a_missing_hostfile_is_an_error(tmp_path):

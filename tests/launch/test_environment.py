@@ -70,6 +70,10 @@ TORCHRUN = {
         ({**TORCHRUN, "JOB_CONFIG": "x", "JOB_ATTEMPT": "1"}, (3, 4, 1, 2, "n1", "agent", 1)),
         (SLURM, (5, 6, 1, 2, "n7", "slurm", 0)),
         ({**SLURM, "SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "ib7"}, (5, 6, 1, 2, "ib7", "slurm", 3)),
+        # A job that was queued again, whoever starts ranks in it.
+        ({**OPENMPI, "SLURM_RESTART_COUNT": "1"}, (1, 2, 1, 2, "127.0.0.1", "openmpi", 1)),
+        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, (3, 4, 1, 2, "n1", "environment", 1)),
+        ({"SLURM_RESTART_COUNT": "1"}, (0, 1, 0, 1, "127.0.0.1", "single", 1)),
         (OPENMPI, (1, 2, 1, 2, "127.0.0.1", "openmpi", 0)),
         (MPICH, (2, 4, 0, 2, "n1", "mpich", 0)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1, "127.0.0.1", "environment", 0)),

@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load
+from megatron.launch.environment import LaunchError, StartError
 from tests.workers import run as on_ranks
 
 TINY = """
@@ -165,6 +166,64 @@ def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="does not fit|shape"):
         start(tmp_path, 1, "model.layers=(attention/mlp) x2", "training.steps=2", f"run.dir={tmp_path}/other",
               f"checkpoint.initialize_from={tmp_path}/theirs")
+
+
+def test_a_copy_is_known_by_what_it_is_of(tmp_path: Path) -> None:
+    """The names of checkpoints are steps: two buckets, or one that was written anew, have the same."""
+    for name, lr in (("one", "1e-2"), ("two", "2e-2"), ("one_again", "3e-2")):
+        start(tmp_path, 1, f"run.dir={tmp_path}/{name}", f"optimizer.lr={lr}", "training.stop_at_step=2",
+              f"checkpoint.upload=file://{tmp_path}/bucket/{name.partition('_')[0]}")
+        if name == "one_again":
+            continue
+        start(tmp_path, 1, "checkpoint.optimizer_state=false", "training.stop_at_step=1", "optimizer.lr=0.0",
+              f"run.dir={tmp_path}/new_{name}", f"checkpoint.dir={tmp_path}/new", "checkpoint.resume=none",
+              f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002")
+    copies = tmp_path / "new" / "fetched"
+    assert len(list(copies.glob("*/step_00000002"))) == 2
+    (copies / "0000" / "step_00000002.tmp-0a").mkdir(parents=True)  # a start that was killed while it downloaded
+    data = next(copies.glob("*/step_*/data/0000/rank_00000.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])
+    for name, source in (("one", "one_again"), ("two", "two")):
+        start(tmp_path, 1, "training.stop_at_step=1", "optimizer.lr=0.0", f"run.dir={tmp_path}/last_{name}",
+              f"checkpoint.dir={tmp_path}/new", "checkpoint.resume=none",
+              f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002")
+        read = open_checkpoint(tmp_path / "new" / "step_00000001")
+        right = open_checkpoint(tmp_path / source / "checkpoints" / "step_00000002")
+        for tensor, state in right.stored:
+            if state == MASTER:
+                spec = FragmentSpec.whole(right.tensors[tensor], MASTER)
+                assert torch.equal(read.read(spec).data, right.read(spec).data), (name, tensor)
+    assert not list(copies.glob("*/*.tmp-*"))
+
+
+def test_a_folder_and_a_run_stand_for_their_newest_checkpoint(tmp_path: Path) -> None:
+    start(tmp_path, 1)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "step_00000006" / "manifest.json").unlink()
+    for number, source in enumerate((folder, tmp_path / "run")):
+        started = start(tmp_path, 2, f"run.dir={tmp_path}/weights{number}", "training.stop_at_step=1", "parallel.tensor=2",
+                        "model.attention.rotary.base=5000", f"checkpoint.initialize_from={source}")
+        assert started[0]["step"] == 0
+        (event,) = [line for line in map(json.loads, (tmp_path / f"weights{number}" / "ledger.jsonl").read_text().splitlines())
+                    if line["event"] == "start"]
+        assert event["initialize_from"].endswith("step_00000004")
+        assert event["changed"] == ["model.attention.rotary.base: 10000.0 -> 5000.0"]
+        gone_on = start(tmp_path, 1, f"run.dir={tmp_path}/all{number}", f"checkpoint.resume={source}")
+        assert gone_on[0]["step"] == 4
+
+
+def test_what_does_not_fit_is_told_in_a_few_lines(tmp_path: Path) -> None:
+    start(tmp_path, 1)
+    with pytest.raises(RuntimeError) as caught:
+        start(tmp_path, 2, "optimizer.type=muon", "parallel.pipeline=2")
+    text = str(caught.value)
+    assert "the weights fit" in text and "initialize_from" in text
+    assert "missing: layers.0-1.mlp.up.weight" in text and "left over: layers.0-2.mlp.up.weight (exp_avg)" in text
+    assert issubclass(StartError, LaunchError) and "StartError" in text  # a message and status 2, no traceback
+    with pytest.raises(RuntimeError) as caught:
+        start(tmp_path, 1, "model.vocab_size=300", "model.layers=(attention/mlp) x4")
+    assert "wrong shape: embedding.tokens.weight is (300, 32)" in str(caught.value)
+    assert "missing: layers.3.mlp.up.weight is in the run" in str(caught.value) and "the weights fit" not in str(caught.value)
 
 
 def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Compare two checkpoints, written by any layouts. Exit status 0: equal, 1: different, 2: error.
+"""Compare two checkpoints, written by any layouts. Exit status 0: equal, 1: different, 2: error, or
+the difference is damage.
 
     python tools/checkpoint/diff.py A B [--state weight] [--only 'layers.3.*'] [--tolerance 1e-6]
 """
@@ -63,6 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     meta = compare_meta(a.meta, b.meta)
     different = [item for item in tensors if not same(item, options.tolerance)]
+    damaged = [f"{each.path}: {problem}" for each in (a, b) if different for problem in each.damage()]
+    if damaged:
+        print("\n".join(f"diff: {problem}" for problem in damaged), file=sys.stderr)
+        return 2
     if options.json:
         print(to_json(tensors, meta, not different))
         return 1 if different else 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.importer import import_model, locate
 from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.progress import now_and_then
 from megatron.config import ConfigError
 from megatron.config.frozen import thaw
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         folder = locate(options.model)
-        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        tell = now_and_then(quiet=options.json)
         resolved = import_model(folder, options.out, sequence_length=options.sequence_length, progress=tell)
         proof = prove(open_checkpoint(options.out), folder, None) if options.verify else None
     except (CheckpointError, ConfigError, OSError, ValueError) as error:

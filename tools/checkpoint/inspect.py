@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Show what is in a checkpoint, or in a folder of them, and what is damaged. Exit status 1 if something is.
 
-    python tools/checkpoint/inspect.py runs/x/checkpoints                     a line per checkpoint
+    python tools/checkpoint/inspect.py runs/x                                 a line per checkpoint
     python tools/checkpoint/inspect.py runs/x/checkpoints/step_00001000       its tensors
 """
 
@@ -21,13 +21,13 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import Store, find_checkpoint, folder_of
 from megatron.checkpoint.summary import describe
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="a checkpoint or a folder of checkpoints")
+    parser.add_argument("path", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
     parser.add_argument("--only", action="append", metavar="PATTERN",
                         help="list only tensors of such names (can be repeated)")
     parser.add_argument("--norms", action="store_true",
@@ -95,10 +95,12 @@ def _facts(facts: dict) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    store = Store(options.path)
     try:
-        if store.paths():
-            return show_folder(store, options)
+        folder = folder_of(options.path)
+        if folder is not None:
+            return show_folder(Store(folder), options)
+        if options.path.is_dir():
+            find_checkpoint(options.path)  # an error that says what can be named
         checkpoint, damage = examine(options.path, options.quick)
         if checkpoint is None:
             raise CheckpointError(options.path, damage)

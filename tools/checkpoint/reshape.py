@@ -21,6 +21,7 @@ import resource
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
+from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
 
 
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         layout = parse_layout(options.to)
         source = open_checkpoint(options.checkpoint, verify="checksums")
-        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        tell = now_and_then(quiet=options.json)
         sums = reshape(source, options.out, layout, verify=options.verify, progress=tell)
     except (CheckpointError, ValueError, OSError) as error:
         print(f"reshape: {error}", file=sys.stderr)

@@ -22,7 +22,8 @@ from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.architectures import ARCHITECTURES
 from megatron.checkpoint.hf.export import GIBIBYTE, TYPES, export
 from megatron.checkpoint.hf.verify import prove
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.progress import now_and_then
+from megatron.checkpoint.store import find_checkpoint
 from megatron.config import ConfigError
 
 
@@ -42,22 +43,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def find(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in it."""
-    if (path / "manifest.json").exists():
-        return path
-    for folder in (path / "checkpoints", path):
-        found = Store(folder).paths()
-        if found:
-            return found[-1]
-    return path
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        checkpoint = open_checkpoint(find(options.checkpoint), verify="checksums")
-        tell = (lambda text: None) if options.json else (lambda text: print(text, file=sys.stderr))
+        checkpoint = open_checkpoint(find_checkpoint(options.checkpoint), verify="checksums")
+        tell = now_and_then(quiet=options.json)
         done = export(
             checkpoint,
             options.out,

@@ -19,15 +19,8 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.export import TYPES
 from megatron.checkpoint.hf.rwkv import export_published
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import find_checkpoint
 from megatron.config import ConfigError
-
-
-def find(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest in it."""
-    if (path / "manifest.json").exists():
-        return path
-    return next((found[-1] for folder in (path / "checkpoints", path) if (found := Store(folder).paths())), path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=sorted(TYPES), help="type of all tensors (default: as trained)")
     options = parser.parse_args(arguments)
     try:
-        checkpoint = open_checkpoint(find(options.checkpoint), verify="checksums")
+        checkpoint = open_checkpoint(find_checkpoint(options.checkpoint), verify="checksums")
         dtype = export_published(checkpoint, options.out, dtype=options.dtype)
     except (CheckpointError, ConfigError, OSError) as error:
         print(f"to_rwkv: {error}", file=sys.stderr)

@@ -34,31 +34,43 @@ class Folder:
     """The tensors of a Hugging Face folder of safetensors, read one by one.
 
     Raises:
-        CheckpointError: there are none, or a file of the index is lost.
+        CheckpointError: there are none, a file of the index is lost, or the index is not true.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        files = self._files()
+        listed = self._listed()
         self.types: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.places: dict[str, Path] = {}
-        for file in files:
+        for file in [path / name for name in sorted(set(listed.values()))] if listed else [self._single()]:
             for name, entry in read_header(file)[0].items():
                 if name in self.places:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
 
-    def _files(self) -> list[Path]:
+        wrong = [f"{INDEX} says that {name} is in {file}, and it is not"
+                 for name, file in listed.items() if self.places.get(name) != path / file]
+        if wrong:
+            raise CheckpointError(path, wrong)
+
+    def _listed(self) -> dict[str, str]:
+        """Name of each tensor -> its file, as the index says; empty where there is no index."""
         index = self.path / INDEX
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            lost = [name for name in names if not (self.path / name).is_file()]
-            if lost:
-                raise CheckpointError(self.path, [f"{name} is lost" for name in lost])
-            return [self.path / name for name in names]
+        if not index.is_file():
+            return {}
+        try:
+            listed = {str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(index, f"it is damaged: {error!r}") from error
+        lost = [name for name in sorted(set(listed.values())) if not (self.path / name).is_file()]
+        if lost:
+            raise CheckpointError(self.path, [f"{name} is lost" for name in lost])
+        return listed
+
+    def _single(self) -> Path:
         if (self.path / "model.safetensors").is_file():
-            return [self.path / "model.safetensors"]
+            return self.path / "model.safetensors"
         raise CheckpointError(
             self.path,
             "it has no safetensors; older files (pytorch_model.bin) run code when they are "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..facts import Facts
 from ..problems import Problem
+
+_SECRET = re.compile(r"(^|_)(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
 def hosts_are_chosen_one_way(facts: Facts) -> Iterator[Problem]:
@@ -46,5 +49,19 @@ def launch_files_exist(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(f"launch.{name}", rule=f"there is no file {path}", fix=fix)
 
 
-RULES = (hosts_are_chosen_one_way, runner_has_its_hosts)
+def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
+    """Neither their values nor the argument that has them is shown."""
+    for name in facts.config.launch.environment:
+        if _SECRET.search(name):
+            yield Problem(
+                f"launch.environment.{name}",
+                rule="the configuration is kept with the run, with every checkpoint and in its logs, which is no place for a "
+                "secret",
+                fix="put it into a file that launch.environment_file names, or export it where the run is started (HF_* and "
+                "WANDB_* go along to all ranks, others by launch.forward)",
+                where=str(facts.origin(("launch", "environment", name))).partition("=")[0],
+            )
+
+
+RULES = (hosts_are_chosen_one_way, runner_has_its_hosts, secrets_stay_out_of_the_configuration)
 INPUT_RULES = (launch_files_exist,)

@@ -48,6 +48,25 @@ def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def urls_can_be_opened(facts: Facts) -> Iterator[Problem]:
+    """Before the first save finds out: is there anything that speaks the protocol?"""
+    for name in ("upload", "resume", "initialize_from"):
+        url = getattr(facts.config.checkpoint, name)
+        protocol = url.partition("://")[0] if url is not None and "://" in url else None
+        if protocol is None:
+            continue
+        from fsspec import get_filesystem_class
+
+        try:
+            get_filesystem_class(protocol.partition("::")[0])
+        except (ImportError, ValueError) as error:
+            yield facts.problem(
+                f"checkpoint.{name}",
+                rule=f"a URL needs the package that speaks its protocol: {error}",
+                fix="install it on all hosts (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or mend the URL",
+            )
+
+
 def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
     checkpoint, steps = facts.config.checkpoint, facts.config.training.steps
     saves = checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced
@@ -125,4 +144,4 @@ def map_has_its_source(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     one_way_to_start, map_has_its_source, kept_checkpoints_are_saved, resuming_needs_optimizer_state, profiled_steps_are_run)
-INPUT_RULES = (resume_exists, initial_weights_exist)
+INPUT_RULES = (resume_exists, initial_weights_exist, urls_can_be_opened)

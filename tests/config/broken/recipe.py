@@ -274,6 +274,12 @@ LAUNCH = [
         "launch.include = 'a' (a.yml:2)",
         "keep one of them",
     ),
+    case(
+        "secrets",
+        "launch:\n  environment: {TOKENIZERS_PARALLELISM: '1', HF_TOKEN: x1}",
+        "a.yml:3: launch.environment.HF_TOKEN\n    rule",
+        "put it into a file that launch.environment_file names",
+    ),
     case("ssh without hosts", "launch: {runner: ssh}", "a.yml:2: launch.runner = 'ssh'", "give launch.hostfile"),
     case(
         "hosts of the local runner",
@@ -295,6 +301,13 @@ OUTPUT = [
         "checkpoint: {resume: runs/old}",
         "a.yml:2: checkpoint.resume = 'runs/old'",
         "there is no checkpoint runs/old",
+    ),
+    case(
+        "a protocol that nothing speaks",
+        "checkpoint: {upload: 'nosuch://bucket/run'}",
+        "a.yml:2: checkpoint.upload = 'nosuch://bucket/run'",
+        "Protocol not known: nosuch",
+        "s3:// s3fs",
     ),
     case("resume: no", "checkpoint: {resume: no}", "a.yml:2: checkpoint.resume = 'no'", "write none to start anew"),
     case(
