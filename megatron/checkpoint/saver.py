@@ -143,7 +143,7 @@ class Saver:
         """
         try:
             ended = self.wait()
-            if self._section.upload and self._owed != []:
+            if self._section.upload and self._find_owed():
                 self._upload_owed()
             if self._owed:
                 names = ", ".join(path.name for path in self._owed)
@@ -170,15 +170,18 @@ class Saver:
     def _upload(self, path: Path) -> str | None:
         """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
         run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
-        if self._owed is not None:
+        if path not in self._find_owed():
             self._owed.append(path)
         self._upload_owed()
         return f"{self._section.upload.rstrip('/')}/{path.name}" if path not in self._owed else None
 
-    def _upload_owed(self) -> None:
+    def _find_owed(self) -> list[Path]:
         if self._owed is None:
             answer = [str(path) for path in self._not_there()] if self._communicator.rank == 0 else None
             self._owed = [Path(path) for path in self._communicator.broadcast(answer)]
+        return self._owed
+
+    def _upload_owed(self) -> None:
         owed, self._owed, self._upload_problem = self._owed, [], None
         for each in owed:
             patience = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
@@ -194,7 +197,7 @@ class Saver:
         try:
             there = step_of(Path(newest(self._section.upload)))
         except CheckpointError:
-            there = None
+            there = None  # nothing is there, or it cannot be seen
         paths = [path for path in self.store.paths() if there is None or step_of(path) > there]
         whole = [path for path in paths if is_complete(path)]
         return whole if there is not None else whole[-1:]

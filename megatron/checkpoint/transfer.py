@@ -47,6 +47,10 @@ def upload(
         names = [record.path for record in read_manifest(path)[0]] + [INDEX_NAME, META_NAME]
     except CheckpointError as error:
         problems = [str(error)]
+    if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, which is about to go
+        problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
+    if communicator.broadcast(problems):
+        names = []
     for name in names[communicator.rank:: communicator.size]:
         problems += _persistent(lambda name=name: _put(path / name, f"{target}/{name}"), name, attempts, wait)
         if problems:
@@ -153,6 +157,12 @@ def _put(source: Path, url: str) -> None:
     size, arrived = source.stat().st_size, system.size(target)
     if arrived != size:
         raise OSError(f"{arrived} of {size} bytes arrived")
+
+
+def _withdraw(url: str) -> None:
+    system, place = fsspec.core.url_to_fs(url)
+    if system.exists(place):
+        system.rm_file(place)
 
 
 def _get(url: str, target: Path) -> None:

@@ -84,7 +84,9 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         weights = store.weights(path)
         say(f"{weights.reason}; optimizer, schedule and data start anew")
-        other = [line for line in changes(weights.checkpoint.meta.config, config) if line.startswith(("model.", "tokenizer."))]
+        changed = changes(weights.checkpoint.meta.config, config)
+        known = not any(line.startswith("tokenizer.type: 'none'") for line in changed)  # many models come without theirs
+        other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
             say(f"other than where the weights come from: {line}")
         return Source(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})

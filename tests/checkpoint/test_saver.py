@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron.checkpoint import CheckpointError, Fragment, Meta, open_checkpoint
+from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
 from megatron.checkpoint import saver as saver_module
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.store import Store
@@ -168,6 +168,20 @@ def test_upload_tries_again_and_the_manifest_goes_last(tmp_path, unreliable):
     assert open_checkpoint(tmp_path / "there/step_00000001", verify="checksums").step == 1
 
 
+def test_while_another_takes_its_place_there_is_no_manifest(tmp_path, unreliable):
+    """A step that was uploaded by a branch that is left: until the new files are all there, nobody may take it for whole."""
+    paths = [save(tmp_path / name, 1, [fragment(value)], Meta(1)) for name, value in (("old", 1.0), ("new", 2.0))]
+    upload(paths[0], f"file://{tmp_path}/there")
+    unreliable["failures"] = 10**6
+    with pytest.raises(CheckpointError, match="connection lost"):
+        upload(paths[1], f"file://{tmp_path}/there", attempts=1)
+    assert not (tmp_path / "there/step_00000001/manifest.json").exists()
+    unreliable["failures"] = 0
+    upload(paths[1], f"file://{tmp_path}/there")
+    there = open_checkpoint(tmp_path / "there/step_00000001", verify="checksums")
+    assert there.read(FragmentSpec.whole(VECTOR, "master")).data[0] == 2.0
+
+
 def test_an_upload_that_arrives_in_part_is_noticed(tmp_path, monkeypatch):
     saver = Saver(tmp_path / "here", CheckpointSection())
     saver.save(1, [fragment(1.0)], Meta(1))
@@ -224,6 +238,11 @@ def test_what_a_killed_run_owed_is_uploaded_by_the_next(tmp_path, unreliable, mo
     second.save(3, [fragment(3.0)], Meta(3))
     second.close()
     assert len(unreliable["calls"]) == 4  # nothing twice
+    back = Saver(tmp_path / "back", section)  # another branch, whose steps are not newer than what is there
+    back.save(2, [fragment(2.5)], Meta(2))
+    assert back.close()[0].uploaded == f"file://{tmp_path}/there/step_00000002"
+    there = open_checkpoint(tmp_path / "there/step_00000002", verify="checksums")
+    assert there.read(FragmentSpec.whole(VECTOR, "master")).data[0] == 2.5
 
 
 def test_memory_urls_are_really_elsewhere(tmp_path):

@@ -46,7 +46,7 @@ def dense(folder: Path):
 
 def loss_after_start(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
     """On every rank: start from the checkpoint; this rank's masters, and the loss of a batch in evaluation."""
-    from megatron.checkpoint import SOLO, GroupCommunicator
+    from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
     from megatron.training.resume import initialize
     from megatron.training.world import World
 
@@ -56,7 +56,8 @@ def loss_after_start(values: dict, ranks: int, path: str) -> tuple[list, tuple[f
             if "router" in fragment.tensor.name:
                 fragment.data.zero_()
     communicator = GroupCommunicator() if ranks > 1 else SOLO
-    initialize(Path(path), World(torch.device("cpu"), engine.mesh, communicator, communicator), engine, MAP)
+    checkpoint = open_checkpoint(path, verify="checksums", communicator=communicator)
+    initialize(checkpoint, World(torch.device("cpu"), engine.mesh, communicator, communicator), engine, MAP)
     data = engine.mesh.data
     batch = runs.local_batch(config, 7, data.rank, data.size)
     return runs.portable(f for f in engine.state.fragments() if f.state == MASTER), runs.mean(*engine.evaluate(batch))
