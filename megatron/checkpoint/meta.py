@@ -38,7 +38,7 @@ class Meta:
         optimizer: what optimizers count besides tensors (name, steps per group).
         schedule: state of the learning-rate schedule, if it has any beyond the step.
         loss_scaler: state of the fp16 loss scaler.
-        data: position in the data (samples and tokens consumed, tokenizer and corpus hashes).
+        data: position in the data (samples and tokens consumed, hash of the last sample).
         ledger: position in the run's ledger.
         versions: what wrote it.
         resumable: False for a checkpoint of weights alone.

@@ -141,11 +141,20 @@ def initialize(checkpoint: Checkpoint, world: World, engine, mapping: Mapping[st
     engine.state.refresh()
 
 
+def tokens_read(source: Source, config: Config) -> Callable[[int], int]:
+    """Tokens that the run has read after so many steps; those before a resume may have come in batches of another size."""
+    per_step = config.training.global_batch_size * config.training.sequence_length
+    start = source.checkpoint.step if source.checkpoint else 0
+    before = source.checkpoint.meta.data.get("tokens", start * per_step) if source.checkpoint else 0
+    return lambda steps: before + (steps - start) * per_step
+
+
 def contents(
-    config: Config, config_text: str, world: World, engine, plan: SampleSet, ledger: Ledger | None = None
+    config: Config, config_text: str, world: World, engine, plan: SampleSet, tokens: Callable[[int], int],
+    ledger: Ledger | None = None,
 ) -> Callable[[int], tuple[Any, Meta]]:
-    """What the checkpoint hook saves after a step. `plan`: of the training data; `ledger`: the run's, on rank 0, whose meta
-    data are kept."""
+    """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`: the run's,
+    on rank 0, whose meta data are kept."""
     layout, state = world.mesh.layout, engine.state
     whole = config.checkpoint.optimizer_state
 
@@ -154,8 +163,7 @@ def contents(
         meta = Meta(
             step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
             layout={"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "zero_stage": layout.zero_stage},
-            data={"samples": samples, "tokens": samples * config.training.sequence_length,
-                  "last_sample": last_sample(plan, samples)},
+            data={"samples": samples, "tokens": tokens(step), "last_sample": last_sample(plan, samples)},
             ledger={} if ledger is None else {"bytes": ledger.position()})
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 

@@ -26,7 +26,7 @@ from megatron.report.run import open_run
 
 from .engine import build_engine
 from .hooks import Checkpoint, ValidationSet, standard_hooks
-from .resume import contents, data_changes, find, load
+from .resume import contents, data_changes, find, load, tokens_read
 from .samples import sampler
 from .trainer import Outcome, Trainer
 from .world import World, join, leave
@@ -84,7 +84,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
     validation = _validation_sets(config, world)
-    inside = contents(config, place.config_text, world, engine, loader.plan, ledger)
+    tokens = tokens_read(source, config)
+    inside = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger)
     saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside)
     hooks = standard_hooks(
         config, flops_per_token=costs.training_flops, validation=validation, facts=source.facts, checkpoint=saving,
@@ -92,7 +93,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     try:
         return Trainer(
             config, engine=engine, loader=loader, mesh=world.mesh, hooks=hooks, sinks=sinks, ledger=ledger, start=first,
-            device=world.device).run()
+            tokens=tokens, device=world.device).run()
     finally:
         for each in (loader, *(which.loader for which in validation)):
             each.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,17 +37,20 @@ class Trainer:
         sinks: where metrics and messages go (silent on ranks above 0).
         ledger: the run's ledger on rank 0, None elsewhere.
         start: completed updates, those of the checkpoint that was resumed.
+        tokens: how many the run has read after so many updates, if not the same number in each.
         device: where the engine's numbers are.
     """
 
     def __init__(self, config, *, engine: Engine, loader, mesh, hooks: Sequence[Hook], sinks: Sinks,
-                 ledger: Ledger | None = None, start: int = 0, device: torch.device | str = "cpu") -> None:
+                 ledger: Ledger | None = None, start: int = 0, tokens: Callable[[int], int] | None = None,
+                 device: torch.device | str = "cpu") -> None:
         self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
         self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = start
+        self.tokens = tokens or (lambda steps: steps * config.training.global_batch_size * config.training.sequence_length)
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
         self._wishes: set[str] = set()

@@ -291,3 +291,12 @@ def test_a_signal_shows_in_the_exit_status() -> None:
     assert status(Outcome(3, "training.stop_after: 1 minutes", False)) == 0
     assert status(Outcome(3, "signal SIGTERM", False)) == 143
     assert status(Outcome(3, "signal SIGUSR1", False)) == STOPPED_EARLY
+
+
+def test_tokens_are_those_that_were_read_though_the_batch_grew(tmp_path):
+    """2 steps of 8 samples, 2 of 16, 2 of 8 again: sums, not the step times the present batch."""
+    start(tmp_path, 1, "training.stop_at_step=2")
+    start(tmp_path, 1, "training.stop_at_step=4", "training.global_batch_size=16")
+    lines = start(tmp_path, 1)
+    assert [line["tokens"] for line in lines if "loss" in line] == [16 * read for read in (8, 16, 32, 48, 56, 64)]
+    assert open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000006").meta.data["tokens"] == 64 * 16

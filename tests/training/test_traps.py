@@ -7,6 +7,8 @@ several of the corrections below, are in test_layouts.py.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron.config import resolve
+from megatron.config.rules.deepspeed import KNOWN
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.training.deepspeed_options import deepspeed_options
@@ -26,6 +29,21 @@ def values_of(architecture: str, **sections: dict[str, Any]) -> dict[str, Any]:
     matrix = read()
     own = {name: value for name, value in matrix["architectures"][architecture].items() if name != "about"}
     return merged(matrix["common"], own, {"optimizer": {"type": "sgd", "lr": 0.5, "gradient_clipping": 0.3}}, sections)
+
+
+# Names
+
+
+def test_names_that_deepspeed_knows_are_in_its_source():
+    """It passes over a mistyped option without a word; rules/deepspeed.py has the names that it reads."""
+    import deepspeed
+
+    source = "".join(path.read_text(errors="ignore") for path in Path(deepspeed.__file__).parent.rglob("*.py"))
+    literals = set(re.findall(r"""["']([a-z_0-9]+)["']""", source))
+    assert KNOWN <= literals, KNOWN - literals
+    config = resolve(values_of("llama"))
+    assert deepspeed_options(config, Layout.of(config, 1)).keys() <= KNOWN
+    assert "coms_logger" not in literals
 
 
 # Clipping

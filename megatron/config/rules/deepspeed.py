@@ -9,6 +9,7 @@ from ..catalog import Path
 from ..facts import Facts
 from ..problems import Problem
 from ..schema import Config
+from ..structure import nearest
 from ..tree import get, leaves
 
 # Blocks whose presence alone makes DeepSpeed 0.19.8 refuse to start, and what to do instead.
@@ -118,6 +119,31 @@ REFUSED: dict[Path, tuple[str, str]] = {
 }
 
 
+# The names that DeepSpeed 0.19.8 looks for at the top of its configuration; it passes over any other without a word.
+KNOWN = frozenset("""
+    activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
+    csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer pipeline
+    prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+""".split())
+
+
+def names_are_deepspeeds(facts: Facts) -> Iterator[Problem]:
+    known = {*KNOWN, *(path[0] for path in REMOVED), *(path[0] for path in REFUSED)}
+    for name in facts.config.deepspeed:
+        if name not in known:
+            yield facts.problem_at(
+                ("deepspeed", name),
+                rule="DeepSpeed 0.19.8 has no such option and would ignore it",
+                fix=nearest(name, known) or "remove it, unless a newer DeepSpeed is installed",
+                fatal=False,
+            )
+
+
 def blocks_still_exist(facts: Facts) -> Iterator[Problem]:
     for path, fix in REMOVED.items():
         if get(facts.config.deepspeed, path, None) is not None:
@@ -146,4 +172,4 @@ def raw_options_agree(facts: Facts) -> Iterator[Problem]:
             )
 
 
-RULES = (blocks_still_exist, blocks_leave_our_work_alone, raw_options_agree)
+RULES = (names_are_deepspeeds, blocks_still_exist, blocks_leave_our_work_alone, raw_options_agree)

@@ -65,15 +65,11 @@ class Log:
         if trainer.speaks:
             trainer.sinks.write({
                 "step": step, "loss": loss, "lr": report.lr, "grad_norm": report.grad_norm,
-                **self._amounts(trainer, step), **self._speeds(trainer, seconds / steps),
+                "tokens": trainer.tokens(step + 1), **self._speeds(trainer, seconds / steps),
                 "step_seconds": seconds / steps, "data_seconds": data_seconds / steps,
                 "batch_hash": hash_text(report.batch_hash), "memory_bytes": memory_bytes(trainer.exchange.device),
                 "eta_seconds": self._eta(trainer, seconds / steps),
                 **({"skipped": True} if report.result.skipped else {}), **report.result.extras})
-
-    def _amounts(self, trainer, step: int) -> dict[str, int]:
-        training = trainer.config.training
-        return {"tokens": (step + 1) * training.global_batch_size * training.sequence_length}
 
     def _speeds(self, trainer, seconds: float) -> dict[str, float]:
         training = trainer.config.training

@@ -9,6 +9,14 @@ WARNED = [
         "a.yml:2: parallel.sequence = true",
         "no effect without tensor",
     ),
+    case(
+        "mistyped name of DeepSpeed",
+        "deepspeed: {coms_logger: {enabled: true}}",
+        "a.yml:2: deepspeed.coms_logger",
+        "would ignore it",
+        "did you mean comms_logger?",
+    ),
+    case("name that DeepSpeed does not have", "deepspeed: {foo: 1}", "deepspeed.foo = 1", "remove it"),
     case("traffic of ZeRO 2", "zero: {stage: 2}", "a.yml:2: zero.stage = 2", "4 times the traffic of ZeRO 1"),
     case(
         "pipeline not filled",
