@@ -1,5 +1,8 @@
 """The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX or Mamba2.
 
+transformers has no RWKV-7. There the other side is our step with the recurrence of flash-linear-attention's plain PyTorch
+reference (`dplr_chunkwise`; `pip install fla-core einops triton`, of which nothing else is used) under autograd.
+
 Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
 and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases; fp32 on CPU,
 bf16 with fp32 masters on a GPU.
@@ -27,6 +30,10 @@ SHAPES = {  # of the Pythia suite: hidden size, layers, heads
     "mamba2-14m": (128, 12, 4),
     "mamba2-70m": (512, 12, 16),
     "mamba2-tiny": (32, 2, 4),
+    # RWKV-7: a block has as many parameters as one of attention and mlp, and those of the matrices of low rank
+    "rwkv7-14m": (128, 6, 2),
+    "rwkv7-70m": (512, 6, 8),
+    "rwkv7-tiny": (32, 2, 2),
 }
 
 
@@ -81,6 +88,11 @@ def architecture(shape: str) -> dict[str, Any]:
         return {
             "layers": f"mamba2 x{layers}", "hidden_size": hidden, "norm": {"type": "rmsnorm", "epsilon": 1e-5},
             "mamba2": {"head_dim": 2 * hidden // heads, "state_size": 128},
+        }
+    if shape.startswith("rwkv7"):
+        return {
+            "layers": f"(rwkv7/rwkv7_ffn) x{layers}", "hidden_size": hidden, "norm": {"type": "layernorm", "bias": True},
+            "rwkv7": {"head_dim": hidden // heads},
         }
     return {
         "layers": f"(attention/mlp) x{layers}", "hidden_size": hidden,
@@ -189,11 +201,38 @@ def twin(config):
     return theirs
 
 
+def with_fla(setup: Setup) -> Ours:
+    """Our step with another recurrence of RWKV-7, of which autograd keeps everything."""
+    import torch
+    from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
+
+    from megatron.model.mixers import rwkv7
+
+    def theirs(r, log_w, k, v, a, b, *, chunk, initial_BhNN=None, starts_BS=None):
+        if initial_BhNN is not None or starts_BS is not None:
+            raise NotImplementedError("states and documents")
+        heads_first = [each.transpose(1, 2) for each in (r * r.shape[-1] ** 0.5, k, v, a, b, log_w)]  # it scales r
+        y, state = dplr_chunkwise(*heads_first, chunk_size=min(chunk, r.shape[1]))
+        return y.transpose(1, 2), state.mT
+
+    def kept(function, *inputs: torch.Tensor | None):
+        return function(*inputs)
+
+    rwkv7.wkv7, rwkv7.recomputed = theirs, kept
+    return Ours(setup)
+
+
 CONTENDERS = {
     "ours": Ours,
     "eager": lambda setup: Transformers(setup, compiled=False),
     "compiled": lambda setup: Transformers(setup, compiled=True),
+    "fla": with_fla,
 }
+
+
+def has(name: str, shape: str) -> bool:
+    """Whether a contender can train the shape."""
+    return name == "ours" or (name == "fla") == shape.startswith("rwkv7")
 
 
 def peak_memory(device: str) -> int:

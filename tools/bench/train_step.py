@@ -28,7 +28,7 @@ from typing import Any  # noqa: E402
 
 import yaml  # noqa: E402
 
-from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Setup, configuration, serve  # noqa: E402
+from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Setup, configuration, has, serve  # noqa: E402
 
 TOLERANCE = {"cpu": 2e-4, "cuda": 2e-2}  # relative, of losses and gradient norms in the first steps
 CHECKED_STEPS = 2
@@ -201,7 +201,8 @@ def main(given: list[str] | None = None) -> int:
             setup = Setup(
                 shape, sequence, asked.micro_batch, asked.device, asked.vocabulary, tuple(asked.options), asked.clock)
             try:
-                rows.append(measure(setup, asked.contenders, asked.steps, asked.rounds))
+                names = [name for name in asked.contenders if has(name, shape)]
+                rows.append(measure(setup, names, asked.steps, asked.rounds))
             except (Mismatch, RuntimeError) as error:
                 print(f"{shape}, sequence {sequence}: {error}", file=sys.stderr)
                 return 1
