@@ -19,6 +19,7 @@ from .initialisation import Initialisation
 from .mixers import BESIDES, MIXERS
 from .norm import Norm, norm_activations, norm_parameters
 from .options import options_of
+from .residual import joint
 from .stream import Channel, Stream
 
 
@@ -34,7 +35,8 @@ class BlockState:
 class Block(nn.Module):
     """Stream to stream. See `ResidualOptions` for the forms.
 
-    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`.
+    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`, and
+    `{mixer_joint, ffn_joint}` with `channel_scales`.
 
     Args:
         shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
@@ -48,6 +50,7 @@ class Block(nn.Module):
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
         self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
+        self.mixer_joint = self.ffn_joint = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
             self.mixer = _layer(MIXERS, make, model, pattern.mixer, init)
@@ -61,6 +64,9 @@ class Block(nn.Module):
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
             self.ffn = _layer(FFNS, make, model, pattern.ffn, init)
+        if model.residual.channel_scales:
+            self.mixer_joint = joint(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
+            self.ffn_joint = joint(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
         self.mixer_dropout = Dropout(make, model, "mixer")
         self.ffn_dropout = Dropout(make, model, "ffn")
 
@@ -78,10 +84,10 @@ class Block(nn.Module):
             return stream.with_hidden(x + mixed + fed)
         if self.mixer is not None:
             mixed, stream = self._mix(x, stream, state)
-            x = x + mixed
+            x = x + mixed if self.mixer_joint is None else self.mixer_joint(mixed, x)
         if self.ffn is not None:
             fed, stream = self._feed(x, stream, state)
-            x = x + fed
+            x = x + fed if self.ffn_joint is None else self.ffn_joint(fed, x)
         return stream.with_hidden(x)
 
     def new_state(self) -> BlockState:
@@ -154,6 +160,8 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
     for number, kind in enumerate(pattern.mixer.beside if pattern.mixer else ()):
         call = call_numbers(model.layers)[index][number]
         total += BESIDES[kind.name].counts(model, options_of(model, kind), sequence_length, call)
+    if model.residual.channel_scales:
+        total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
     if Block.shares_norm(model, pattern):
         norms = 1
         total += Counts(activations=-H)  # both layers read the same

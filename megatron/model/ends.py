@@ -18,6 +18,7 @@ from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
+from .residual import ChannelScale
 from .stream import LOSS, Stream
 
 
@@ -46,11 +47,13 @@ class Embedding(nn.Module):
         self.mesh, self.multiplier, self.channels = make.mesh, model.embedding.multiplier, channels
         self.tokens = VocabEmbedding(
             make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size))
-        self.positions = self.norm = None
+        self.positions = self.norm = self.scale = None
         if model.embedding.position == "learned":
             self.positions = Positions(make.scope("positions"), model, init)
         if model.embedding.norm:
             self.norm = Norm(make.scope("norm"), model.hidden_size, model.norm, partial=make.mesh.layout.sequence)
+        if model.residual.channel_scales:
+            self.scale = ChannelScale(make, model.hidden_size)
         self.dropout = Dropout(make, model, "embedding")
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
@@ -63,6 +66,8 @@ class Embedding(nn.Module):
             x = x + self.positions(tokens_BS, positions, begin)
         if self.norm is not None:
             x = self.norm(x)
+        if self.scale is not None:
+            x = self.scale(x)
         stream = Stream(x, positions, documents, samples)
         x = self.dropout(x, stream)
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
@@ -115,10 +120,12 @@ def final_norm(model: ModelSection) -> NormOptions:
 def embedding_counts(model: ModelSection) -> Counts:
     H = model.hidden_size
     rows = model.vocab_size + (model.embedding.max_positions if model.embedding.position == "learned" else 0)
-    kept = H if model.dropout > 0.0 else 0
-    if not model.embedding.norm:
-        return Counts(parameters=rows * H, activations=kept)
-    return Counts(parameters=rows * H + norm_parameters(model.norm, H), activations=kept + norm_activations(model.norm, H))
+    total = Counts(parameters=rows * H, activations=H if model.dropout > 0.0 else 0)
+    if model.embedding.norm:
+        total += Counts(parameters=norm_parameters(model.norm, H), activations=norm_activations(model.norm, H))
+    if model.residual.channel_scales:
+        total += Counts(parameters=2 * H, activations=H)
+    return total
 
 
 def head_counts(model: ModelSection) -> Counts:

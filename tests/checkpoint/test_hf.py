@@ -13,7 +13,7 @@ from megatron.checkpoint.hf.config import architecture_of, dims_of, hf_config, m
 from megatron.config import resolve
 from megatron.config.pattern import parse
 from megatron.model.stack import build_model
-from tests.model.parity import named, randomise, relative, settings_of, twin
+from tests.model.parity import named, randomise, relative, settings_of, stored, twin
 from tests.model.test_parity import CASES, LLAMA_LIKE, TINY, YARN
 
 
@@ -24,7 +24,7 @@ def test_there_and_back(name: str, tmp_path):
     theirs = hf.AutoModelForCausalLM.from_config(CASES[name]).eval()
     randomise(theirs, 7)
     model, steps, _ = twin(theirs)
-    ours = {key: parameter.detach() for key, parameter in named(model).items()}
+    ours = {key: parameter.detach() for key, parameter in stored(model).items()}
 
     architecture, config = hf_config(settings_of(theirs.config), theirs.config.model_type)
     assert architecture is architecture_of(theirs.config)

@@ -24,7 +24,7 @@ from megatron.config.resolve import combine
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import build_model
 from megatron.training.text import load_model
-from tests.model.parity import named, randomise, relative
+from tests.model.parity import named, randomise, relative, stored
 from tests.model.test_parity import CASES
 from tests.paths import ROOT
 
@@ -57,6 +57,16 @@ MODELS = {
         "attention": {"heads": 4, "position": "none", "qk_norm": "full"},
         "gated_delta": {"heads": 4, "key_heads": 2, "key_dim": 6, "value_dim": 8, "norm_epsilon": 1e-5},
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+    },
+    "zaya": {
+        "layers": "cca/moe@first (cca/moe) x2",
+        "norm": {"type": "rmsnorm"},
+        "residual": {"channel_scales": True},
+        "embedding": {"tied": True},
+        "cca": {"heads": 4, "kv_heads": 2, "head_dim": 4, "temperature": "linear", "rotary": {"fraction": 0.5}},
+        "moe": {"experts": 4, "top_k": 1, "hidden_size": 24,
+                "router": {"network": "mlp", "width": 8, "skip": True, "correction": "sign"}},
+        "variants": {"first": {"router": {"average": False}}},
     },
     "gpt2": {
         "embedding": {"position": "learned", "tied": True},
@@ -99,7 +109,7 @@ def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict |
     # norms without residuals amplify rounding with the size of matrices
     randomise(model, 5, std=0.075 if "shared_attention" in change else 0.15)
     fragments = []
-    for parameter in named(model).values():
+    for parameter in stored(model).values():
         flat = parameter.detach().flatten()
         if bf16:
             fragments.append(Fragment(parameter.logical, WEIGHT, 0, 1, 0, flat.bfloat16()))
@@ -130,10 +140,10 @@ def test_round_trip_is_bitwise(name: str, tmp_path):
     export(source, tmp_path / "out")
     resolved = import_model(tmp_path / "out", tmp_path / "again")
     again = open_checkpoint(tmp_path / "again", verify="checksums")
-    for key, parameter in named(model).items():
+    for key, parameter in stored(model).items():
         spec = FragmentSpec.whole(again.tensors[key], WEIGHT)
         assert again.read(spec).data.equal(parameter.detach().flatten()), key
-    assert set(again.tensors) == set(named(model)) and not again.meta.resumable
+    assert set(again.tensors) == set(stored(model)) and not again.meta.resumable
     assert resolved.config.training.sequence_length == S
 
 

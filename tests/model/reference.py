@@ -49,6 +49,8 @@ class Reference:
             x = x + self.weights["embedding.positions.weight"][places]
         if self.model.embedding.norm:
             x = self.norm(x, "embedding.norm")
+        if self.model.residual.channel_scales:
+            x = (x + self.weights["embedding.shift"]) * self.weights["embedding.scale"]
         for number, block in enumerate(parse(self.model.layers)):
             x = self.block(x, f"layers.{number}", block, places, documents)
         x = self.norm(x, "final_norm")
@@ -81,8 +83,13 @@ class Reference:
             )
         if mixer and ffn and residual.form == "parallel":
             return x + mixer(x) + ffn(x)
-        for each in (mixer, ffn):
-            x = x if each is None else x + each(x)
+        for each, kind in ((mixer, "mixer"), (ffn, "ffn")):
+            if each is not None and residual.channel_scales:
+                a, b, c, d = (self.weights[f"{name}.{kind}_joint.{part}"] for part in (
+                    "branch_scale", "branch_shift", "stream_scale", "stream_shift"))
+                x = (each(x) + b) * a + (x + d) * c
+            elif each is not None:
+                x = x + each(x)
         return x
 
     def mlp(self, x: Tensor, name: str, own) -> Tensor:

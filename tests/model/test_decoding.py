@@ -30,6 +30,7 @@ CASES = [
     "attention and mlp blocks",
     "parallel, shared norm",
     "post norm",
+    "channel scales",
     "tied",
     "head multiplier, bias, softcap",
     "biases",

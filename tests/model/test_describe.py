@@ -147,7 +147,7 @@ def test_kept_activations_of_a_block(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "dropout", "tied", "embedding norm and multiplier", "head multiplier, bias, softcap"]
+    "name", ["plain", "dropout", "tied", "channel scales", "embedding norm and multiplier", "head multiplier, bias, softcap"]
 )
 def test_kept_activations_of_the_ends(name: str):
     """What the layers count is all there is, but for what they share."""
@@ -157,7 +157,7 @@ def test_kept_activations_of_the_ends(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout"]
+    "name", ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout", "channel scales"]
 )
 @pytest.mark.parametrize("mode", [{"mode": "selective"}, {"mode": "full"}, {"mode": "full", "every": 2}])
 def test_kept_activations_with_recomputation(name: str, mode: dict):

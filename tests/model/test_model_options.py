@@ -61,6 +61,11 @@ OPTIONS = {
     "parallel, post norm": {"residual": {"form": "parallel", "norm": "post"}},
     "post norm": {"residual": {"norm": "post"}},
     "branch multiplier": {"residual": {"multiplier": 0.3, "norm": "post"}},
+    "channel scales": {"residual": {"channel_scales": True}},
+    "channel scales, bare blocks, post norm": {
+        "layers": "attention mlp attention/mlp",
+        "residual": {"channel_scales": True, "norm": "post", "multiplier": 0.7},
+    },
     "rmsnorm": {"norm": {"type": "rmsnorm", "epsilon": 1e-2}},
     "layernorm without bias": {"norm": {"bias": False}},
     "norm without parameters": {"norm": {"type": "nonparametric"}, "attention": {"qk_norm": "head"}},

@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 from megatron.checkpoint.hf.config import hf_config
+from megatron.config.pattern import parse
 from megatron.model.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import settings
@@ -19,6 +20,7 @@ SIZES = {
     "deepseek_moe/16b": (16_375_728_128, 2_828_650_496),
     "blackmamba/340m_1.5b": (1_458_462_072, 343_694_712),
     "blackmamba/630m_2.8b": (2_783_213_584, 628_770_832),
+    "zaya1/8b": (8_840_488_784, 1_290_741_584),
 }
 LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
 THEIRS = {
@@ -29,6 +31,7 @@ THEIRS = {
     "qwen3_moe/30b_a3b": hf.Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+    "zaya1/8b": hf.ZayaConfig(),
 }
 
 
@@ -51,11 +54,12 @@ def test_sizes(name: str):
 
 def attention(config) -> int:
     """FLOPs per token of attention's products with keys and values."""
-    model, length = config.model, config.training.sequence_length
-    heads = model.attention.heads
-    layers_of = sum(block.mixer is not None and block.mixer.name == "attention" for block in build_model(
-        config, device="meta").plan.blocks)
-    return 4 * length * heads * model.attention.head_dim * layers_of if heads else 0
+    total = 0
+    for block in parse(config.model.layers):
+        if block.mixer and block.mixer.name in ("attention", "cca"):
+            own = getattr(config.model, block.mixer.name)
+            total += 4 * config.training.sequence_length * own.heads * own.head_dim
+    return total
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -67,7 +71,7 @@ def test_transformers_agrees(name: str):
     assert architecture.name == THEIRS[name].model_type
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
-                "norm_topk_prob"):
+                "norm_topk_prob", "head_dim", "router_hidden_size", "cca_time0", "cca_time1", "tie_word_embeddings"):
         if getattr(THEIRS[name], key, None) is not None and (key, name) != ("intermediate_size", "qwen3_moe/30b_a3b"):
             assert getattr(written, key) == getattr(THEIRS[name], key), key
 

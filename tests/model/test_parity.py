@@ -142,6 +142,18 @@ CASES |= {
         mlp_bias=True, num_key_value_heads=4, intermediate_size=40, tie_word_embeddings=True, rms_norm_eps=1e-3),
 }
 
+ZAYA = {
+    **STATE_SPACE, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 3,
+    "moe_intermediate_size": 12, "router_hidden_size": 8, "bos_token_id": None, "eos_token_id": 1}
+CASES |= {
+    "zaya": hf.ZayaConfig(**ZAYA),
+    "zaya untied, biases, some windows": hf.ZayaConfig(
+        **{**ZAYA, "num_attention_heads": 6}, layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"], sliding_window=6,
+        cca_time0=3, attention_bias=True, lm_head_bias=True, tie_word_embeddings=False, hidden_act="gelu", rms_norm_eps=1e-3,
+        rope_parameters={"hybrid": {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 1.0},
+                         "hybrid_sliding": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}}),
+}
+
 
 RWKV = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "rescale_every": 0}
 CASES |= {

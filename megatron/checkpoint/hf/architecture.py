@@ -105,4 +105,5 @@ class Architecture:
         name = self.aliases.get(name, name)
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
-        return name if name == self.head or name.startswith(self.prefix) else self.prefix + name
+        whole = name.startswith((self.head.removesuffix("weight"), self.prefix))
+        return name if whole else self.prefix + name

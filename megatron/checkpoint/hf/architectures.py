@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import hybrids, tables
+from . import hybrids, tables, zaya
 from .architecture import Architecture, Field
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",
@@ -236,5 +236,12 @@ RWKV = Architecture(
     required={"layer_norm_epsilon": 1e-5}, rotary="none", block="rwkv4/rwkv4_ffn", prefix="rwkv.", buffers=(),
 )
 
+ZAYA = Architecture(
+    "zaya", "ZayaForCausalLM", zaya.LINKS,
+    fields=(*(Field(ours, theirs) for ours, theirs in zaya.FIELDS.items()), _activation("hidden_act", "moe")),
+    fixed=zaya.FIXED, rotary="none", block="cca/moe", hybrid=zaya.HYBRID,
+)
+
 ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, RWKV)}
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, ZAYA,
+    RWKV)}

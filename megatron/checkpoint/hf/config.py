@@ -37,10 +37,11 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
 
 
 def dims_of(model: ModelSection) -> Dims:
-    inner, mamba2, delta = model.mamba2.expand * model.hidden_size, model.mamba2, model.gated_delta
+    inner, mamba2, delta, cca = model.mamba2.expand * model.hidden_size, model.mamba2, model.gated_delta, model.cca
     return Dims(model.attention.heads, model.attention.head_dim,
                 (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim), model.moe.experts,
-                (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)))
+                (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
+                ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)))
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------

@@ -18,14 +18,15 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Dims:
     """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
-    of its Mamba-2 layers, its experts, and the channels of queries and keys together, and of values, of its gated_delta
-    layers."""
+    of its Mamba-2 layers, its experts, the channels of queries and keys together, and of values, of its gated_delta
+    layers, and those of queries and of keys of its cca layers."""
 
     heads: int | None
     head_dim: int | None
     mamba2: tuple[int, int, int]
     experts: int = 0
     delta: tuple[int, int] = (0, 0)
+    cca: tuple[int, int] = (0, 0)
 
 
 class Form(Protocol):
@@ -113,6 +114,17 @@ class DeltaConvolutions:
 
     def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
         return list(torch.cat(theirs).split(list(dims.delta)))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Our one tensor is their two, of the queries and of the keys of cca, one below the other."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return list(ours[0].split(list(dims.cca)))
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(theirs)]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def _block(model: ModelSection, block) -> dict[str, Any]:
     for kind in block.kinds:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
-        if kind.name in ("attention", "shared_attention"):
+        if kind.name in ("attention", "shared_attention", "cca"):
             _drop_idle_rotary(values)
         if kind.name == "moe":
             values["router"] = {name: value for name, value in values["router"].items() if name not in _ROUTER_TRAINING}

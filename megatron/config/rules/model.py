@@ -288,6 +288,17 @@ def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def channel_scales_join_one_branch(facts: Facts) -> Iterator[Problem]:
+    residual = facts.config.model.residual
+    if residual.channel_scales and residual.form != "sequential":
+        yield facts.problem(
+            "model.residual.channel_scales",
+            "model.residual.form",
+            rule="the vectors scale a stream and the one branch that is added to it",
+            fix="use form: sequential, or channel_scales: false",
+        )
+
+
 def learned_positions_cover_the_sequence(facts: Facts) -> Iterator[Problem]:
     embedding, length = facts.config.model.embedding, facts.config.training.sequence_length
     if (
@@ -355,6 +366,7 @@ RULES = (
     rotated_channels_are_pairs,
     rotary_scaling_is_complete,
     shared_norm_has_two_branches,
+    channel_scales_join_one_branch,
     learned_positions_cover_the_sequence,
     variants_exist,
     tokenizer_fits_vocabulary,

@@ -190,6 +190,10 @@ class ResidualOptions(Section):
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     multiplier: float = key(
         1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling).")
+    channel_scales: bool = key(
+        False,
+        "sequential form: branch y and stream x are scaled and shifted by trained vectors where they are added, x <- "
+        "(y + b) * a + (x + d) * c, and so is the embedding (ZAYA1); all start at 1 and 0.")
 
 
 class EmbeddingOptions(Section):

@@ -213,6 +213,13 @@ MODEL = [
         "use form: parallel",
     ),
     case(
+        "channel scales, parallel",
+        "model: {residual: {channel_scales: true, form: parallel}}",
+        "a.yml:2: model.residual.channel_scales = true",
+        "the one branch that is added to it",
+        "use form: sequential",
+    ),
+    case(
         "too few learned positions",
         "model: {embedding: {position: learned, max_positions: 8}}",
         "a.yml:2: model.embedding.max_positions = 8",

@@ -1,0 +1,47 @@
+"""Trained scales and shifts per channel where branches join the residual stream, as in ZAYA1 (Anthony et al. 2025).
+
+Shapes: B samples, s positions of this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.collectives import sum_gradient
+from megatron.parallel.initial import ONES, ZEROS
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role
+
+
+class ChannelScale(nn.Module):
+    """Vectors `scale` and `shift` for each of `names`: (x + shift) * scale, which starts as the identity.
+
+    Args:
+        names: what is scaled, in the order in which `forward` takes it; "" gives the vectors no prefix.
+    """
+
+    def __init__(self, make: ParameterFactory, size: int, names: tuple[str, ...] = ("",)):
+        super().__init__()
+        # With sequence parallelism each rank sees some of the positions, and the vectors' gradients are summed.
+        self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
+        for name in names:
+            for part, init in (("scale", ONES), ("shift", ZEROS)):
+                key = f"{name}_{part}".lstrip("_")
+                self.register_parameter(key, make.parameter(key, (size,), role=Role.NORM, init=init))
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        """The sum of the scaled and shifted [B, s, H]; of each part one product is all that is computed and kept."""
+        vectors = list(self.parameters())
+        if self.axis is not None:
+            vectors = sum_gradient(torch.stack(vectors), self.axis).unbind()
+        scales, shifts = vectors[::2], vectors[1::2]
+        total = sum(scale * shift for scale, shift in zip(scales, shifts))
+        for part, scale in zip(parts, scales):
+            total = torch.addcmul(total, part, scale)
+        return total
+
+
+def joint(make: ParameterFactory, size: int) -> ChannelScale:
+    """What adds a branch's output to the stream, in this order."""
+    return ChannelScale(make, size, ("branch", "stream"))
