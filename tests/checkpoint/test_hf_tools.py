@@ -24,7 +24,7 @@ from megatron.config.resolve import combine
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import build_model
 from megatron.training.text import load_model
-from tests.model.parity import named, randomise, relative, stored
+from tests.model.parity import randomise, relative, stored
 from tests.model.test_parity import CASES
 from tests.paths import ROOT
 
@@ -79,6 +79,21 @@ MODELS = {
         "embedding": {"tied": True},
         "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2},
         "shared_attention": {"heads": 4, "blocks": 2, "adapter_rank": 4, "attention_adapters": True},
+    },
+    "zamba": {
+        "layers": "mamba (mamba+shared_attention) x2",
+        "norm": {"type": "rmsnorm"},
+        "embedding": {"tied": True},
+        "mamba": {"state_size": 8, "heads": 2},
+        "shared_attention": {"heads": 4, "position": "none"},
+    },
+    "jamba": {
+        "layers": "mamba/mlp attention/moe mamba/mlp mamba/moe",
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 2, "position": "none"},
+        "mamba": {"state_size": 8, "inner_norms": True},
+        "mlp": {"gated": True, "activation": "silu", "hidden_size": 24},
+        "moe": {"experts": 4, "hidden_size": 24},
     },
     "bamba": {
         "layers": "(mamba2/mlp attention/mlp) x2",

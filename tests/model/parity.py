@@ -96,14 +96,22 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
     return found
 
 
+def _let_routers_differ(theirs: transformers.PreTrainedModel) -> None:
+    """ZAYA1's tokens shall differ in what they choose, and some shall use no expert."""
+    with torch.no_grad():
+        for name, tensor in [*theirs.named_parameters(), *theirs.named_buffers()]:
+            if ".mlp.gate." in name and tensor.dim() == 2:
+                tensor *= 5.0
+            if name.endswith("balancing_biases"):
+                tensor[-1] = 0.0
+
+
 def compare(
     theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24, std: float = 0.15
 ) -> None:
     """Equal logits, loss and gradients of every parameter, after randomising every parameter."""
     randomise(theirs, seed, std)
-    for name, buffer in theirs.named_buffers():
-        if name.endswith("balancing_biases"):
-            buffer[-1] = 0.0  # so that some tokens use no expert
+    _let_routers_differ(theirs)
     model, steps, _ = twin(theirs.eval())
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)

@@ -53,7 +53,7 @@ PUBLISHED = {
     "mamba/130m": 129_135_360, "mamba/370m": 371_516_416, "mamba/790m": 793_204_224, "mamba/1.4b": 1_372_178_432,
     "mamba/2.8b": 2_768_345_600, "mamba2/130m": 128_989_632, "mamba2/370m": 368_346_624, "mamba2/780m": 780_161_280,
     "mamba2/1.3b": 1_343_757_312, "mamba2/2.7b": 2_702_599_680,
-    "zamba2/1.2b": 1_215_064_704, "zamba2/2.7b": 2_662_214_560, "zamba2/7b": 7_356_749_648,
+    "zamba/7b": 7_232_490_496, "zamba2/1.2b": 1_215_064_704, "zamba2/2.7b": 2_662_214_560, "zamba2/7b": 7_356_749_648,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -148,6 +148,7 @@ THEIRS = {
     "mamba/1.4b": mamba(48, 2048), "mamba/2.8b": mamba(64, 2560),
     "mamba2/130m": mamba2(24, 768), "mamba2/370m": mamba2(48, 1024), "mamba2/780m": mamba2(48, 1536),
     "mamba2/1.3b": mamba2(48, 2048), "mamba2/2.7b": mamba2(64, 2560),
+    "zamba/7b": hf.ZambaConfig(),
     "zamba2/1.2b": zamba2(38, 2048, range(5, 38, 6), 1, use_mem_rope=True, use_shared_attention_adapter=True,
                           mamba_d_state=128),
     "zamba2/2.7b": zamba2(54, 2560, (*range(6, 43, 6), 47, 51), 2),
@@ -209,7 +210,7 @@ def test_published_models_open_in_transformers(name: str):
         assert getattr(config, key) == getattr(THEIRS[name], key), key
     for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "use_parallel_residual",
                 "layers_block_type", "num_mem_blocks", "adapter_rank", "use_shared_attention_adapter", "use_mem_rope",
-                "mamba_d_state", "mamba_headdim", "mamba_ngroups",
+                "mamba_d_state", "mamba_headdim", "mamba_ngroups", "n_mamba_heads", "mamba_dt_rank", "attention_head_dim",
                 "state_size", "conv_kernel", "time_step_rank", "num_heads", "n_groups", "expand"):
         if getattr(THEIRS[name], key, None) is not None:
             assert getattr(config, key) == getattr(THEIRS[name], key), key

@@ -21,6 +21,7 @@ SIZES = {
     "blackmamba/340m_1.5b": (1_458_462_072, 343_694_712),
     "blackmamba/630m_2.8b": (2_783_213_584, 628_770_832),
     "zaya1/8b": (8_840_488_784, 1_290_741_584),
+    "jamba/52b": (51_570_323_328, 12_110_311_296),
 }
 LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
 THEIRS = {
@@ -32,6 +33,7 @@ THEIRS = {
         vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
         num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
     "zaya1/8b": hf.ZayaConfig(),
+    "jamba/52b": hf.JambaConfig(),
 }
 
 
@@ -71,7 +73,8 @@ def test_transformers_agrees(name: str):
     assert architecture.name == THEIRS[name].model_type
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads",
                 "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
-                "norm_topk_prob", "head_dim", "router_hidden_size", "cca_time0", "cca_time1", "tie_word_embeddings"):
+                "norm_topk_prob", "head_dim", "router_hidden_size", "cca_time0", "cca_time1", "tie_word_embeddings",
+                "attn_layer_period", "attn_layer_offset", "expert_layer_period", "expert_layer_offset", "mamba_dt_rank"):
         if getattr(THEIRS[name], key, None) is not None and (key, name) != ("intermediate_size", "qwen3_moe/30b_a3b"):
             assert getattr(written, key) == getattr(THEIRS[name], key), key
 

@@ -134,6 +134,20 @@ CASES |= {
         **{**HYBRID, "num_hidden_layers": 4}, layers_block_type=[SHARED, PLAIN, SHARED, SHARED],
         n_mamba_heads=4, mamba_ngroups=2, num_mem_blocks=2, adapter_rank=5, time_step_min=0.2, add_bias_linear=True,
         intermediate_size=48, hidden_act="silu", num_key_value_heads=2),
+    "zamba": hf.ZambaConfig(
+        **{**HYBRID, "num_hidden_layers": 3}, layers_block_type=[PLAIN, SHARED, SHARED], num_key_value_heads=4,
+        intermediate_size=48),
+    "zamba four heads, biases": hf.ZambaConfig(
+        **{**HYBRID, "num_hidden_layers": 4}, layers_block_type=[SHARED, PLAIN, SHARED, PLAIN], n_mamba_heads=4,
+        num_key_value_heads=2, attention_head_dim=12, mamba_dt_rank=3, mamba_proj_bias=True, mamba_conv_bias=False,
+        intermediate_size=40, hidden_act="silu", rms_norm_eps=1e-3),
+    "jamba": hf.JambaConfig(
+        **{**HYBRID, "num_hidden_layers": 4}, num_key_value_heads=2, intermediate_size=20, num_experts=4, attn_layer_period=3,
+        attn_layer_offset=1),
+    "jamba tied, biases": hf.JambaConfig(
+        **{**HYBRID, "num_hidden_layers": 3}, num_key_value_heads=4, intermediate_size=24, num_experts=6, num_experts_per_tok=3,
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=3, expert_layer_offset=0, mamba_proj_bias=True,
+        mamba_conv_bias=False, mamba_dt_rank=3, tie_word_embeddings=True, rms_norm_eps=1e-3),
     "bamba": hf.BambaConfig(
         **{**HYBRID, "num_hidden_layers": 3}, attn_layer_indices=[1], mamba_n_heads=8, mamba_n_groups=2,
         num_key_value_heads=2, intermediate_size=40, time_step_limit=(0.3, 0.9)),

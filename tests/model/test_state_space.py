@@ -27,6 +27,12 @@ MODELS = {
         "mamba": {"bias": True, "convolution_bias": False, "convolution": 3, "rank": 5, "expand": 3},
         "mlp": {"hidden_size": 32},
     },
+    "mamba, heads": {"layers": "mamba x2", "mamba": {"state_size": 4, "chunk": 10, "heads": 2, "bias": True}},
+    "mamba, four heads, norms": {
+        "layers": "mamba x2",
+        "norm": {"type": "layernorm"},
+        "mamba": {"state_size": 4, "chunk": 10, "heads": 4, "inner_norms": True, "rank": 6},
+    },
     "mamba2": {"layers": "mamba2 x2", "mamba2": {"head_dim": 4, "state_size": 6, "groups": 2, "chunk": 8}},
     "mamba2, one group, biases": {
         "layers": "mamba2 x2",
@@ -253,8 +259,8 @@ def test_kept_activations(name: str, mode: str):
     tokens = 2 * 64
     wanted = row * tokens
     if mode == "none":
-        wanted += 24 * tokens  # RMSNorm
-        if name == "mamba":
+        wanted += 24 * tokens if "norms" not in name else 4 * (6 + 2 * 4) * tokens  # RMSNorm
+        if name.split(",")[0] == "mamba":
             wanted += 2 * 8 * 48 * 4
     assert two - one == pytest.approx(wanted * 4, rel=0.002)
 

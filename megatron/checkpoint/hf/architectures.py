@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import hybrids, tables, zaya
+from . import hybrids, jamba, tables, zamba, zaya
 from .architecture import Architecture, Field
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",
@@ -208,7 +208,41 @@ ZAMBA2 = Architecture(
         "mamba2.most_step": None, f"{_SHARED}.mlp.gated": True,
     },
     required={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "use_long_context": False, "use_conv_bias": True},
-    rotary="none", block="mamba2", hybrid=hybrids.ZAMBA2,
+    rotary="none", block="mamba2", hybrid=zamba.ZAMBA2,
+)
+
+_MAMBA_SIZES = tuple(Field(f"mamba.{ours}", theirs) for ours, theirs in {
+    "expand": "mamba_expand", "state_size": "mamba_d_state", "convolution": "mamba_d_conv", "rank": "mamba_dt_rank",
+    "convolution_bias": "mamba_conv_bias", "bias": "mamba_proj_bias"}.items())
+ZAMBA = Architecture(
+    "zamba", "ZambaForCausalLM", tables.ZAMBA,
+    fields=(
+        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"), _rms(), *_MAMBA_SIZES,
+        Field("mamba.heads", "n_mamba_heads"), Field("mamba.time_step_low", "time_step_min"),
+        Field("mamba.time_step_high", "time_step_max"), Field("mamba.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"), Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.head_dim", "attention_head_dim"), Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
+    ),
+    # as for Zamba2, shared blocks are tied where the embedding is
+    fixed={
+        **_BARE, "embedding.tied": True, "mamba.inner_norms": False, f"{_SHARED}.blocks": 1, f"{_SHARED}.adapter_rank": 0,
+        f"{_SHARED}.position": "none", f"{_SHARED}.mlp.gated": True, f"{_SHARED}.mlp.bias": False,
+    },
+    required={"tie_word_embeddings": True, "hidden_mamba_act": "silu"}, rotary="none", block="mamba", hybrid=zamba.ZAMBA,
+)
+
+JAMBA = Architecture(
+    "jamba", "JambaForCausalLM", jamba.LINKS,
+    fields=(
+        *_experts("intermediate_size", "num_experts"), Field("mlp.hidden_size", "intermediate_size"), *_MAMBA_SIZES,
+        _activation("hidden_act"),
+    ),
+    fixed={
+        **_MOE_FIXED, "attention.position": "none", "attention.qkv_bias": False, "attention.output_bias": False,
+        "moe.router.normalize": False, "mlp.gated": True, "mlp.bias": False, "mamba.heads": 1, "mamba.inner_norms": True,
+    },
+    required={"hidden_act": "silu"}, rotary="none", block="mamba/moe", hybrid=jamba.HYBRID,
 )
 
 BAMBA = Architecture(
@@ -243,5 +277,5 @@ ZAYA = Architecture(
 )
 
 ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA2, BAMBA, ZAYA,
-    RWKV)}
+    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA, ZAMBA2,
+    BAMBA, JAMBA, ZAYA, RWKV)}

@@ -41,7 +41,8 @@ def dims_of(model: ModelSection) -> Dims:
     return Dims(model.attention.heads, model.attention.head_dim,
                 (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim), model.moe.experts,
                 (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
-                ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)))
+                ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)),
+                model.mamba.heads)
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------

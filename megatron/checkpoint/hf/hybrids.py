@@ -56,41 +56,6 @@ def without_variants(block: Block) -> str:
     return re.sub(r"@\w+", "", str(block))
 
 
-# -- Zamba2: Mamba-2, and before some layers a transformer of shared weights ------------------------------------------
-
-# Their lower bound of time steps where we have none: they take its logarithm while they build a model.
-NO_STEP = 1e-30
-_PLAIN, _SHARED = "mamba2", "mamba2+shared_attention"
-
-
-def _zamba2_values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
-    values: dict[str, Any] = {
-        "mamba2.head_dim": theirs.mamba_headdim,
-        "mamba2.bias": theirs.add_bias_linear,
-        "shared_attention.mlp.bias": theirs.add_bias_linear,
-        "shared_attention.position": "rotary" if theirs.use_mem_rope else "none",
-        "mamba2.least_step": float(theirs.time_step_min) if theirs.time_step_min > NO_STEP else 0.0,
-    }
-    if not theirs.use_mem_rope:
-        return values, []
-    rotary, problems = rope_values(theirs.rope_parameters, partial=False)
-    return {**values, "shared_attention.rotary": rotary}, problems
-
-
-def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    shared, mamba2 = model.shared_attention, model.mamba2
-    return {
-        "layers_block_type": kinds,
-        "n_mamba_heads": mamba2.expand * model.hidden_size // mamba2.head_dim,
-        "add_bias_linear": mamba2.bias,
-        "use_mem_rope": shared.position == "rotary",
-        "rope_parameters": rope_parameters(shared.rotary, partial=False),
-        "time_step_min": max(mamba2.least_step, NO_STEP),
-        # a model of theirs always has adapters
-        "adapter_rank": max(shared.adapter_rank, 1),
-    }
-
-
 def mamba2(ours: str, theirs: str) -> tuple[Link, ...]:
     """A Mamba-2 mixer and the norm before it; `theirs` is the module that has both."""
     mixer = f"{theirs}.mamba"
@@ -102,58 +67,6 @@ def mamba2(ours: str, theirs: str) -> tuple[Link, ...]:
         Link(f"{ours}.mamba2.norm", f"{mixer}.norm"),
         Link(f"{ours}.mamba2.output", f"{mixer}.out_proj"),
     )
-
-
-def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
-    """A shared block is saved with its first layer; the adapters of all its layers are saved there, too."""
-    layers = sorted({int(name.split(".")[1]) for name in ours if name.startswith("layers.")})
-    calls = [layer for layer in layers if f"layers.{layer}.shared_attention.output.weight" in ours]
-    blocks = len({name.split(".")[1] for name in ours if name.startswith("shared_attention.")})
-    links: list[Link] = []
-    for layer in layers:
-        own = f"model.layers.{layer}"
-        links += mamba2(f"layers.{layer}", f"{own}.mamba_decoder" if layer in calls else own)
-    for number, layer in enumerate(calls):
-        shared = f"model.layers.{calls[number % blocks]}.shared_transformer"
-        mine = f"layers.{layer}.shared_attention"
-        links.append(Link(f"{mine}.output", f"model.layers.{layer}.linear"))
-        for name, theirs in (
-            ("mlp", "feed_forward.gate_up_proj"),
-            *((each, f"self_attn.linear_{each[0]}") for each in ("query", "key", "value")),
-        ):
-            links += [
-                Link(f"{mine}.{name}_adapter.{part}", f"{shared}.{theirs}_adapter_list.{number}.{index}")
-                for index, part in enumerate(("down", "up"))
-            ]
-    for number, layer in enumerate(calls[:blocks]):
-        block, theirs = f"shared_attention.{number}", f"model.layers.{layer}.shared_transformer"
-        links += [
-            Link(f"{block}.norm", f"{theirs}.input_layernorm"),
-            Link(f"{block}.attention.query", f"{theirs}.self_attn.q_proj"),
-            Link(f"{block}.attention.key_value", (f"{theirs}.self_attn.k_proj", f"{theirs}.self_attn.v_proj"), Fused()),
-            Link(f"{block}.attention.output", f"{theirs}.self_attn.o_proj"),
-            Link(f"{block}.ffn_norm", f"{theirs}.pre_ff_layernorm"),
-            Link(f"{block}.mlp.gate_up", f"{theirs}.feed_forward.gate_up_proj"),
-            Link(f"{block}.mlp.down", f"{theirs}.feed_forward.down_proj"),
-        ]
-    return tuple(links)
-
-
-def _zamba2_source(name: str, saved: Collection[str]) -> str | None:
-    """A later layer's names of its shared block stand for those of the block's first layer."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.shared_transformer\.(.+)", name)
-    if found is None:
-        return None
-    calls = sorted(int(each.split(".")[2]) for each in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", each))
-    blocks = len({each.split(".")[2] for each in saved if ".shared_transformer." in each})
-    layer = int(found[1])
-    if layer not in calls[blocks:]:
-        return None
-    return f"model.layers.{calls[calls.index(layer) % blocks]}.shared_transformer.{found[2]}"
-
-
-ZAMBA2 = Hybrid(
-    {_SHARED: "hybrid", _PLAIN: "linear_attention"}, _zamba2_values, _zamba2_settings, _zamba2_links, _zamba2_source)
 
 
 # -- Bamba: Mamba-2 or attention, each with an MLP --------------------------------------------------------------------

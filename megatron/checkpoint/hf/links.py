@@ -19,7 +19,8 @@ from torch import Tensor
 class Dims:
     """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
     of its Mamba-2 layers, its experts, the channels of queries and keys together, and of values, of its gated_delta
-    layers, and those of queries and of keys of its cca layers."""
+    layers, those of queries and of keys of its cca layers, and the
+    heads of its mamba layers."""
 
     heads: int | None
     head_dim: int | None
@@ -27,6 +28,7 @@ class Dims:
     experts: int = 0
     delta: tuple[int, int] = (0, 0)
     cca: tuple[int, int] = (0, 0)
+    mamba_heads: int = 1
 
 
 class Form(Protocol):
@@ -136,6 +138,30 @@ class Swapped:
 
     def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
         return self.to_hf(theirs, dims)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Our z and x, one below the other, are their one tensor of a row of x, a row of z, and so on."""
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.stack(ours[0].chunk(2)[::-1], 1).flatten(0, 1)]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat([theirs[0][1::2], theirs[0][::2]])]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Our channels, along `dim`, are theirs [heads, ...], by head."""
+
+    dim: int
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.stack(ours[0].chunk(dims.mamba_heads, self.dim))]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        return [torch.cat(list(theirs[0]), self.dim)]
 
 
 @dataclass(frozen=True)

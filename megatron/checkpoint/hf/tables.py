@@ -115,7 +115,7 @@ _ENDS = (
     Link("final_norm", "model.final_layernorm"),
     Link("head", "lm_head"),
 )
-ZAMBA2 = _ENDS  # its layers: see `hybrids`
+ZAMBA = ZAMBA2 = _ENDS  # their layers: see `zamba`
 BAMBA = (
     *_ENDS,
     *hybrids.mamba2(_OURS, _LLAMA),

@@ -76,6 +76,19 @@ def state_space_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
                 )
 
 
+def mamba_heads_fit_the_tensor_ranks(facts: Facts) -> Iterator[Problem]:
+    """A rank has some heads, or a part of one."""
+    ranks = facts.config.parallel.tensor
+    for prefix, mamba in kind_options(facts, "mamba"):
+        if mamba.heads % ranks and ranks % mamba.heads:
+            yield facts.problem(
+                section_key(facts, prefix, "heads", "mamba"),
+                "parallel.tensor",
+                rule=f"a tensor parallel rank has whole heads of mamba, of which there are {mamba.heads}, or an equal part of one",
+                fix=f"use parallel.tensor = {near(ranks, divisors(mamba.heads))} or a multiple of {mamba.heads}",
+            )
+
+
 def mixer_heads_divide_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
     """Heads of values of gated_delta are cut; its heads of keys need no rule. A query head of cca needs the keys of its
     group, and its keys all queries of the group: key/value heads are cut."""
@@ -345,6 +358,7 @@ RULES = (
     context_waits,
     heads_divide_over_tensor_ranks,
     state_space_divides_over_tensor_ranks,
+    mamba_heads_fit_the_tensor_ranks,
     mixer_heads_divide_over_tensor_ranks,
     offloaded_parameters_have_one_type,
     mlp_divides_over_tensor_ranks,

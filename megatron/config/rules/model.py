@@ -119,6 +119,17 @@ def kv_heads_divide_heads(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def mamba_heads_are_equal(facts: Facts) -> Iterator[Problem]:
+    for prefix, mamba in kind_options(facts, "mamba"):
+        inner = mamba.expand * facts.config.model.hidden_size
+        if inner % mamba.heads:
+            yield facts.problem(
+                section_key(facts, prefix, "heads", "mamba"), "model.hidden_size",
+                rule=f"the heads share the {inner} inner channels (expand * hidden_size) evenly",
+                fix=f"use {near(mamba.heads, divisors(inner))} heads",
+            )
+
+
 def state_space_heads_are_whole(facts: Facts) -> Iterator[Problem]:
     for prefix, mamba2 in kind_options(facts, "mamba2"):
         inner = mamba2.expand * facts.config.model.hidden_size
@@ -360,6 +371,7 @@ RULES = (
     cca_heads_fit,
     heads_fill_hidden_size,
     kv_heads_divide_heads,
+    mamba_heads_are_equal,
     state_space_heads_are_whole,
     shared_blocks_are_used,
     attention_adapters_have_a_rank,

@@ -122,6 +122,9 @@ class StateSpaceOptions(RecurrentOptions):
 
 class MambaOptions(StateSpaceOptions):
     state_size: int = key(16, "State elements per channel.", gt=0)
+    heads: int = key(
+        1, "Equal parts of the channels, each of which makes time steps, B and C of its own (Zamba has 2).", gt=0)
+    inner_norms: bool = key(False, "RMSNorm of the time steps before their projection, and of B and C (Jamba).")
     rank: int | None = key(
         None, "Rank of the projection that gives the time steps.", derived="model.hidden_size / 16, rounded up", gt=0)
     chunk: int = key(

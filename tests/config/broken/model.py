@@ -31,6 +31,20 @@ MODEL = [
         "use 2 or 4 kv_heads",
     ),
     case(
+        "mamba heads are not equal",
+        "model: {layers: mamba x4, mamba: {heads: 3}}",
+        "a.yml:2: model.mamba.heads = 3",
+        "the heads share the 128 inner channels",
+        "use 2 or 4 heads",
+    ),
+    case(
+        "mamba heads over ranks",
+        "model: {layers: mamba x4, hidden_size: 96, mamba: {heads: 3}}\nparallel: {tensor: 2}",
+        "a.yml:2: model.mamba.heads = 3",
+        "whole heads of mamba, of which there are 3, or an equal part of one",
+        "use parallel.tensor = 1 or 3 or a multiple of 3",
+    ),
+    case(
         "mamba2 heads are not whole",
         "model: {layers: mamba2 x4, mamba2: {head_dim: 48}}",
         "a.yml:2: model.mamba2.head_dim = 48",
