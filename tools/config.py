@@ -76,12 +76,15 @@ def check(options: argparse.Namespace) -> None:
     parallel, training = config.parallel, config.training
     inner = parallel.tensor * parallel.pipeline
     layout = {"ranks": ranks, "tensor": parallel.tensor, "pipeline": parallel.pipeline,
-              "data": ranks // inner if ranks else None, "expert": parallel.expert, "zero": config.zero.stage}
+              "data": ranks // inner if ranks else None, "expert": parallel.expert,
+              "expert_tensor": parallel.expert_tensor, "zero": config.zero.stage}
     batch = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size,
              "accumulation": training.accumulation}
     text = f"{config.run.name}: no problems"
     if ranks:
-        spread = f", experts over {parallel.expert} of these" if parallel.expert > 1 else ""
+        folded = parallel.expert_tensor < parallel.tensor
+        over = "tensor and data ranks, whole on each" if folded else "data ranks"
+        spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
         text += (f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {layout['data']}{spread}, "
                  f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
                  f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.config import resolve
 from megatron.model.ffn.moe import MoE
@@ -17,6 +14,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 from tests.model.parity import named, relative
 from tests.workers import run
+from tools.bench.expert_traffic import Traffic, counted, send_everything
 
 H, S, B = 16, 12, 2
 OPTIONS = {
@@ -57,28 +55,26 @@ def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(B, S, H, generator=draw), torch.randn(B, S, H, generator=draw)
 
 
-def step(layout: Layout, case: str):
-    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run), bytes sent."""
+def step(layout: Layout, case: str, everything: bool = False):
+    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run), traffic.
+
+    Args:
+        everything: tensor parallel ranks send all their tokens.
+    """
     mesh = Mesh.build(layout) if layout.world_size > 1 else Mesh.single()
     moe = layer(mesh, case)
+    if everything:
+        moe.exchange = send_everything(mesh)
     x, weight = batch(mesh.data.rank)
     own = slice(mesh.tensor.rank * S // mesh.tensor.size, (mesh.tensor.rank + 1) * S // mesh.tensor.size)
     if layout.sequence:
         x, weight = x[:, own], weight[:, own]
     x = x.clone().requires_grad_()
-    sent = []
-    original = dist.all_to_all_single
-
-    def counted(output, tensor, outputs=None, inputs=None, group=None):
-        if inputs is not None:  # rows, not their numbers; what stays on the rank is not sent
-            sent.append((sum(inputs) - inputs[dist.get_rank(group)]) * tensor[0:0].new_empty(1, *tensor.shape[1:]).nbytes)
-        return original(output, tensor, outputs, inputs, group)
-
-    with mock.patch.object(dist, "all_to_all_single", counted):
+    with counted() as traffic:
         y = outputs_of(moe, x)
         (y * weight).sum().backward()
     gradients = {name: (p.grad, getattr(p, "experts", None)) for name, p in named(moe).items()}
-    return y.detach(), x.grad, gradients, sum(sent), len(sent)
+    return y.detach(), x.grad, gradients, traffic
 
 
 def outputs_of(moe: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +107,7 @@ def test_equals_the_whole_layer(layout: Layout):
         outputs, total = whole(case, layout.data)
         answers = run(layout.world_size, step, layout, case)
         summed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for rank, (y, x_grad, gradients, _, _) in enumerate(answers):
+        for rank, (y, x_grad, gradients, _) in enumerate(answers):
             at = layout.coordinates(rank)
             own = slice(at.tensor * S // layout.tensor, (at.tensor + 1) * S // layout.tensor) if layout.sequence else slice(None)
             assert relative(y, outputs[at.data][0][:, own]) < 1e-5, (case, rank)
@@ -138,16 +134,55 @@ def of_first(value: torch.Tensor, name: str, layout: Layout, case: str) -> torch
     return value
 
 
+def sent(layout: Layout) -> list[Traffic]:
+    return [answer[3] for answer in run(layout.world_size, step, layout, "top_k")]
+
+
+def crossing(place, share=lambda token: 0) -> int:
+    """Bytes of one way of all rows to other ranks: of k = 3 choices of each token, those whose expert is elsewhere.
+
+    Args:
+        place: the expert parallel rank of an expert.
+        share: what else tells apart the ranks of a data parallel index, as a function of the token.
+    """
+    rows = 0
+    for data in range(2):
+        for token, experts in enumerate(choices(data).tolist()):
+            rows += sum(place(expert) != (data, share(token)) for expert in experts)
+    return rows * H * 4
+
+
 def test_no_token_crosses_the_expert_axis_twice():
     """Two data parallel ranks send as much whether each is one rank or two tensor parallel ones, which have the same tokens."""
-    one = run(2, step, Layout(data=2, expert=2), "top_k")
-    two = run(4, step, Layout(data=2, tensor=2, expert=2), "top_k")
-    bytes_one, bytes_two = ([answer[3] for answer in answers] for answers in (one, two))
-    assert all(answer[4] == 4 for answer in (*one, *two)), "two exchanges forward and two backward"
-    # Of k = 3 choices of each token, those whose expert is on the other rank: row and gradient, there and back.
-    crossing = sum(int((choices(data) // 4 != data).sum()) for data in range(2))
-    assert sum(bytes_one) == sum(bytes_two) == 4 * crossing * H * 4
-    assert max(bytes_two) < 0.75 * max(bytes_one)
+    one, two = sent(Layout(data=2, expert=2)), sent(Layout(data=2, tensor=2, expert=2))
+    assert all(each.exchanges == 4 for each in (*one, *two)), "two exchanges forward and two backward"
+    way = crossing(lambda expert: (expert // 4, 0))
+    assert sum(each.exchanged for each in one) == sum(each.exchanged for each in two) == 4 * way
+    assert max(each.exchanged for each in two) < 0.75 * max(each.exchanged for each in one)
+
+
+def test_what_dropping_duplicates_saves():
+    """Half of the bytes of the all-to-all, where two ranks have the same tokens; what arrives goes over the tensor axis instead."""
+    layout = Layout(data=2, tensor=2, expert=2)
+    everything, share = (run(4, step, layout, "top_k", how) for how in (True, False))
+    for one, other in zip(everything, share):
+        assert relative(one[0], other[0]) < 1e-5 and relative(one[1], other[1]) < 1e-5
+    assert sum(answer[3].exchanged for answer in everything) == 2 * sum(answer[3].exchanged for answer in share)
+    for rank, answer in enumerate(share):
+        expert_rank, arrived = layout.coordinates(rank).data, [0, 0]
+        for data in range(2):
+            for token, experts in enumerate(choices(data).tolist()):
+                arrived[token * 2 // (B * S)] += sum(expert // 4 == expert_rank for expert in experts)
+        assert answer[3].gathered == 4 * max(arrived) * H * 4, "a gather and a sum each way, of as many rows as one has at most"
+    assert all(answer[3].gathered == 0 for answer in everything)
+
+
+def test_folded_experts_send_over_one_axis():
+    """Two experts on each of four ranks: a token's sender is its tensor parallel share's, and nothing is gathered."""
+    traffic = sent(Layout(data=2, tensor=2, expert=4, folded=True))
+    way = crossing(lambda expert: divmod(expert // 2, 2), lambda token: token * 2 // (B * S))
+    assert sum(each.exchanged for each in traffic) == 4 * way
+    assert all((each.exchanges, each.gathered) == (4, 0) for each in traffic)
 
 
 def choices(data: int) -> torch.Tensor:
@@ -165,3 +200,16 @@ def test_axes():
     assert [layout.rank(each) for each in layout.same_experts(at)] == [5, 13]
     mesh = Mesh.describe(layout, 13)
     assert (mesh.expert.rank, mesh.expert.size, mesh.expert_data.rank, mesh.expert_data.size) == (2, 4, 1, 2)
+    assert mesh.expert_tensor == mesh.tensor
+
+
+def test_folded_axes():
+    """The ranks of a stage in their order are one line, of which neighbours share the experts (2 stages of 8 ranks)."""
+    layout = Layout(tensor=2, data=4, pipeline=2, expert=4, folded=True)
+    at = layout.coordinates(13)
+    assert at == Coordinates(tensor=1, data=2, pipeline=1)
+    assert [layout.rank(each) for each in layout.all_experts(at)] == [12, 13, 14, 15]
+    assert [layout.rank(each) for each in layout.same_experts(at)] == [9, 13]
+    mesh = Mesh.describe(layout, 13)
+    assert (mesh.expert.rank, mesh.expert.size, mesh.expert_data.rank, mesh.expert_data.size) == (1, 4, 1, 2)
+    assert mesh.expert_tensor.size == 1

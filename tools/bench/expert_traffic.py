@@ -1,0 +1,159 @@
+#!/usr/bin/env python
+"""Bytes that one layer of experts sends, forward and backward, where tensor parallel ranks have the same tokens.
+
+    OMP_NUM_THREADS=1 python tools/bench/expert_traffic.py --tensor 2 --data 2 --expert 2
+
+Three ways of the same tokens to the same experts, on gloo processes of this machine, which must give the same outputs
+(status 1 where they do not): every tensor parallel rank sends all its tokens to the ranks with its slices; each sends its
+share, and what arrives is gathered (what `parallel.expert` does); experts are whole, so that each sends its share and
+nothing is gathered (`parallel.expert_tensor: 1`, with tensor times as many expert parallel ranks). Bytes are counted in the
+collectives, per token of a data parallel rank and mean over ranks; those that stay on a rank are not sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import tempfile  # noqa: E402
+import warnings  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from dataclasses import dataclass, replace  # noqa: E402
+from unittest import mock  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing  # noqa: E402
+
+from megatron.config import resolve  # noqa: E402
+from megatron.model.ffn.moe import MoE  # noqa: E402
+from megatron.model.ffn.moe.dispatch import Travel  # noqa: E402
+from megatron.model.initialisation import Initialisation  # noqa: E402
+from megatron.model.stream import Stream  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.mesh import ALONE, Mesh  # noqa: E402
+from megatron.parallel.parameters import ParameterFactory  # noqa: E402
+
+WAYS = ("each sends all", "each sends its share", "folded")
+TOLERANCE = 1e-4  # of the outputs, relative
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent.
+
+    Attributes:
+        exchanged: bytes of rows to other ranks in all-to-alls.
+        exchanges: how many of them there were.
+        gathered: bytes to other ranks in all-gathers and reduce-scatters, as a ring sends them.
+    """
+
+    exchanged: int = 0
+    exchanges: int = 0
+    gathered: int = 0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """Counts what float tensors this rank sends meanwhile."""
+    traffic = Traffic()
+    exchange, gather, scatter = dist.all_to_all_single, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
+    def exchanging(output, tensor, received=None, sent=None, group=None):
+        if sent is not None:  # rows, not their numbers
+            leaving = sum(sent) - sent[dist.get_rank(group)]
+            traffic.exchanged += leaving * tensor[0:0].new_empty(1, *tensor.shape[1:]).nbytes
+            traffic.exchanges += 1
+        return exchange(output, tensor, received, sent, group)
+
+    def gathering(output, tensor, group=None):
+        traffic.gathered += (dist.get_world_size(group) - 1) * tensor.nbytes * tensor.is_floating_point()
+        return gather(output, tensor, group=group)
+
+    def scattering(output, tensor, group=None):
+        traffic.gathered += (dist.get_world_size(group) - 1) * output.nbytes
+        return scatter(output, tensor, group=group)
+
+    patched = {"all_to_all_single": exchanging, "all_gather_into_tensor": gathering, "reduce_scatter_tensor": scattering}
+    with mock.patch.multiple(dist, **patched):
+        yield traffic
+
+
+def send_everything(mesh: Mesh) -> Travel:
+    """The way of rows on which every tensor parallel rank sends all its tokens to the ranks that have its slices."""
+    return Travel(replace(mesh, tensor=ALONE, expert_tensor=ALONE))
+
+
+def layout_of(way: str, asked: argparse.Namespace) -> Layout:
+    folded = way == "folded"
+    expert = asked.expert * (asked.tensor if folded else 1)
+    return Layout(tensor=asked.tensor, data=asked.data, expert=expert, folded=folded)
+
+
+def passed(way: str, asked: argparse.Namespace) -> tuple[Traffic, torch.Tensor, torch.Tensor]:
+    """On every rank: forward and backward; what this rank has sent, the output and the gradient of the input."""
+    mesh = Mesh.build(layout_of(way, asked))
+    moe = {"experts": asked.experts, "top_k": asked.top_k, "hidden_size": asked.width}
+    config = resolve({"model": {"layers": "moe", "hidden_size": asked.hidden_size, "vocab_size": 8, "moe": moe},
+                      "training": {"steps": 1, "sequence_length": asked.tokens}})
+    init = Initialisation(config.model.init, asked.hidden_size, 1)
+    layer = MoE(ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, init)
+    if way == WAYS[0]:
+        layer.exchange = send_everything(mesh)
+    draw = torch.Generator().manual_seed(mesh.data.rank)
+    x, weight = (torch.randn(1, asked.tokens, asked.hidden_size, generator=draw) for _ in range(2))
+    x.requires_grad_()
+    with counted() as traffic:
+        y = layer(x, Stream(x))
+        (y * weight).sum().backward()
+    return traffic, y.detach(), x.grad
+
+
+def work(rank: int, way: str, asked: argparse.Namespace, folder: str) -> None:
+    """One process: what it has to say goes into a file."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=asked.tensor * asked.data)
+    traffic, *made = passed(way, asked)
+    torch.save((vars(traffic), *made), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measure(way: str, asked: argparse.Namespace) -> list[tuple[Traffic, torch.Tensor, torch.Tensor]]:
+    """What `passed` gives on each rank."""
+    ranks = asked.tensor * asked.data
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (way, asked, folder), nprocs=ranks)
+        answers = [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+    return [(Traffic(**traffic), *made) for traffic, *made in answers]
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("tensor", 2), ("data", 2), ("expert", 2), ("experts", 8), ("top-k", 2), ("tokens", 512),
+                          ("hidden-size", 256), ("width", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    asked, first = parser.parse_args(given), None
+    print("| tokens | all-to-all, bytes per token and rank | over the tensor axis | together |")
+    print("| --- | --- | --- | --- |")
+    for way in WAYS:
+        answers = measure(way, asked)
+        traffic, made = [answer[0] for answer in answers], [tensor for answer in answers for tensor in answer[1:]]
+        first = first or made
+        for one, other in zip(first, made):
+            if (one - other).norm() > TOLERANCE * one.norm():
+                print(f"{way}: other outputs than where {WAYS[0]}", file=sys.stderr)
+                return 1
+        exchanged, gathered = (sum(getattr(each, name) for each in traffic) / len(traffic) / asked.tokens
+                               for name in ("exchanged", "gathered"))
+        print(f"| {way} | {exchanged:,.0f} | {gathered:,.0f} | {exchanged + gathered:,.0f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
