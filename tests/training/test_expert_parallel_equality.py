@@ -89,7 +89,7 @@ def test_losses_and_final_weights(layout: str):
 
 @pytest.mark.parametrize("layout", ["ep2, ZeRO 1", "ep4, ZeRO 2", "tp2, ep2", "tp2, ep1 folded", "tp2, ep4 folded", "pp2, ep2"])
 def test_norm_in_bf16(layout: str):
-    """The bf16 optimizer's own norm: experts that are counted twice, or by half of their ranks, are an error of almost a hundredth."""
+    """The bf16 optimizer's own norm: experts counted twice, or by half of their ranks, are an error of almost 1 %."""
     expected = alone("bf16")[0].norms
     results = run(4, runs.train, values(BF16, LAYOUTS[layout]), 4)
     for _, norms, *_ in results:
