@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 400.0
+THREADS = 60
 SETTINGS = {
     "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -35,6 +36,7 @@ class World:
     def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
         self.jobs = itertools.count()
+        self.worn = False  # too many threads of forgotten groups
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = get_context("forkserver")
@@ -61,12 +63,13 @@ class World:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, value, threads = pipe.recv()
                 except EOFError:
                     raise RuntimeError(f"rank {rank} died") from None
                 if not ok:
                     raise RuntimeError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
+                self.worn |= threads > THREADS
         return [results[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
@@ -85,12 +88,15 @@ def run(ranks: int, function: Callable, *args: Any) -> list[Any]:
     world = _worlds.get(ranks)
     if world is None:
         world = _worlds[ranks] = World(ranks)
+    done = False
     try:
-        return world.run(function, args)
-    except BaseException:
-        world.close()
-        del _worlds[ranks]
-        raise
+        results = world.run(function, args)
+        done = True
+        return results
+    finally:
+        if not done or world.worn:
+            world.close()
+            del _worlds[ranks]
 
 
 @atexit.register
@@ -128,21 +134,27 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             return
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
         try:
-            answer = (True, function(*args))
+            answer = function(*args)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
             continue  # this world is not used again
         dist.barrier()  # nobody still reads from a group that another is about to close
         _forget_the_last_engine(linear)
-        pipe.send(answer)
+        pipe.send((True, answer, _threads()))
+
+
+def _threads() -> int:
+    """Threads of this process, where the system tells."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
 
 
 def _forget_the_last_engine(linear: Callable) -> None:
     """Leave a process as it was before the engine: its groups, DeepSpeed's memory, torch's linear function.
 
-    A gloo group keeps a dozen threads that never quite sleep: a hundred forgotten engines slow every later one down
-    twentyfold. DeepSpeed keeps the axes of the last engine in a module, and ZeRO 3 leaves its own linear function in
-    torch's place; with that one selective recomputation gives wrong gradients, and no run but one of ZeRO 3 has it.
+    A gloo group keeps threads that never quite sleep: a hundred forgotten engines slow every later one down twentyfold.
+    ZeRO 3 and pipelines do leave some behind; a world that has many is thrown away. DeepSpeed keeps the axes of the last
+    engine in a module, and ZeRO 3 leaves its own linear function in torch's place; with that one selective recomputation
+    gives wrong gradients, and no run but one of ZeRO 3 has it.
     """
     import torch
     import torch.distributed as dist
