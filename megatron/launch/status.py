@@ -12,9 +12,11 @@ HOST_LOST = 255
 STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "stopped by the launcher"  # the reason of a rank that ended because another had failed
-AT_ONCE = 5.0  # seconds within which an end may be noticed late
+AT_ONCE = 10.0  # seconds within which an end may be noticed late
 # What a rank says whose peer has gone.
-COMPLAINT = re.compile(r"Connection (closed|reset|refused)|Broken pipe|connectFullMesh|ncclRemoteError")
+COMPLAINT = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|socket (unexpectedly )?closed|peer closed the connection|broken pipe"
+    r"|connectFullMesh|ncclRemoteError", re.IGNORECASE)
 # Not SIGABRT, with which NCCL's watchdog ends a rank that has lost a peer.
 _KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)

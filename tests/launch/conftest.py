@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from .host_job import HostJob
-from .namespaces import Cluster, why_not
+from .namespaces import Cluster, wait_for, why_not
 from .slurm_cluster import PROGRAMS, Slurm
 
 
@@ -26,7 +27,8 @@ def cluster(hosts_work, tmp_path_factory):
     """Two hosts, node1 and node2, and one called login."""
     with Cluster(tmp_path_factory.mktemp("cluster")) as made:
         yield made
-    assert not processes_with(str(made.folder)), "hosts leave no process behind"
+    left = partial(processes_with, str(made.folder))
+    wait_for(lambda: not left(), 30, lambda: f"hosts leave processes behind: {left()}")
     assert str(made.folder) not in Path("/proc/mounts").read_text(), "nor a mount"
 
 

@@ -178,7 +178,7 @@ PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
     [
         ([fail(10.4, 3, -9)], 3),  # its agent noticed late that it was killed
         ([fail(10.4, 3, -11), fail(10.2, 2, 1, text=PEER)], 3),
-        ([fail(17.0, 3, -9)], 0),  # long after: that was something else
+        ([fail(27.0, 3, -9)], 0),  # long after: that was something else
         ([fail(10.4, 3, -6)], 0),  # NCCL's watchdog aborts ranks that have lost a peer
         ([fail(10.4, 3, -9, reason=STOPPED)], 0),  # killed by us
         ([fail(10.4, 3, 1, text="ValueError")], 3),
@@ -188,6 +188,14 @@ PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
 )
 def test_a_complaint_about_a_peer_does_not_come_before_the_peers_death(others, rank):
     assert outcome([fail(10.0, 0, 1, text=PEER), *others], [])[1].rank == rank
+
+
+@pytest.mark.parametrize("text", [
+    "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:534] Socket closed [10.0.0.2]:4321",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:592] Read error [10.0.0.2]:4321: connection reset by peer"])
+def test_other_words_for_a_lost_peer(text):
+    assert outcome([fail(10.0, 0, 1, text=text), fail(18.0, 3, -9)], [])[1].rank == 3
 
 
 def test_a_failure_of_its_own_is_no_complaint():
