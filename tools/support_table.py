@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""The table of what is proven to train right, from tests/layouts.yml, for the README.
+"""What is proven to train right, from tests/layouts.yml: a summary for the README, all of it for docs/layouts.md.
 
-    python tools/support_table.py            print it
-    python tools/support_table.py README.md  put it between the file's two markers
+    python tools/support_table.py         print both
+    python tools/support_table.py FILES   put the one that belongs there between each file's two markers
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,14 +18,14 @@ if str(ROOT) not in sys.path:
 
 from tests.training.matrix import Case, cases, read  # noqa: E402
 
+NONE = "–"
 BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
 
 
-def render() -> str:
+def grid() -> str:
     """Markdown: a row per layout, a column per architecture, and in each cell the recipes that are tested there."""
     matrix = read()
     found, names = cases(matrix), list(matrix["architectures"])
-    about = "; ".join(f"**{name}**: {entry['about']}" for name, entry in matrix["architectures"].items())
     lines = [f"| layout | ranks | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for layout, entry in matrix["layouts"].items():
         here = [case for case in found if case.layout == layout]
@@ -32,11 +34,72 @@ def render() -> str:
     bounds = "; ".join(f"{recipe}: losses {entry['bounds']['loss']:.0e}, gradient norms {entry['bounds']['norm']:.0e}, "
                        f"weights {entry['bounds']['weights']:.0e}" for recipe, entry in matrix["recipes"].items())
     measured = f"Largest relative errors allowed, against one process of plain PyTorch: {bounds}."
-    return "\n".join([*lines, "", measured, "", f"Architectures: {about}."])
+    return "\n".join([*lines, "", measured])
+
+
+def summary() -> str:
+    """Markdown: a row per architecture, and for each way of cutting a run the sizes that are tested."""
+    matrix = read()
+    lines = ["| architecture | what it has | tensor | pipeline | ZeRO over data | expert | together | recomputed | bf16 |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for name, entry in matrix["architectures"].items():
+        cells = _summary([case for case in cases(matrix) if case.architecture == name])
+        lines.append(f"| {name} | {entry['about']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _summary(found: list[Case]) -> list[str]:
+    places = [Place.of(case) for case in found]
+    sequence = " (sequence too)" if any(case.values.get("parallel", {}).get("sequence") for case in found) else ""
+    together = dict.fromkeys(place.axes for place in sorted(places) if place.axes.count("·"))
+    modes = {case.values.get("training", {}).get("activation_checkpointing", {}).get("mode") for case in found} - {None, "none"}
+    tensor = _several(place.tensor for place in places if place.tensor > 1)
+    return [
+        tensor + (sequence if tensor != NONE else ""),
+        _several(place.pipeline for place in places if place.pipeline > 1),
+        _several(place.zero for place in places if place.data > 1),
+        _several(place.expert for place in places if place.expert > 1),
+        ", ".join(together) or NONE,
+        ", ".join(sorted(modes)) or NONE,
+        "yes" if any(case.recipe == "bf16" for case in found) else NONE,
+    ]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A case's sizes of the axes, and its ZeRO stage."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    expert: int
+    zero: int
+
+    @classmethod
+    def of(cls, case: Case) -> Place:
+        parallel = case.values.get("parallel", {})
+        tensor, pipeline = parallel.get("tensor", 1), parallel.get("pipeline", 1)
+        return cls(tensor, pipeline, case.ranks // (tensor * pipeline), parallel.get("expert", 1),
+                   case.values.get("zero", {}).get("stage", 1))
+
+    @property
+    def axes(self) -> str:
+        """Which axes have more than one rank: "tp·dp"."""
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data, "ep": self.expert}
+        return "·".join(name for name, size in sizes.items() if size > 1)
+
+
+def _several(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(numbers)))) or NONE
 
 
 def _cell(found: list[Case]) -> str:
-    return ", ".join(dict.fromkeys(case.recipe for case in found)) or "–"
+    return ", ".join(dict.fromkeys(case.recipe for case in found)) or NONE
+
+
+def table_for(path: Path) -> str:
+    """What stands in a file: the summary in the README, the grid elsewhere."""
+    return summary() if path.name == "README.md" else grid()
 
 
 def section(text: str) -> str:
@@ -50,21 +113,21 @@ def section(text: str) -> str:
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
-def replaced(text: str) -> str:
+def replaced(text: str, table: str) -> str:
     """The text with the table between its markers."""
     section(text)
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{render()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
-        print(render())
+        print(f"{summary()}\n\n{grid()}")
         return 0
     for name in arguments:
         path = Path(name)
         try:
-            path.write_text(replaced(path.read_text()))
+            path.write_text(replaced(path.read_text(encoding="utf-8"), table_for(path)), encoding="utf-8")
         except (OSError, ValueError) as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
