@@ -243,3 +243,18 @@ def test_reshape_takes_nothing_from_a_damaged_checkpoint(tmp_path, capsys):
     file.write_bytes(content)
     assert tool("reshape").main([str(path), str(tmp_path / "out"), "--to", "tensor=2"]) == 2
     assert "do not have their checksum" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_reshape_refuses_a_layout_that_no_run_can_have():
+    """Two layers, four heads: the rules of a run's configuration, whatever layout and batch wrote the checkpoint."""
+    from megatron.config import load
+    from megatron.config.problems import ConfigError
+
+    overrides = ["parallel.pipeline=2", "parallel.pipeline_split=[1, 1]", "training.global_batch_size=8"]
+    text = load([ROOT / "configs" / "test" / "tiny_neox.yml"], overrides, ranks=2, check_inputs=False).text()
+    refuse = tool("reshape").refuse_illegal
+    for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3"):
+        refuse(text, parse_layout(fine))
+    for to, key in (("tensor=3", "parallel.tensor"), ("pipeline=99", "parallel.pipeline"), ("pipeline=2,zero=2", "zero.stage")):
+        with pytest.raises(ConfigError, match=key):
+            refuse(text, parse_layout(to))

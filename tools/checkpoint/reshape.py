@@ -23,6 +23,25 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
+from megatron.config import resolve
+from megatron.config.yaml_source import parse
+from megatron.parallel.layout import Layout
+
+
+def refuse_illegal(config: str, layout: Layout) -> None:
+    """Raise where no run of the checkpoint's configuration could be cut like that.
+
+    Raises:
+        ConfigError: with the rules that the layout breaks.
+    """
+    values, _, _ = parse(config, lambda _line: None)
+    if not values or "training" not in values:
+        return  # weights that were imported, of no run
+    values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    values["zero"] = {"stage": layout.zero_stage}
+    # The batch is the next run's to choose: one that every layout can divide.
+    values["training"] |= {"micro_batch_size": 1, "global_batch_size": layout.data, "accumulation": 1}
+    resolve(values, ranks=layout.world_size)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         layout = parse_layout(options.to)
         source = open_checkpoint(options.checkpoint, verify="checksums")
+        refuse_illegal(source.meta.config, layout)
         tell = now_and_then(quiet=options.json)
         sums = reshape(source, options.out, layout, verify=options.verify, progress=tell)
     except (CheckpointError, ValueError, OSError) as error:
