@@ -50,6 +50,9 @@ def _host(plan: Plan, host: Host, first: int) -> list[str]:
     if plan.choice.transport == "local":
         extra = devices.visibility(host.slots, plan.job.environment, plan.job.device)
         extra["OMP_NUM_THREADS"] = plan.job.environment.get("OMP_NUM_THREADS", str(devices.threads_per_rank(size)))
+    else:
+        lines.append("  its agent adds what only the host knows: visible devices, OMP_NUM_THREADS (unless set), network interface, "
+                     "fabric defaults")
     for local in range(size if not plan.job.wrapper else 0):
         values = rank_environment(extra, first + local, local, size, plan.job.world_size, master)
         lines.append("  " + " ".join(f"{name}={value}" for name, value in values.items()))

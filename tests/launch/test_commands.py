@@ -274,6 +274,7 @@ def test_dry_run_tells_everything_but_secrets(place, capsys, monkeypatch):
     for part in (
         "4 ranks on 2 hosts",
         "ssh -T",
+        "what only the host knows",
         "node1",
         "node2",
         "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2",
