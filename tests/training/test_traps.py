@@ -300,3 +300,23 @@ def test_selective_recomputation_is_wrong_at_zero_3():
 def plain_losses() -> list[float]:
     config, engine = runs.start(values_of("neox"), 1)
     return runs.steps(config, engine, 0, 2)[0]
+
+
+def without_reductions(values: dict[str, Any], ranks: int) -> tuple[list[float], list[float]]:
+    config, engine = runs.start(values, ranks)
+
+    def refuse(*_args, **_options):
+        raise AssertionError("gradients of one data parallel rank were copied into buckets to be reduced")
+
+    engine.deepspeed.buffered_allreduce_fallback = refuse
+    return runs.steps(config, engine, 0, 2)
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}], ids=["one", "tp2", "pp2"])
+def test_one_data_rank_reduces_nothing(layout):
+    """DeepSpeed flattens all gradients, reduces them over a group of one, and copies them back."""
+    ranks = 2 if layout else 1
+    values = values_of("llama", **layout, zero={"stage": 0})
+    losses, norms = run(ranks, without_reductions, values, ranks)[0]
+    expected = run(1, without_reductions, values_of("llama", zero={"stage": 0}), 1)[0]
+    assert losses == pytest.approx(expected[0], rel=1e-5) and norms == pytest.approx(expected[1], rel=1e-5)
