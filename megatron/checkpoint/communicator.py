@@ -84,7 +84,6 @@ class GroupCommunicator:
         texts = received.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(length)].numpy())) for row, length in zip(texts, sizes.cpu(), strict=True)]
 
-
     def collect(self, value: Any) -> list[Any] | None:
         values = self.gather(value)
         return values if self.rank == 0 else None

@@ -142,9 +142,10 @@ class Store:
             reason = f"{'weights' if weights else 'resumed'} from {path} (step {checkpoint.step}), the newest intact one{note}"
             return Resume(checkpoint, skipped, reason)
         if skipped:
+            none = "none is intact" if weights else (
+                "none can be resumed; repair or move them away, or set checkpoint.resume to none")
             raise CheckpointError(self.directory, [
-                "there are checkpoints, but none is intact" if weights else "there are checkpoints, but none can be resumed; "
-                "repair or move them away, or set checkpoint.resume to none",
+                f"there are checkpoints, but {none}",
                 *(f"{path.name}: {why}" for path, why in skipped),
             ])
         return Resume(None, reason=f"started anew: no checkpoint in {self.directory}")

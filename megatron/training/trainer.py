@@ -35,14 +35,14 @@ class Trainer:
         mesh: this rank's place.
         hooks: called in this order at each hook point.
         sinks: where metrics and messages go (silent on ranks above 0).
+        tokens: how many the run has read after so many updates.
         ledger: the run's ledger on rank 0, None elsewhere.
         start: completed updates, those of the checkpoint that was resumed.
-        tokens: how many the run has read after so many updates, if not the same number in each.
         device: where the engine's numbers are.
     """
 
     def __init__(self, config, *, engine: Engine, loader, mesh, hooks: Sequence[Hook], sinks: Sinks,
-                 ledger: Ledger | None = None, start: int = 0, tokens: Callable[[int], int] | None = None,
+                 tokens: Callable[[int], int], ledger: Ledger | None = None, start: int = 0,
                  device: torch.device | str = "cpu") -> None:
         self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
         self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
@@ -50,7 +50,7 @@ class Trainer:
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = start
-        self.tokens = tokens or (lambda steps: steps * config.training.global_batch_size * config.training.sequence_length)
+        self.tokens = tokens
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
         self._wishes: set[str] = set()

@@ -24,6 +24,7 @@ from megatron.checkpoint import (
     write_tensors,
 )
 from megatron.checkpoint.errors import brief, by_layer
+from megatron.checkpoint.index import INDEX_NAME
 from megatron.checkpoint.logical import Stream
 from megatron.checkpoint.reshape import reshape
 from megatron.parallel.layout import Layout
@@ -293,3 +294,31 @@ def test_a_message_has_an_end() -> None:
         "missing: head.weight", "missing: layers.0-2,4.mlp.up.weight is in the run",
         "missing: layers.0-2,4.mlp.down.weight is in the run"]
     assert brief(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more" and brief(["a"]) == "a"
+
+
+def open_and_count(path: str) -> tuple[int, str]:
+    """How often this rank read the index whole, and what it was told of the checkpoint."""
+    from megatron.checkpoint import reader
+
+    read, real = [], reader.checksum
+    reader.checksum = lambda data: read.append(len(data)) or real(data)
+    try:
+        open_checkpoint(Path(path), verify="none", communicator=GroupCommunicator())
+        told = "intact"
+    except CheckpointError as error:
+        told = str(error)
+    finally:
+        reader.checksum = real
+    return read.count((Path(path) / INDEX_NAME).stat().st_size), told
+
+
+def test_one_rank_reads_the_index_whole_and_all_hear_of_its_damage(tmp_path):
+    path = save(tmp_path, 1, fragments(Model(), Layout(), 0), meta(1))
+    assert run(3, open_and_count, str(path)) == [(1, "intact"), (0, "intact"), (0, "intact")]
+    index = path / INDEX_NAME
+    data = bytearray(index.read_bytes())
+    data[-1] ^= 1
+    index.write_bytes(data)
+    counts, told = zip(*run(3, open_and_count, str(path)))
+    assert counts == (1, 0, 0)
+    assert all(INDEX_NAME in each and "does not have the checksum" in each for each in told), told

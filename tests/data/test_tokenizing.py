@@ -354,7 +354,6 @@ def test_encoders_are_told_apart():
 @pytest.mark.slow
 def test_gigatoken_is_exact():
     """On text of the standard library and on the odd documents of the golden corpora."""
-    pytest.importorskip("gigatoken")
     tokenizer = build_tokenizer(TokenizerSection(path=str(TOKENIZER)))
     choice = choose_encoder(tokenizer)
     assert choice.name == "gigatoken"

@@ -45,7 +45,6 @@ def test_tensorboard_events(tmp_path):
 
 
 def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     wanted = config(tmp_path, wandb={"mode": "offline", "project": "tests"})
     write(open_sinks(wanted, settings={"training": {"steps": 3}}))

@@ -300,3 +300,19 @@ def test_tokens_are_those_that_were_read_though_the_batch_grew(tmp_path):
     lines = start(tmp_path, 1)
     assert [line["tokens"] for line in lines if "loss" in line] == [16 * read for read in (8, 16, 32, 48, 56, 64)]
     assert open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000006").meta.data["tokens"] == 64 * 16
+
+
+def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
+    """Cut there, the ledger has the batches of exactly the steps before the checkpoint; a resumed run tells the place."""
+    start(tmp_path, 1, "training.stop_at_step=4", "checkpoint.every=3")
+    place = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003").meta.ledger["bytes"]
+    text = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    before = [json.loads(line) for line in text[:place].splitlines()]
+    assert text[place - 1 : place] == b"\n" and place < len(text)
+    seen = [each["first_step"] + k for each in before if each["event"] == "batches" for k in range(len(each["hashes"]))]
+    assert seen == [0, 1, 2]
+    newest = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004").meta.ledger
+    start(tmp_path, 1)
+    (resumed,) = (each for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+                  if (each := json.loads(line))["event"] == "resume")
+    assert resumed["ledger"] == newest and newest["bytes"] > place

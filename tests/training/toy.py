@@ -146,7 +146,8 @@ def toy_trainer(config, *, start: int = 0, mesh: Mesh | None = None, more=(), **
         checkpoint=Checkpoint(SavePolicy.of(config.checkpoint), saver, lambda step: (["fragments"], step)),
         generate=options.get("generate"), facts={"data": "toy"})
     trainer = Trainer(config, engine=engine, loader=ToyLoader(config, **place), mesh=mesh, hooks=[*hooks, *more],
-                      sinks=sinks, ledger=ledger, start=start)
+                      sinks=sinks, ledger=ledger, start=start,
+                      tokens=lambda steps: steps * config.training.global_batch_size * config.training.sequence_length)
     trainer.saver = saver
     return trainer
 

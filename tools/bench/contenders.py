@@ -210,7 +210,7 @@ def with_fla(setup: Setup) -> Ours:
 
     def theirs(r, log_w, k, v, a, b, *, chunk, initial_BhNN=None, starts_BS=None):
         if initial_BhNN is not None or starts_BS is not None:
-            raise NotImplementedError("states and documents")
+            raise NotImplementedError("the contender fla trains whole samples: it takes no earlier state and no documents")
         heads_first = [each.transpose(1, 2) for each in (r * r.shape[-1] ** 0.5, k, v, a, b, log_w)]  # it scales r
         y, state = dplr_chunkwise(*heads_first, chunk_size=min(chunk, r.shape[1]))
         return y.transpose(1, 2), state.mT

@@ -10,7 +10,8 @@ from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
 
 from .hybrids import Hybrid
-from .links import Fused, Link, Stacked, Swapped
+from .links import Fused, Link, Stacked
+from .tables import mamba_mixer
 
 _OURS, _THEIRS = "layers.{n}", "model.layers.{n}"
 _NORMS = {"dt_norm": "dt_layernorm", "B_norm": "b_layernorm", "C_norm": "c_layernorm"}
@@ -22,14 +23,8 @@ LINKS = (
     Link(f"{_OURS}.attention.query", f"{_THEIRS}.self_attn.q_proj"),
     Link(f"{_OURS}.attention.key_value", (f"{_THEIRS}.self_attn.k_proj", f"{_THEIRS}.self_attn.v_proj"), Fused()),
     Link(f"{_OURS}.attention.output", f"{_THEIRS}.self_attn.o_proj"),
-    *(Link(f"{_OURS}.mamba.{each}", f"{_THEIRS}.mamba.{each}", suffixes=("",)) for each in ("A_log", "D")),
     *(Link(f"{_OURS}.mamba.{ours}", f"{_THEIRS}.mamba.{theirs}") for ours, theirs in _NORMS.items()),
-    Link(f"{_OURS}.mamba.dt_bias", f"{_THEIRS}.mamba.dt_proj.bias", suffixes=("",)),
-    Link(f"{_OURS}.mamba.zx", f"{_THEIRS}.mamba.in_proj", Swapped()),
-    Link(f"{_OURS}.mamba.x_conv", f"{_THEIRS}.mamba.conv1d"),
-    Link(f"{_OURS}.mamba.dt_bc", f"{_THEIRS}.mamba.x_proj"),
-    Link(f"{_OURS}.mamba.dt", f"{_THEIRS}.mamba.dt_proj"),
-    Link(f"{_OURS}.mamba.output", f"{_THEIRS}.mamba.out_proj"),
+    *mamba_mixer(f"{_THEIRS}.mamba"),
     Link(f"{_OURS}.ffn_norm", f"{_THEIRS}.pre_ff_layernorm"),
     Link(f"{_OURS}.mlp.gate_up", (f"{_THEIRS}.feed_forward.gate_proj", f"{_THEIRS}.feed_forward.up_proj"), Fused()),
     Link(f"{_OURS}.mlp.down", f"{_THEIRS}.feed_forward.down_proj"),

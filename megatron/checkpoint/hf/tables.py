@@ -80,9 +80,9 @@ GPT2 = (
 _MAMBA = "backbone.layers.{n}"
 
 
-def _tensors(kind: str, *names: str) -> tuple[Link, ...]:
-    """Tensors with names of their own, the same on both sides."""
-    return tuple(Link(f"{_OURS}.{kind}.{name}", f"{_MAMBA}.mixer.{name}", suffixes=("",)) for name in names)
+def _tensors(ours: str, theirs: str, *names: str) -> tuple[Link, ...]:
+    """Tensors of two modules with names of their own, the same on both sides."""
+    return tuple(Link(f"{ours}.{name}", f"{theirs}.{name}", suffixes=("",)) for name in names)
 
 
 _MAMBA_COMMON = (
@@ -91,19 +91,26 @@ _MAMBA_COMMON = (
     Link("final_norm", "backbone.norm_f"),
     Link("head", "lm_head"),
 )
-MAMBA = (
-    *_MAMBA_COMMON,
-    *_tensors("mamba", "A_log", "D"),
-    Link(f"{_OURS}.mamba.dt_bias", f"{_MAMBA}.mixer.dt_proj.bias", suffixes=("",)),
-    Link(f"{_OURS}.mamba.zx", f"{_MAMBA}.mixer.in_proj", Swapped()),
-    Link(f"{_OURS}.mamba.x_conv", f"{_MAMBA}.mixer.conv1d"),
-    Link(f"{_OURS}.mamba.dt_bc", f"{_MAMBA}.mixer.x_proj"),
-    Link(f"{_OURS}.mamba.dt", f"{_MAMBA}.mixer.dt_proj"),
-    Link(f"{_OURS}.mamba.output", f"{_MAMBA}.mixer.out_proj"),
-)
+
+
+def mamba_mixer(theirs: str) -> tuple[Link, ...]:
+    """A Mamba mixer; `theirs` is its module."""
+    ours = f"{_OURS}.mamba"
+    return (
+        *_tensors(ours, theirs, "A_log", "D"),
+        Link(f"{ours}.dt_bias", f"{theirs}.dt_proj.bias", suffixes=("",)),
+        Link(f"{ours}.zx", f"{theirs}.in_proj", Swapped()),
+        Link(f"{ours}.x_conv", f"{theirs}.conv1d"),
+        Link(f"{ours}.dt_bc", f"{theirs}.x_proj"),
+        Link(f"{ours}.dt", f"{theirs}.dt_proj"),
+        Link(f"{ours}.output", f"{theirs}.out_proj"),
+    )
+
+
+MAMBA = (*_MAMBA_COMMON, *mamba_mixer(f"{_MAMBA}.mixer"))
 MAMBA2 = (
     *_MAMBA_COMMON,
-    *_tensors("mamba2", "A_log", "D", "dt_bias"),
+    *_tensors(f"{_OURS}.mamba2", f"{_MAMBA}.mixer", "A_log", "D", "dt_bias"),
     Link(tuple(f"{_OURS}.mamba2.{name}" for name in ("zx", "bc", "dt")), f"{_MAMBA}.mixer.in_proj", Mamba2Rows(True)),
     Link((f"{_OURS}.mamba2.x_conv", f"{_OURS}.mamba2.bc_conv"), f"{_MAMBA}.mixer.conv1d", Mamba2Rows(False)),
     Link(f"{_OURS}.mamba2.norm", f"{_MAMBA}.mixer.norm"),

@@ -22,6 +22,12 @@ def _layers(ours: Collection[str]) -> tuple[list[int], list[int], int]:
     return layers, calls, len({name.split(".")[1] for name in ours if name.startswith("shared_attention.")})
 
 
+def _mixers(layers: list[int], calls: list[int], mixer: Callable[[str, str], tuple[Link, ...]]) -> list[Link]:
+    """Every layer's own mixer, which has a module of its own where a shared block runs before it."""
+    names = {layer: f"model.layers.{layer}" + (".mamba_decoder" if layer in calls else "") for layer in layers}
+    return [link for layer, theirs in names.items() for link in mixer(f"layers.{layer}", theirs)]
+
+
 def _block(number: int, theirs: str, gate_up: Link) -> tuple[Link, ...]:
     """A shared block; `theirs` is its module in the first layer that uses it, with which it is saved."""
     ours = f"shared_attention.{number}"
@@ -86,10 +92,7 @@ def _mamba(ours: str, theirs: str) -> tuple[Link, ...]:
 
 def _zamba_links(ours: Collection[str]) -> tuple[Link, ...]:
     layers, calls, _ = _layers(ours)
-    links: list[Link] = []
-    for layer in layers:
-        own = f"model.layers.{layer}"
-        links += _mamba(f"layers.{layer}", f"{own}.mamba_decoder" if layer in calls else own)
+    links = _mixers(layers, calls, _mamba)
     links += [Link(f"layers.{layer}.shared_attention.output", f"model.layers.{layer}.linear") for layer in calls]
     if calls:
         theirs = f"model.layers.{calls[0]}.shared_transf"
@@ -140,10 +143,7 @@ def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
 def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
     """A shared block is saved with its first layer; the adapters of all its layers are saved there, too."""
     layers, calls, blocks = _layers(ours)
-    links: list[Link] = []
-    for layer in layers:
-        own = f"model.layers.{layer}"
-        links += mamba2(f"layers.{layer}", f"{own}.mamba_decoder" if layer in calls else own)
+    links = _mixers(layers, calls, mamba2)
     for number, layer in enumerate(calls):
         shared = f"model.layers.{calls[number % blocks]}.shared_transformer"
         mine = f"layers.{layer}.shared_attention"
