@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections import Counter
 from typing import TextIO
 
@@ -14,6 +15,7 @@ _START = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"(During handling of the above exception|The above exception was the direct cause)")
 _TORCH = re.compile(r"^\[rank\d+\]: ")  # torch says what we say
 LINES = 80
+PATIENCE = 0.5  # seconds
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -25,26 +27,57 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 class Console:
-    """Writes ranks' output: whole lines with `[host:rank]` in front, or one rank's text as it is."""
+    """Writes ranks' output: whole lines with `[host:rank]` in front, or rank 0's text as it is.
+
+    Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself, a live
+    line has none at all). The others' lines wait for that end, but not longer than `PATIENCE`.
+    """
 
     def __init__(self, plain: bool) -> None:
         self.plain = plain
-        self._open: dict[tuple[int, int], str] = {}
+        self._rests: dict[tuple[int, int], str] = {}
+        self._unfinished: set[int] = set()  # streams where rank 0 is in the middle of a line
+        self._waiting: dict[int, tuple[float, str]] = {}  # since when, and what
 
     def show(self, host: str, rank: int, stream: int, text: str) -> None:
         """Write a piece of output. Without a terminal of its own only whole lines are prefixed and shown."""
-        target = sys.stdout if stream == 1 else sys.stderr
         if self.plain and rank == 0:
-            self._write(target, text)
+            head, end, tail = text.rpartition("\n")
+            if end:
+                self._write(stream, head + end)
+                self._unfinished.discard(stream)
+                self._release(stream)
+            if tail:
+                self._write(stream, tail)
+                self._unfinished.add(stream)
             return
-        text = self._open.pop((rank, stream), "") + text
+        text = self._rests.pop((rank, stream), "") + text
         *lines, rest = text.split("\n")
         if rest:
-            self._open[rank, stream] = rest
-        self._write(target, "".join(f"[{host}:{rank}] {line}\n" for line in lines))
+            self._rests[rank, stream] = rest
+        shown = "".join(f"[{host}:{rank}] {line}\n" for line in lines)
+        if stream in self._unfinished and shown:
+            since, before = self._waiting.get(stream, (time.monotonic(), ""))
+            self._waiting[stream] = since, before + shown
+        else:
+            self._write(stream, shown)
+
+    def settle(self, patience: float = PATIENCE) -> None:
+        """Write what has waited longer than `patience` seconds, on a line of its own."""
+        for stream, (since, _) in list(self._waiting.items()):
+            if time.monotonic() - since >= patience:
+                self._release(stream)
+
+    def _release(self, stream: int) -> None:
+        _, text = self._waiting.pop(stream, (0.0, ""))
+        if text and stream in self._unfinished:
+            self._unfinished.discard(stream)
+            text = "\n" + text
+        self._write(stream, text)
 
     @staticmethod
-    def _write(target: TextIO, text: str) -> None:
+    def _write(stream: int, text: str) -> None:
+        target = sys.stdout if stream == 1 else sys.stderr
         target.buffer.write(text.encode("utf-8", "surrogateescape"))
         target.flush()
 

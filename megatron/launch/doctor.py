@@ -54,6 +54,9 @@ class Collector:
     def show(self, host: str, rank: int, stream: int, text: str) -> None:
         self.text[rank, stream] = self.text.get((rank, stream), "") + text
 
+    def settle(self, patience: float = 0.0) -> None:
+        """Nothing waits here."""
+
     def answers(self) -> dict[int, dict[str, Any]]:
         """The JSON line of each rank that gave one."""
         found = {}

@@ -188,6 +188,7 @@ class Launcher:
         for connection in self.connections:
             if connection.ended:
                 self._command_ended(connection)
+        self.console.settle()
         for index, host in enumerate(self.hosts):
             silent = (
                 self.job.heartbeat and host.phase in ("ready", "running") and now - host.heard > self.job.heartbeat
@@ -420,6 +421,7 @@ class Launcher:
         while time.monotonic() < deadline and any(each.process.poll() is None for each in self.connections):
             for key, _ in self.selector.select(0.05):
                 key.data()
+        self.console.settle(0.0)
 
 
 def _resolve(name: str) -> str | None:

@@ -97,13 +97,10 @@ def test_omp_threads_are_a_share_of_the_cores_unless_set(tmp_path):
 def test_everybody_speaks_if_asked_to(tmp_path):
     status, out, _ = Job(tmp_path, "describe", ranks=3, options=("--console", "all")).finish()
     assert status == 0
-    lines = sorted(out.splitlines())
     host = os.uname().nodename
-    assert lines == ["hello from 0", *(f"[{host}:{rank}] hello from {rank}" for rank in (1, 2))] or lines == [
-        f"[{host}:1] hello from 1",
-        f"[{host}:2] hello from 2",
-        "hello from 0",
-    ]
+    assert sorted(filter(None, out.splitlines())) == sorted(
+        ["hello from 0", f"[{host}:1] hello from 1", f"[{host}:2] hello from 2"]
+    )
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):

@@ -134,7 +134,9 @@ def test_a_launcher_without_the_secret_is_not_obeyed(tmp_path):
     desk.close()
 
 
-def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
+def _standard_output(monkeypatch):
+    """Put something in the place of sys.stdout; returns what has been written to it, when called."""
+
     class Sink(io.StringIO):
         buffer = property(lambda self: self)
 
@@ -143,8 +145,37 @@ def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
 
     sink = Sink()
     monkeypatch.setattr("sys.stdout", sink)
+    return sink.getvalue
+
+
+def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
+    shown = _standard_output(monkeypatch)
     console = Console(plain=False)
     console.show("a", 0, 1, "one\ntw")
     console.show("b", 5, 1, "five\n")
     console.show("a", 0, 1, "o\n")
-    assert sink.getvalue() == "[a:0] one\n[b:5] five\n[a:0] two\n"
+    assert shown() == "[a:0] one\n[b:5] five\n[a:0] two\n"
+
+
+def test_a_line_of_another_rank_waits_for_the_end_of_rank_0s_line(monkeypatch):
+    shown = _standard_output(monkeypatch)
+    console = Console(plain=True)
+    console.show("a", 0, 1, "hello from 0")  # an unbuffered print writes its line's end by itself
+    console.show("a", 1, 1, "one\n")
+    console.show("a", 2, 1, "two\n")
+    console.settle(60.0)
+    assert shown() == "hello from 0"
+    console.show("a", 0, 1, "\nnext")
+    assert shown() == "hello from 0\n[a:1] one\n[a:2] two\nnext"
+
+
+def test_a_line_without_end_does_not_silence_the_other_ranks(monkeypatch):
+    shown = _standard_output(monkeypatch)
+    console = Console(plain=True)
+    console.show("a", 0, 1, "\r 10 %")
+    console.show("a", 1, 1, "one\n")
+    console.settle(0.0)
+    console.settle(0.0)
+    console.show("a", 1, 1, "two\n")
+    console.show("a", 0, 1, "\r 20 %")
+    assert shown() == "\r 10 %\n[a:1] one\n[a:1] two\n\r 20 %"
