@@ -134,7 +134,7 @@ class BaseEngine:
             # a tenth of the step's time, and as much memory as all gradients.
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
-        self.experts = ExpertLoad(module, self.config, self.mesh)
+        self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, kept_tensors(module))
 
     def _initialize(self, module, mpu):

@@ -22,10 +22,11 @@ class ExpertLoad:
     Args:
         module: this rank's layers.
         config: names the layers of the whole model.
+        device: where ranks sum up, on stages without experts too.
     """
 
-    def __init__(self, module: nn.Module, config: Config, mesh: Mesh):
-        self.mesh = mesh
+    def __init__(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+        self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
             index: options_of(config.model, block.ffn).experts
             for index, block in enumerate(parse(config.model.layers)) if block.ffn is not None and block.ffn.name == "moe"}
@@ -41,9 +42,8 @@ class ExpertLoad:
         """
         if not self.experts:
             return {}
-        device = next((each.tally.device for each in self.local.values()), None)
         width = self.widest + Balance.BESIDE
-        table = torch.zeros(len(self.experts), width + self.widest, device=device or "cpu")
+        table = torch.zeros(len(self.experts), width + self.widest, device=self.device)
         for row, layer in zip(table, self.experts):
             if layer in self.local:
                 tally = self.local[layer].tally

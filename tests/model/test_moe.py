@@ -283,7 +283,7 @@ def test_sinkhorn(start: str):
         d0 = 1 / (4096 * (cost @ d1))
         d1 = 1 / (8 * (cost.T @ d0))
     wanted = d0[:, None] * cost * d1
-    assert relative(sinkhorn(logits, own.router).double(), wanted) < 1e-5
+    assert relative(sinkhorn(logits, own.router).double().exp(), wanted) < 1e-5
     scores = scores_of(logits, "sigmoid")
 
     def skew(training: bool) -> float:
@@ -291,6 +291,17 @@ def test_sinkhorn(start: str):
         return (load.max() / load.float().mean()).item()
 
     assert skew(False) > 2.0 > 1.15 > skew(True)
+
+
+def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
+    """What is added to all logits of a token is taken out by its row's factor: it moves nobody, were it 100."""
+    own = config_of({"experts": 8, "top_k": 1, "router": {
+        "select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": "ones"}}).model.moe
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2048, 8, generator=generator) + torch.linspace(0, 1.5, 8)
+    level = 50 * torch.randn(2048, 1, generator=generator)
+    flat, steep = (choose(each, each.sigmoid(), None, own, True).experts_Tk for each in (logits, logits + level))
+    assert (flat == steep).float().mean() > 0.998  # rounding decides near ties
 
 
 def test_each_expert_is_a_matrix_of_its_own():
@@ -312,6 +323,22 @@ def test_each_expert_is_a_matrix_of_its_own():
         "training": {"steps": 1, "sequence_length": 24}, "optimizer": {"type": "muon"}}), model.parameters())
     names = {p.logical.name for group in groups if group["matrix"] for p in group["params"]}
     assert {name for name in weights if ".experts." in name} <= names and not any("router" in name for name in names)
+
+
+@pytest.mark.parametrize("dtype, scale, near", [(torch.bfloat16, 1.0, 2e-3), (torch.float16, 2.0**17, 1e-3)])
+def test_auxiliary_gradients_in_half_precision(dtype: torch.dtype, scale: float, near: float):
+    """Gradients of auxiliary losses are as large as in fp32 where the stream is narrow, and finite where fp16 scales losses."""
+    config = config_of({"experts": 4, "hidden_size": 16, "losses": {"z": 0.7}}, layers="moe moe", norm={"type": "rmsnorm"})
+    tokens = torch.randint(37, (3, 25), generator=torch.Generator().manual_seed(1))
+
+    def gradients(dtype: torch.dtype, scale: float) -> list[Tensor]:
+        model = build_model(config, dtype=dtype)
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:], torch.zeros(3, 24))  # no label counts
+        (loss * scale).backward()
+        return [block.ffn.router.weight.grad / scale for block in model.blocks]
+
+    for found, wanted in zip(gradients(dtype, scale), gradients(torch.float32, 1.0)):
+        assert ((found * wanted).sum() / wanted.square().sum()).item() == pytest.approx(1.0, abs=near)
 
 
 def test_variants_and_dense_layers():

@@ -15,7 +15,9 @@ from megatron.model.ffn.moe.choice import scores_of
 from megatron.model.ffn.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
+from megatron.parallel.mesh import Mesh
 from megatron.report.experts import save_expert_load
+from megatron.training.expert_load import ExpertLoad
 from tests.paths import ROOT
 from tests.training import runs
 from tests.training.matrix import merged, read
@@ -59,6 +61,13 @@ def test_every_layout_reports_the_same(name: str):
             for each in ("max_over_mean", "entropy", "sequence", "z"):
                 assert found[layer][each] == pytest.approx(numbers[each], rel=1e-5), each
             assert found[layer]["dead"] == numbers["dead"] and found[layer]["dropped"] == 0
+
+
+def test_a_stage_without_experts_sums_on_the_device():
+    """Its share of the sums lies where those of the other stages do: a process group has one kind of device."""
+    config = resolve(values())
+    load = ExpertLoad(torch.nn.Linear(2, 2), config, Mesh.single(), torch.device("meta"))
+    assert load.finish(True).table.device.type == "meta"
 
 
 def test_numbers_by_hand():
@@ -118,6 +127,13 @@ def test_recomputation_replays_the_choice(mode: str, monkeypatch):
     assert not used_experts("full").equal(used_experts("none"))  # so the comparison can fail
 
 
+def trace_tool():
+    spec = spec_from_file_location("trace_tool", ROOT / "tools" / "moe" / "trace.py")
+    tool = module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
 def test_picture_and_trace(tmp_path, capsys):
     """experts.png of a run's metrics; the trace of a model agrees with what the layer itself counts."""
     metrics = tmp_path / "metrics.jsonl"
@@ -140,9 +156,7 @@ def test_picture_and_trace(tmp_path, capsys):
         assert np.array_equal(np.bincount(found[layer][0].flatten(), minlength=8), moe.balance.tally[:8].numpy())
         assert torch.allclose(found[layer][1].sum(-1), torch.tensor(1.5))  # normalised, times the scale
 
-    spec = spec_from_file_location("trace_tool", ROOT / "tools" / "moe" / "trace.py")
-    tool = module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = trace_tool()
     rows = list(tool.rows(model, tokens))
     assert len(rows) == 3 * 32 and rows[0]["layer"] == 1 and rows[0]["token"] == int(tokens[0, 0])
     told = tool.summary(rows, {1: 8, 2: 8, 3: 8})
@@ -150,6 +164,33 @@ def test_picture_and_trace(tmp_path, capsys):
     assert told[0] == (f"layer 1: largest load over an even share {load.max() / load.mean():.3f}, "
                        f"{(load == 0).sum()} of 8 experts unused")
     assert tool.main([str(tmp_path)]) == 2
+
+
+def test_trace_of_tokens_that_use_no_expert_and_of_documents():
+    """The class of no expert is in the rows and no expert's load; attention ends where the run's documents end."""
+    matrix = read()
+    own = {name: value for name, value in matrix["architectures"]["zaya1"].items() if name not in ("about", "apart")}
+    config = resolve(merged(matrix["common"], own))
+    model = build_model(config)
+    with torch.no_grad():
+        for moe in moe_layers(model).values():
+            moe.router.out.mul_(100)
+            moe.balance.correction[4] = 0.05
+    batch = runs.global_batch(config, 0)
+    tokens, sides = batch.inputs[0], {"positions": batch.positions[0], "documents": batch.documents[0]}
+    tool = trace_tool()
+    rows = list(tool.rows(model, tokens, **sides))
+    told = tool.summary(rows, {layer: 4 for layer in range(4)})
+    model.train().stream(tokens, samples=batch.sample_ids[0], **sides)
+    for layer, moe in moe_layers(model).items():
+        counts, skipped = moe.balance.tally[:4].numpy(), int(moe.balance.tally[4])
+        found = [row["experts"][0] for row in rows if row["layer"] == layer]
+        assert np.array_equal(np.bincount(found, minlength=5), [*counts, skipped])
+        assert told[layer].startswith(f"layer {layer}: largest load over an even share {counts.max() / counts.mean():.3f}, ")
+        assert (f"{skipped} choices of no expert" in told[layer]) == bool(skipped)
+    assert any("of no expert" in line for line in told)
+    alone = list(tool.rows(model, tokens))
+    assert [row["experts"] for row in alone] != [row["experts"] for row in rows]  # so that the documents are seen
 
 
 def trained(correction: str) -> tuple[list[float], float]:

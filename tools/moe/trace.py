@@ -5,8 +5,9 @@
     python tools/moe/trace.py runs/my_run --step 500 --samples 2   of another batch, its first two samples
     python tools/moe/trace.py runs/my_run --output trace.jsonl     a line per token and layer
 
-A line has sample, position, token (the id), layer, experts (the chosen ones, best first) and weights. In front of it
-all is shown, per layer, the largest load over an even share, and how many experts nobody used.
+A line has sample, position, token (the id), layer, experts (the chosen ones, best first; the number after the last
+expert's is that of using none) and weights. In front of it all is shown, per layer, the largest load over an even
+share, how many experts nobody used, and how many choices were of none.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def rows(model, tokens) -> Iterator[dict]:
-    """A row per token and layer of tokens [B, S], as described above."""
+def rows(model, tokens, **sides) -> Iterator[dict]:
+    """A row per token and layer of tokens [B, S], as described above; `sides` are their positions and documents, if any."""
     from megatron.model.ffn.moe.trace import traced
 
-    for layer, (experts, weights) in traced(model, tokens).items():
+    for layer, (experts, weights) in traced(model, tokens, **sides).items():
         for sample in range(tokens.shape[0]):
             for position in range(tokens.shape[1]):
                 yield {"sample": sample, "position": position, "token": int(tokens[sample, position]), "layer": layer,
@@ -35,15 +36,16 @@ def rows(model, tokens) -> Iterator[dict]:
 
 
 def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
-    """A line per layer: the largest load over an even share, and the experts that nobody used."""
+    """A line per layer: the largest load over an even share, the experts that nobody used, choices of no expert."""
     lines = []
     for layer, count in experts.items():
-        loads = [0] * count
+        loads = [0] * (count + 1)
         for row in (each for each in found if each["layer"] == layer):
             for expert in row["experts"]:
                 loads[expert] += 1
+        none = loads.pop()
         lines.append(f"layer {layer}: largest load over an even share {max(loads) * count / max(sum(loads), 1):.3f}, "
-                     f"{loads.count(0)} of {count} experts unused")
+                     f"{loads.count(0)} of {count} experts unused" + (f", {none} choices of no expert" if none else ""))
     return lines
 
 
@@ -73,10 +75,11 @@ def main(arguments: list[str]) -> int:
         return 2
     loader = build_loader(config, data_rank=0, data_ranks=1)
     try:
-        tokens = loader.step(options.step).tokens.flatten(0, 1)[: options.samples or config.training.micro_batch_size, :-1]
+        batch, count = loader.step(options.step), options.samples or config.training.micro_batch_size
     finally:
         loader.close()
-    found = list(rows(model, tokens))
+    sides = {name: getattr(batch, name).flatten(0, 1)[:count] for name in model.form.optional if name != "samples"}
+    found = list(rows(model, batch.tokens.flatten(0, 1)[:count, :-1], **sides))
     told = summary(found, layers)
     if options.json:
         print(json.dumps({"summary": told, "rows": found}))

@@ -5,6 +5,7 @@ Shapes: T tokens, E experts, k experts per token, C tokens per expert.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,16 +86,15 @@ def _within_groups(wanted_TE: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
-    """exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E, whose order within a row is balanced.
+    """Logarithms of exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E: the order within a row is
+    balanced.
 
     A fixed number of rounds: the published tolerance compares numbers of the size of 1/T with 1e-4, and so stops after
-    the first. The largest logit is taken out before the exponential, which changes no order.
+    the first. In logarithms, since logits of tokens may differ by more than an exponential in fp32 has room for.
     """
-    tokens, experts = logits_TE.shape
-    cost = torch.exp(logits_TE - logits_TE.max())
-    floor = 1e-8 * cost.amax()
-    column_E = torch.ones_like(cost[0]) if router.sinkhorn_start == "ones" else 1.0 / (experts * (cost.sum(0) + floor))
+    tokens, experts = (math.log(size) for size in logits_TE.shape)
+    column_E = torch.zeros_like(logits_TE[0]) if router.sinkhorn_start == "ones" else -logits_TE.logsumexp(0) - experts
     for _ in range(router.sinkhorn_iterations):
-        row_T = 1.0 / (tokens * (cost @ column_E + TINY))
-        column_E = 1.0 / (experts * (cost.T @ row_T + TINY))
-    return row_T.unsqueeze(1) * cost * column_E
+        row_T = -(logits_TE + column_E).logsumexp(1) - tokens
+        column_E = -(logits_TE + row_T.unsqueeze(1)).logsumexp(0) - experts
+    return logits_TE + row_T.unsqueeze(1) + column_E

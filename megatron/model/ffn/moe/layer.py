@@ -105,7 +105,8 @@ class MoE(nn.Module):
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
         before = stream.channels.get(LOSS)
         before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
-        return {LOSS: before + torch.as_tensor(total).to(y.dtype)}
+        # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its numbers.
+        return {LOSS: before + torch.as_tensor(total, device=y.device).expand_as(before).to(y.dtype)}
 
     @staticmethod
     def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:

@@ -15,8 +15,12 @@ def moe_layers(model: nn.Module) -> dict[int, MoE]:
 
 
 @torch.no_grad()
-def traced(model: nn.Module, tokens_BS: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+def traced(
+    model: nn.Module, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+) -> dict[int, tuple[Tensor, Tensor]]:
     """Layer -> (experts int64 [B, S, k], best first; their weights fp32 [B, S, k]), as in evaluation.
+
+    The number after the last expert's is that of none (`router.skip`). `positions` and `documents` are as in `Stream`.
 
     Raises:
         ValueError: experts choose in this model, so tokens have no list of theirs.
@@ -35,7 +39,7 @@ def traced(model: nn.Module, tokens_BS: Tensor) -> dict[int, tuple[Tensor, Tenso
 
         hooks.append(moe.router.register_forward_hook(keep))
     try:
-        model.eval().logits(tokens_BS)
+        model.eval().logits(tokens_BS, positions, documents)
     finally:
         for hook in hooks:
             hook.remove()
