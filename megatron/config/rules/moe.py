@@ -102,6 +102,11 @@ def balancers_fit_the_choice(facts: Facts) -> Iterator[Problem]:
                 _router_key(facts, prefix, "normalize"), select,
                 rule="a token that several experts have chosen does not know of all of them, so nothing can be normalised",
                 fix="use normalize: false")
+        if router.select == "expert_choice" and moe.capacity_factor is not None:
+            yield facts.problem(
+                _key(facts, prefix, "capacity_factor"), select,
+                rule="experts choose as many tokens as top_k gives each of them on average, and nothing is dropped",
+                fix="leave capacity_factor out, and give top_k the tokens that an expert takes over an even share")
 
 
 def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
@@ -141,6 +146,43 @@ def idle_moe_options(facts: Facts) -> Iterator[Problem]:
         if moe.router.correction == "none" and facts.given(rate):
             yield facts.warning(rate, _router_key(facts, prefix, "correction"), rule="nothing is corrected",
                                 fix="use correction: sign, or leave the rate out")
+
+
+def routers_learn(facts: Facts) -> Iterator[Problem]:
+    for prefix, moe in moe_options(facts):
+        if moe.top_k == 1 and moe.router.normalize:
+            yield facts.warning(
+                _router_key(facts, prefix, "normalize"), _key(facts, prefix, "top_k"),
+                rule="a score over itself: the weight of the expert is always 1, and the loss gives the router no gradient",
+                fix="use normalize: false, or a larger top_k")
+
+
+# (option of model.moe, the one that makes it work, what the values of that one are, what is so without, fix)
+_IDLE = (
+    ("router.sinkhorn_iterations", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
+    ("router.sinkhorn_start", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
+    ("router.width", "router.network", ("mlp",), "the router is one matrix", "use network: mlp"),
+    ("router.average", "router.network", ("mlp",), "the router is one matrix, without a state", "use network: mlp"),
+    ("router.bias", "router.network", ("linear",), "the router's layers have their own biases", "use network: linear"),
+)
+
+
+def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
+    """Options given for all moe layers that none of them reads, each beside the one that makes it idle."""
+    used = [moe for _, moe in moe_options(facts)]
+    for name, other, values, rule, fix in _IDLE:
+        if used and facts.given(f"model.moe.{name}") and all(_get(moe, other) not in values for moe in used):
+            fix = f"{fix}, or leave {name.rsplit('.', 1)[-1]} out"
+            yield facts.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
+    if used and facts.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
+        yield facts.warning("model.moe.losses.over", "model.moe.losses.balance", rule="there is no balancing loss",
+                            fix="give losses.balance a coefficient, or leave over out")
+
+
+def _get(moe: object, key: str) -> object:
+    for name in key.split("."):
+        moe = getattr(moe, name)
+    return moe
 
 
 def experts_divide_over_expert_ranks(facts: Facts) -> Iterator[Problem]:
@@ -217,7 +259,7 @@ def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
 
 RULES = (
     top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
-    router_states_have_a_first, skipping_is_a_choice_of_one,
+    routers_learn, options_that_nothing_reads, router_states_have_a_first, skipping_is_a_choice_of_one,
     experts_divide_over_expert_ranks, experts_are_cut_or_whole, expert_ranks_divide_their_line, spread_experts_fit_the_stage,
     folded_experts_want_equal_shards,
 )

@@ -27,6 +27,8 @@ MOE = [
     case("groups beside Sinkhorn", _MOE + "router: {select: sinkhorn, groups: 4, top_groups: 2}}}", "sinkhorn knows no groups"),
     case("expert choice cannot be normalised", _MOE + "router: {select: expert_choice, normalize: true}}}",
          "a.yml:2: model.moe.router.normalize = true", "nothing can be normalised"),
+    case("places where experts choose", _MOE + "capacity_factor: 1.5, router: {select: expert_choice}}}",
+         "a.yml:2: model.moe.capacity_factor = 1.5", "model.moe.router.select = 'expert_choice'", "nothing is dropped"),
     case("offloaded parameters beside a router",
          "model: {layers: (attention/moe) x4}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
          "zero.offload_parameters.device = 'cpu'", "moe has parameters that stay in fp32"),
@@ -67,6 +69,14 @@ WARNED_MOE = [
     case("gate of no shared expert", _MOE + "shared_gate: true}}", "there is no shared expert to gate"),
     case("rate of no correction", _MOE + "router: {correction_rate: 0.01}}}", "model.moe.router.correction_rate = 0.01",
          "nothing is corrected"),
+    case("a router without a gradient", _MOE + "top_k: 1, router: {normalize: true}}}", "model.moe.router.normalize = true",
+         "model.moe.top_k = 1", "is always 1", "use normalize: false"),
+    case("rounds of no balancing", _MOE + "router: {sinkhorn_iterations: 3}}}", "model.moe.router.sinkhorn_iterations = 3",
+         "model.moe.router.select = 'top_k'", "nothing is balanced"),
+    case("width of no router layers", _MOE + "router: {width: 64}}}", "model.moe.router.width = 64",
+         "model.moe.router.network = 'linear'", "one matrix"),
+    case("loads of no balancing loss", _MOE + "losses: {over: ranks}}}", "model.moe.losses.over = 'ranks'",
+         "model.moe.losses.balance = 0", "no balancing loss"),
 ]
 
 MOE += [
