@@ -27,6 +27,7 @@ class Role(str, Enum):
     OUTPUT = "output"  # writes to the residual stream: attention output, down
     ROUTER = "router"
     STATE = "state"  # decays, time steps and other parameters of state-space mixers
+    DECAY = "decay"  # base of the decay rates of RWKV's channels, which its authors train faster than the rest
     CONVOLUTION = "convolution"  # taps of short convolutions along the sequence
 
 

@@ -77,7 +77,7 @@ def test_lists_replace_and_mappings_merge(write):
     groups = config.optimizer.groups
     assert (groups["embedding"].lr_scale, groups["embedding"].weight_decay) == (2.0, 0.5)
     assert (groups["norm"].lr_scale, groups["norm"].weight_decay) == (3.0, 0.0), "the default of norm stays"
-    assert set(groups) == {"embedding", "norm", "bias", "state"}
+    assert set(groups) == {"embedding", "norm", "bias", "state", "decay"}
 
 
 def test_bases_come_first_in_order(write):

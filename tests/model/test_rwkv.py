@@ -249,6 +249,19 @@ def test_in_bf16_decays_stay_in_fp32(name: str):
 
 
 @pytest.mark.parametrize("name", STATES)
+def test_decays_can_learn_at_a_rate_of_their_own(name: str):
+    """Twice the rate for the base of the decays alone, as in the authors' training code, and no weight decay."""
+    model = build_model(config_of(name), device="meta")
+    config = resolve({
+        "model": values_of(name), "optimizer": {"groups": {"decay": {"lr_scale": 2.0}}},
+        "training": {"steps": 1, "sequence_length": S}})
+    groups = parameter_groups(config, model.parameters())
+    faster = {p.logical.name: group["weight_decay"] for group in groups if group["lr_scale"] == 2.0 for p in group["params"]}
+    base = "decay_base" if name == "rwkv7" else "decay"
+    assert faster == {f"layers.{layer}.{name}.{base}": 0.0 for layer in range(len(model.blocks))}
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_weight_decay_is_for_square_matrices(name: str):
     """And for embedding and head: neither for vectors and mixes nor for matrices of low rank."""
     config, model = config_of(name), build_model(config_of(name), device="meta")

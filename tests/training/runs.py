@@ -218,7 +218,7 @@ class PlainOptimizer:
 
     def __init__(self, config: Config, roles: list[str], masters: list[torch.Tensor]):
         self.options, self.masters = config.optimizer, masters
-        self.decays = [0.0 if role in ("norm", "bias", "state") else self.options.weight_decay for role in roles]
+        self.decays = [0.0 if role in ("norm", "bias", "state", "decay") else self.options.weight_decay for role in roles]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
         if self.options.type == "adamw":

@@ -40,7 +40,8 @@ class ParameterGroup(Section):
 
 
 ParameterRole = Literal[
-    "embedding", "position", "head", "norm", "bias", "hidden", "output", "router", "state", "convolution"]
+    "embedding", "position", "head", "norm", "bias", "hidden", "output", "router", "state", "decay",
+    "convolution"]
 
 
 class OptimizerSection(Section):
@@ -58,7 +59,7 @@ class OptimizerSection(Section):
         1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0)
     fused: bool = key(True, "Use the fused implementation where the device has one.")
     groups: dict[ParameterRole, ParameterGroup] = key(
-        lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state")},
+        lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
         "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.")
 
 

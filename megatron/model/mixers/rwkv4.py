@@ -48,10 +48,10 @@ class RWKV4(nn.Module):
         self.mix = make.parameter(
             "mix", (3, H), role=Role.STATE, init=start.shares(rest, rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=1))
 
-        def vector(name: str, init: Init) -> nn.Parameter:
-            return make.parameter(name, (H,), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
+        def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
+            return make.parameter(name, (H,), role=role, init=init, shard=Shard(0), keep_fp32=True)
 
-        self.decay = vector("decay", start.decays(-5.0, 8.0))
+        self.decay = vector("decay", start.decays(-5.0, 8.0), Role.DECAY)
         self.bonus = vector("bonus", formula(lambda n: math.log(0.3) + 0.5 * ((n + 1) % 3 - 1)))
         self.key = ColumnLinear(make.scope("key"), H, (H,), init=start.reads(H, H, 0.0))
         self.value = ColumnLinear(make.scope("value"), H, (H,), init=start.reads(H, H))

@@ -47,13 +47,13 @@ class RWKV5(nn.Module):
         self.make_mixes(make, H, options, start)
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
-            keep = role is Role.STATE
+            keep = role is not Role.NORM
             return make.parameter(name, (H,), role=role, init=init, shard=Shard(0, None, N), keep_fp32=keep)
 
         def column(name: str, gain: float) -> ColumnLinear:
             return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain))
 
-        self.decay = vector("decay", start.decays(-6.0, 5.0))
+        self.decay = vector("decay", start.decays(-6.0, 5.0), Role.DECAY)
         self.bonus = vector("bonus", formula(lambda n: start.ratio * (1 - n / last) + 0.1 * ((n + 1) % 3 - 1)))
         self.receptance, self.value = column("receptance", 1.0), column("value", 1.0)
         self.key, self.gate = column("key", 0.1), column("gate", 0.1)

@@ -67,7 +67,7 @@ class RWKV7(nn.Module):
             return LowRank(make.scope(name), H, rank, H, Init("orthogonal", 0.1), activation)
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
-            keep = role is Role.STATE
+            keep = role is not Role.NORM
             return make.parameter(name, (H,), role=role, init=init, shard=Shard(0, None, N), keep_fp32=keep)
 
         self.receptance, self.value = column("receptance", 1.0, 0.5), column("value", 1.0, 0.5)
@@ -78,7 +78,8 @@ class RWKV7(nn.Module):
         zigzag = functools.partial(_zigzag, size=N)
         power = 1.0 + start.ratio**0.3
         last = max(H - 1, 1)
-        self.decay_base = vector("decay_base", formula(lambda n: -5.5 + 6 * (n / last) ** power + 2.5 * zigzag(n)))
+        self.decay_base = vector(
+            "decay_base", formula(lambda n: -5.5 + 6 * (n / last) ** power + 2.5 * zigzag(n)), Role.DECAY)
         self.rate_base = vector("rate_base", formula(lambda n: -0.19 + 0.3 * zigzag(n) + 0.4 * (n / last - 0.5)))
         self.blend = self.blend_base = None
         if not self.first:
