@@ -19,6 +19,7 @@ class Counts:
             kept as part of a larger one counts with all of it.
         products: of these, results of matrix products and attention: what selective recomputation keeps.
         state: elements of decoding state per sample at `training.sequence_length` tokens.
+        memory: of these, those that are fp32 in every precision: what a recurrence carries.
         idle: of the parameters, those of experts that a token does not use.
     """
 
@@ -27,6 +28,7 @@ class Counts:
     activations: int = 0
     products: int = 0
     state: int = 0
+    memory: int = 0
     idle: int = 0
 
     def __add__(self, other: Counts) -> Counts:

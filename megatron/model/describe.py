@@ -84,7 +84,7 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
             "active_parameters": layer.counts.parameters - layer.counts.idle,
             "flops": layer.counts.flops,
             "activation_bytes": layer.kept * tokens * size,
-            "state_bytes": layer.counts.state * size,
+            "state_bytes": (layer.counts.state - layer.counts.memory) * size + layer.counts.memory * BYTES["fp32"],
         }
         for layer in layers(config)
     ]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.config import resolve
+from megatron.model.describe import layers_table
 from megatron.model.generate import Sampling, choose, complete, filtered, generate
+from megatron.model.mixers.attention import KeyValueCache
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, relative
 from tests.model.test_model_options import OPTIONS, config_of
+from tests.model.test_rwkv import MODELS as RWKV
+from tests.model.test_state_space import MODELS as WITH_STATES
 
 CASES = [
     "plain",
@@ -49,6 +54,31 @@ def test_pieces_equal_the_whole(name: str, pieces: list[int]):
             found.append(model.decode(tokens[:, begin : begin + piece], state, begin))
             begin += piece
     assert relative(torch.cat(found, 1), wanted) < 1e-5
+
+
+def held(state) -> int:
+    """Bytes of one sample of whatever a decoding state has, at its length."""
+    if isinstance(state, torch.Tensor):
+        return state[0].numel() * state.element_size() if state.is_floating_point() else 0
+    if isinstance(state, KeyValueCache):
+        return 2 * state.keys[0, :, : state.length].numel() * state.keys.element_size()
+    return sum(map(held, state if isinstance(state, tuple) else vars(state).values() if state is not None else ()))
+
+
+KEPT = {**WITH_STATES, **{f"rwkv, {name}": values for name, values in RWKV.items()}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", KEPT)
+def test_bytes_of_decoding_states(name: str, precision: str):
+    """What recurrences carry is fp32 in every precision, and is counted so."""
+    model = {"hidden_size": 24, "vocab_size": 37, "norm": {"type": "rmsnorm"}, **KEPT[name]}
+    config = resolve({"model": model, "precision": precision, "training": {"steps": 1, "sequence_length": 12}})
+    model = build_model(config, dtype=torch.float32 if precision == "fp32" else torch.bfloat16).eval()
+    state = model.new_state()
+    with torch.no_grad():
+        model.decode(torch.ones(2, 12, dtype=torch.int64), state, 0)
+    assert [held(own) for own in state] == [row["state_bytes"] for row in layers_table(config)[1:-1]]
 
 
 def test_a_state_grows_without_losing_what_it_has():

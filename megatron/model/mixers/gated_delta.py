@@ -144,4 +144,5 @@ class GatedDelta(nn.Module):
             activations=made + convolved + 2 * h + values + values,  # convolved, rates, read, normed
             products=made + H + 2 * chunk * options.key_heads + 3 * values + state // chunk,
             state=state + (taps - 1) * convolved,
+            memory=state,
         )

@@ -169,6 +169,7 @@ class Mamba(nn.Module):
             activations=made + 2 * inner + options.heads * sum(norm_activations(inner_norm(model), each) for each in sizes),
             products=made + H + inner,
             state=inner * (N + K - 1),
+            memory=inner * N,
         )
 
 

@@ -161,4 +161,5 @@ class Mamba2(nn.Module):
             activations=made + (inner + read) + inner + inner,  # convolved, scanned, normed
             products=made + H + chunk * options.groups + 2 * inner + inner * N // chunk,
             state=N * inner + (K - 1) * (inner + read),
+            memory=N * inner,
         )

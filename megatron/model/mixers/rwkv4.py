@@ -82,6 +82,7 @@ class RWKV4(nn.Module):
             activations=3 * H + 3 * H + 2 * H,  # mixed; key, value, receptance; scanned and gated
             products=4 * H,
             state=4 * H,
+            memory=3 * H,
         )
 
 

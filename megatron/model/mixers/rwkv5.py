@@ -100,6 +100,7 @@ class RWKV5(nn.Module):
             activations=4 * H + 4 * H + 2 * H,  # mixed; receptance, key, value, gate; scanned and normed
             products=5 * H + H * N // run + H,
             state=H * N + H,
+            memory=H * N,
         )
 
 

@@ -131,6 +131,7 @@ class RWKV7(nn.Module):
             activations=6 * H + made + H,  # mixed, made, gated
             products=made + H + 4 * chunk * H // N + 4 * H + 3 * H * N // chunk,
             state=H * N + H,
+            memory=H * N,
         )
 
 
