@@ -33,6 +33,24 @@ def mixers_have_heads(facts: Facts) -> Iterator[Problem]:
                 )
 
 
+def heads_have_channels(facts: Facts) -> Iterator[Problem]:
+    """Widths of heads that follow from the model's: none is left where the heads are too many."""
+    for section, width, count, unit in (
+        ("gated_delta", "key_dim", "key_heads", "heads of keys"), ("cca", "head_dim", "heads", "heads"),
+    ):
+        for prefix, own in kind_options(facts, section):
+            heads = getattr(own, count)
+            if heads and getattr(own, width) is None:
+                key = section_key(facts, prefix, count, section)
+                yield facts.problem(
+                    section_key(facts, prefix, width, section),
+                    key if heads != own.heads else section_key(facts, prefix, "heads", section),
+                    "model.hidden_size",
+                    rule=f"no channel is left for each of {heads} {unit}",
+                    fix=f"give {width}, or fewer heads",
+                )
+
+
 def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -371,6 +389,7 @@ RULES = (
     cca_heads_fit,
     heads_fill_hidden_size,
     kv_heads_divide_heads,
+    heads_have_channels,
     mamba_heads_are_equal,
     state_space_heads_are_whole,
     shared_blocks_are_used,

@@ -145,6 +145,21 @@ MODEL = [
         ranks=4,
     ),
     case(
+        "more heads of keys than channels for them",
+        "model: {layers: gated_delta x4, gated_delta: {heads: 64}}",
+        "default: model.gated_delta.key_dim = null",
+        "model.gated_delta.heads = 64 (a.yml:2)",
+        "no channel is left for each of 64 heads of keys",
+        "give key_dim",
+    ),
+    case(
+        "more heads of cca than channels for them",
+        "model: {layers: cca@many x4, cca: {heads: 4}, variants: {many: {heads: 64}}}",
+        "model.variants.many.heads = 64",
+        "no channel is left for each of 64 heads",
+        "give head_dim",
+    ),
+    case(
         "cca key/value heads do not divide heads",
         "model: {layers: (cca/mlp) x4, cca: {heads: 8, kv_heads: 3}}",
         "a.yml:2: model.cca.kv_heads = 3",
