@@ -328,19 +328,15 @@ def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
 
 
 def test_initial_values_are_the_published_ones():
-    config = resolve(
-        {
-            "model": {
-                "layers": "mamba mamba2",
-                "hidden_size": 256,
-                "vocab_size": V,
-                "mamba2": {"head_dim": 1, "state_size": 8},
-                "init": {"hidden": "fan_in_uniform", "output": "scaled_fan_in_uniform"},
-            },
-            "training": {"steps": 1, "sequence_length": S},
-        }
-    )
-    weights = {name: p.detach() for name, p in named(build_model(config)).items()}
+    model = {
+        "layers": "mamba mamba2",
+        "hidden_size": 256,
+        "vocab_size": V,
+        "mamba2": {"head_dim": 1, "state_size": 8},
+        "init": {"hidden": "fan_in_uniform", "output": "scaled_fan_in_uniform"},
+    }
+    training = {"training": {"steps": 1, "sequence_length": S}}
+    weights = {name: p.detach() for name, p in named(build_model(resolve({"model": model, **training}))).items()}
     one, two = "layers.0.mamba", "layers.1.mamba2"
     torch.testing.assert_close(weights[f"{one}.A_log"].exp(), torch.arange(1.0, 17.0).expand(512, 16))
     for name in (one, two):
@@ -357,6 +353,11 @@ def test_initial_values_are_the_published_ones():
         ):
             values = weights[tensor]
             assert 0.98 * limit < values.abs().max() <= limit and abs(values.std() / limit - 3**-0.5) < 0.03, tensor
+    for heads in (1, 4):  # each reads its own channels alone
+        model["mamba"] = {"heads": heads}
+        weights = {name: p.detach() for name, p in named(build_model(resolve({"model": model, **training}))).items()}
+        values, limit = weights[f"{one}.dt_bc.weight"], (heads / 512) ** 0.5
+        assert 0.98 * limit < values.abs().max() <= limit and abs(values.std() / limit - 3**-0.5) < 0.03, heads
     A = weights[f"{two}.A_log"].exp()
     assert 1 <= A.min() < 1.2 and 15.8 < A.max() <= 16.01 and abs(A.mean() - 8.5) < 0.6
     assert weights[f"{one}.dt.weight"].abs().max() == pytest.approx(16**-0.5, rel=0.01)

@@ -73,7 +73,7 @@ class Mamba(nn.Module):
             "dt_bc.weight",
             (R + 2 * N, inner),
             role=Role.HIDDEN,
-            init=init.hidden(inner, R + 2 * N),
+            init=init.hidden(inner // options.heads, R + 2 * N),
             shard=Shard(1),
             matrices=(R, N, N),
         )
