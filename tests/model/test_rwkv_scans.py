@@ -103,6 +103,18 @@ def test_wkv6(chunk: int, documents: str | None, shift: float):
     check(list(found), list(loop6(*doubles, starts)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
 
 
+@pytest.mark.parametrize("move", [10.0, 36.0, 100.0])
+def test_wkv6_of_a_token_that_forgets_everything(move: float):
+    """Its rate is e^move: beside it in a sum the rates of other tokens have no digits left, and e^100 fp32 has not at all."""
+    inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)] + [draw(Bs, S, h, N, seed=3) - 2.0]
+    inputs[3][:, 7, :, 1:] = move
+    inputs += [draw(h, N, seed=4), draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
+    doubles = [each.double().requires_grad_() for each in inputs]
+    inputs = [each.requires_grad_() for each in inputs]
+    found = wkv6(*inputs[:6], chunk=64, initial_BhNN=inputs[6])
+    check(list(found), list(loop6(*doubles, None)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
+
+
 @pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])

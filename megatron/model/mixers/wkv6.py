@@ -17,6 +17,9 @@ from torch import Tensor
 from .recomputed import recomputed
 from .runs import Runs, back, pieces
 
+# Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small ones.
+MOST = 5.3
+
 
 def wkv6(
     r_BShN: Tensor,
@@ -52,7 +55,8 @@ def wkv6(
 
 def _piece(r, k, v, moved, decay, bonus, initial, starts):
     dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
-    log_w = -(decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + moved.float()).exp()
+    rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + moved.float()
+    log_w = -rates.clamp(max=MOST).exp()
     log_w, r, k, v = (runs.cut(each) for each in (log_w, r.float(), k.float(), v.float()))
     y = (r * k * bonus).sum(-1, keepdim=True) * v
     passed = torch.ones_like(log_w)  # product of the decays between a token and the one `distance` before it
