@@ -1,0 +1,32 @@
+"""Every kind of model keeps its work on its device and reads no value of it: shown with CUDA tensors without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(ROOT.glob("configs/test/tiny_*.yml"))
+
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA: its own guard and engine are there")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    program = Path(__file__).with_name("pretended_gpu.py")
+    done = subprocess.run([sys.executable, program, *FILES], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("trial", ["train", "decode"])
+@pytest.mark.parametrize("model", [file.stem for file in FILES])
+def test_all_on_the_device_and_without_waiting_for_it(model, trial, found):
+    assert found[f"{model}-{trial}"] == ""
