@@ -15,7 +15,7 @@ from tests.model.parity import named, relative
 
 V, H, S = 29, 24, 13
 # Norms of heads whose values are nearly equal magnify rounding; with these seeds there are none such.
-SEEDS = {"rwkv5": 0, "rwkv6": 0, "rwkv7": 3}
+SEEDS = {"rwkv5": 0, "rwkv6": 0, "rwkv7": 5}
 MODELS = {
     "rwkv5": {"layers": "(rwkv5/rwkv5_ffn) x2", "rwkv5": {"head_dim": 12, "chunk": 9}},
     "rwkv6": {"layers": "(rwkv6/rwkv6_ffn) x2", "rwkv6": {"head_dim": 12, "chunk": 9, "mix_rank": 3, "decay_rank": 4}},

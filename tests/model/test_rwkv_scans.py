@@ -59,34 +59,58 @@ def loop4(k, v, decay, bonus, above, below, largest, starts):
     return torch.stack(rows, 1), above, below
 
 
-@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_wkv7(chunk: int, documents: str | None):
+def inputs7() -> list[torch.Tensor]:
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(6)]
     inputs[1] = -0.6065 * torch.sigmoid(3 * inputs[1])
     inputs[4] = -F.normalize(inputs[4], dim=-1)
     inputs[5] = -inputs[4] * torch.sigmoid(inputs[5])
-    inputs.append(draw(Bs, h, N, N, seed=6))
-    doubles = [each.double().requires_grad_() for each in inputs]
-    inputs = [each.requires_grad_() for each in inputs]
+    return [*inputs, draw(Bs, h, N, N, seed=6)]
+
+
+@pytest.mark.parametrize("documents", [None, "none", "all", "one"])
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_wkv7(chunk: int, documents: str | None):
+    doubles = [each.double().requires_grad_() for each in inputs7()]
+    inputs = [each.requires_grad_() for each in inputs7()]
     starts = starts_of(documents)
     found = wkv7(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
     check(list(found), list(loop7(*doubles, starts)), inputs, doubles, ["r", "log_w", "k", "v", "a", "b", "initial"])
 
 
+@pytest.mark.parametrize("of", ["outputs", "state"])
+@pytest.mark.parametrize("documents", [None, "one"])
+def test_the_gradient_of_wkv7_is_exact(documents: str | None, of: str):
+    """In float64, of the outputs or of the last state alone, of the same tensors twice."""
+    inputs, starts = [each.double().requires_grad_() for each in inputs7()], starts_of(documents)
+    place = ["outputs", "state"].index(of)
+    found = wkv7(*inputs[:6], chunk=5, initial_BhNN=inputs[6], starts_BS=starts)[place]
+    wanted = loop7(*inputs, starts)[place]
+    by = draw(*wanted.shape, seed=7).double()
+    gradients = torch.autograd.grad(wanted, inputs, by, materialize_grads=True)
+    for _ in range(2):
+        for mine, theirs in zip(torch.autograd.grad(found, inputs, by, retain_graph=True), gradients):
+            assert (mine - theirs).norm() <= 1e-12 * theirs.norm().clamp_min(1.0)
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bool):
     """128 tokens with one and the same key that each removes what the last wrote: powers of the scores would be binomials."""
-    key = F.normalize(draw(1, 1, 1, N, seed=1), dim=-1).expand(1, 128, 1, N)
+    key = F.normalize(draw(1, 1, 1, N, seed=1), dim=-1).repeat(1, 128, 1, 1)
     log_w = torch.full((1, 128, 1, N), -0.6065 if fast else 0.0)
-    r, v = draw(1, 128, 1, N, seed=2), draw(1, 128, 1, N, seed=3)
-    y, state = wkv7(r, log_w, key, v, -key, key, chunk=128)
-    wanted, last = [], torch.zeros(N, N, dtype=torch.float64)
-    for t in range(128):
-        k = key[0, t, 0].double()
-        last = last @ (torch.diag(log_w[0, t, 0].double().exp()) - torch.outer(k, k)) + torch.outer(v[0, t, 0].double(), k)
-        wanted.append(last @ r[0, t, 0].double())
-    assert relative(y[0, :, 0].double(), torch.stack(wanted)) < 1e-5 and relative(state[0, 0].double(), last) < 1e-5
+    inputs = [draw(1, 128, 1, N, seed=2), log_w, key, draw(1, 128, 1, N, seed=3), -key, key.clone()]
+    doubles = [each.double().requires_grad_() for each in inputs]
+    y, state = wkv7(*(each.requires_grad_() for each in inputs), chunk=128)
+    rows, last = [], torch.zeros(N, N, dtype=torch.float64)
+    for r, log_w, k, v, a, b in zip(*(each[0, :, 0] for each in doubles)):
+        last = last @ (torch.diag(log_w.exp()) + torch.outer(a, b)) + torch.outer(v, k)
+        rows.append(last @ r)
+    wanted = torch.stack(rows)
+    assert relative(y[0, :, 0].double(), wanted) < 1e-5 and relative(state[0, 0].double(), last) < 1e-5
+    by = draw(128, N, seed=4)
+    y[0, :, 0].backward(by)
+    wanted.backward(by.double())
+    for mine, theirs in zip(inputs, doubles):
+        assert (mine.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm()
 
 
 # 4: a token keeps e^-50 of what was; -5: hardly anything is lost

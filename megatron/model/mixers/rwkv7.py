@@ -122,14 +122,13 @@ class RWKV7(nn.Module):
         first = is_first(model, index)
         ranks = options.decay_rank + options.rate_rank + options.gate_rank + (0 if first else options.value_rank)
         matrices = 4 * H * H + 2 * H * ranks
-        # Per head and token: scores 4 Q N, products with them 3 Q N, with states 5 N^2, carrying N^3 / Q.
-        scan = H * (7 * chunk + 5 * N) + H * N * N // chunk
+        scan = H * (9 * chunk + 4 * N)  # per head and token: scores 4 Q N, products with them 5 Q N, with states 4 N^2
         made = (6 if first else 7) * H + ranks  # receptance, key, value, and what the matrices of low rank give
         return Counts(
             parameters=matrices + (13 if first else 14) * H,
             flops=2 * (matrices + scan),
             activations=6 * H + made + H,  # mixed, made, gated
-            products=made + H + 4 * chunk * H // N + 4 * H + 3 * H * N // chunk,
+            products=made + H,  # none of the scan's
             state=H * N + H,
             memory=H * N,
         )

@@ -1,12 +1,12 @@
 """The recurrence of RWKV-7 (Peng et al. 2025) as matrix products over chunks of the sequence.
 
-Shapes: B samples, S positions, h heads of N channels, c chunks of Q positions. Per head, with S [N values, N keys]:
+Shapes: B samples, S positions, h heads of N channels, c chunks of Q positions, m = c B h. Per head, with S [N values, N keys]:
 
     S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T          0.54 < w < 1
     y_t = S_t r_t
 
 Inside a chunk, u_t = S_{t-1} a_t follows from the u of earlier tokens: a unit lower triangular system, which is solved
-for all chunks at once. With it the state after a chunk is affine in the state before: S' = S M + Z.
+for all chunks at once. Only the state goes from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .wkv7_gradient import Chunks, Documents, in_chunks, wkv7_gradient
 
 
 def wkv7(
@@ -30,66 +33,103 @@ def wkv7(
 ) -> tuple[Tensor, Tensor]:
     """y [B, S, h, N] and the state after the last position [B, h, N, N], of fp32 tensors.
 
+    Keeps for the gradient what it makes, not its inputs: a function to call within `recomputed`.
+
     Args:
         log_w_BShN: between -0.61 and 0: a chunk's decays and their inverses are then within fp32's range.
         initial_BhNN: state before the first position; zero if None.
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
     """
-    length = r_BShN.shape[1]
-    chunk = min(chunk, length)
+    inputs = (r_BShN, log_w_BShN, k_BShN, v_BShN, a_BShN, b_BShN, initial_BhNN)
+    chunk = min(chunk, r_BShN.shape[1])
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        return _WKV7.apply(*inputs, starts_BS, chunk)
+    return _wkv7(*inputs, starts_BS, chunk)[:2]
+
+
+class _WKV7(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        y, final, chunks, documents = _wkv7(*inputs)
+        ctx.continued, ctx.made = inputs[6] is not None, len(chunks)
+        ctx.save_for_backward(*chunks, *documents)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_y, of_final):
+        saved = ctx.saved_tensors
+        *found, of_initial = wkv7_gradient(of_y, of_final, Chunks(*saved[: ctx.made]), Documents(*saved[ctx.made :]))
+        return *found, of_initial if ctx.continued else None, None, None
+
+
+def _wkv7(r, log_w, k, v, a, b, initial, starts, chunk: int) -> tuple[Tensor, Tensor, Chunks, Documents]:
+    (B, length, h, N), Q = r.shape, chunk
     room = -length % chunk
-    r, log_w, k, v, a, b = (_chunks(each, chunk, room) for each in (r_BShN, log_w_BShN, k_BShN, v_BShN, a_BShN, b_BShN))
+    left, readers, writers, written = _factors(*(in_chunks(each, chunk, room) for each in (r, log_w, k, v, a, b)))
+    documents = _documents(starts, length, chunk, room, h, r.device)
+    scores = _product(readers, writers.mT).masked_fill_(documents.unseen, 0.0)
+    # Forward substitution: a product of powers of the scores would lose all digits where keys repeat.
+    unit = torch.eye(Q, dtype=r.dtype, device=r.device).expand(len(scores), Q, Q)
+    inverse = torch.linalg.solve_triangular(-scores[:, :Q, :Q], unit, upper=False, left=False, unitriangular=True)
+    reads, writes = (readers, writers) if starts is None else (readers * documents.begun, writers * documents.ended)
+    own = _product(inverse, _product(scores[:, :Q, Q:], written[:, Q:]))
+    of_state = _product(inverse, reads[:, :Q])
+
+    n, between = B * h, left[:, -1:].clone()
+    between[:-n] *= left[n:, -1:]
+    states = r.new_empty(len(readers) + n, N, N)
+    states[:n] = 0.0 if initial is None else initial.flatten(0, 1) * left[:n, -1:]
+    for begin in range(0, len(readers), n):
+        now, after = slice(begin, begin + n), slice(begin + n, begin + 2 * n)
+        state = states[now]
+        written[now, :Q] = torch.baddbmm(own[now], of_state[now], state.mT)
+        if starts is not None:
+            state = state * documents.through[now]
+        torch.baddbmm(state, written[now].mT, writes[now], out=states[after]).mul_(between[now])
+    y = torch.baddbmm(_product(reads[:, Q:], states[:-n].mT), scores[:, Q:], written)
+    y = y.unflatten(0, (-1, B, h)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    chunks = Chunks(left, between, readers, reads, writers, writes, scores, inverse, of_state, written, states)
+    return y, states[-n:].unflatten(0, (B, h)).clone(), chunks, documents
+
+
+def _factors(r, log_w, k, v, a, b) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`Chunks.left`, `readers`, `writers` and `written` without u, of tensors [c, B, h, Q, N]."""
+    Q = r.shape[-2]
     # Sums of logarithms are float64: a difference of two large sums must keep the digits of a short stretch. Factors
     # are relative to the middle of the range, so that neither they nor their inverses are large.
-    total = log_w.double().cumsum(-2)
+    total = log_w.cumsum(-2, dtype=torch.float64)
     half = total[..., -1:, :] / 2
-    readers = torch.cat([a * (total - log_w - half).float().exp(), r * (total - half).float().exp()], -2)
-    writers = torch.cat([b, k], -2) * (half - total).float().exp().repeat(1, 1, 1, 2, 1)
-    seen, begun, ended, through = _within_documents(starts_BS, length, chunk, room, r.device)
-    scores = (readers @ writers.mT).masked_fill(~seen, 0.0)
-
-    half = half.float().exp()
-    readers, writers = readers * half, writers * half  # now relative to the chunk's begin and to its end
-    if starts_BS is not None:
-        readers, writers = readers * begun, writers * ended
-    wanted = torch.cat([scores[..., :chunk, chunk:] @ v, readers[..., :chunk, :]], -1)
-    # Forward substitution: a product of powers of the scores would lose all digits where keys repeat.
-    own, of_state = torch.linalg.solve_triangular(
-        -scores[..., :chunk, :chunk], wanted, upper=False, unitriangular=True).chunk(2, -1)
-    affine = torch.diag_embed(half.squeeze(-2).square() * through) + of_state.mT @ writers[..., :chunk, :]
-    before, final = _carry(affine, torch.cat([own, v], -2).mT @ writers, initial_BhNN)
-    u = own + of_state @ before.mT
-    y = readers[..., chunk:, :] @ before.mT + scores[..., chunk:, :] @ torch.cat([u, v], -2)
-    return y.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length], final
+    left = r.new_empty(*r.shape[:3], Q + 1, r.shape[-1])
+    left[..., :1, :] = -half
+    torch.sub(total, half, out=left[..., 1:, :])
+    before, after = left.exp_()[..., :-1, :], left[..., 1:, :]
+    readers, writers, written = (r.new_empty(*r.shape[:3], 2 * Q, r.shape[-1]) for _ in range(3))
+    torch.mul(a, before, out=readers[..., :Q, :])
+    torch.mul(r, after, out=readers[..., Q:, :])
+    torch.div(b, after, out=writers[..., :Q, :])
+    torch.div(k, after, out=writers[..., Q:, :])
+    written[..., Q:, :] = v
+    return left.flatten(0, 2), readers.flatten(0, 2), writers.flatten(0, 2), written.flatten(0, 2)
 
 
-def _chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
-    """[B, h, c, Q, N]; what is missing in the last chunk writes nothing and decays nothing."""
-    return F.pad(x_BShN, (0, 0, 0, 0, 0, room)).unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).contiguous()
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """x y, into memory of its own: selective recomputation does not keep it (12 numbers per channel and token, of all
+    products here)."""
+    return torch.bmm(x, y, out=x.new_empty(len(x), x.shape[1], y.shape[2]))
 
 
-def _within_documents(starts_BS: Tensor | None, length: int, chunk: int, room: int, device: torch.device):
-    """Which writers each reader sees [B, 1, c, 2 Q, 2 Q]; which readers see the state before their chunk, and which
-    writers the state after it keeps [B, 1, c, 2 Q, 1]; whether it keeps the state before [B, 1, c, 1]."""
+def _documents(starts_BS: Tensor | None, length: int, chunk: int, room: int, heads: int, device: torch.device) -> Documents:
     square = torch.ones(chunk, chunk, dtype=torch.bool, device=device)
-    causal = torch.cat([square.tril(-1), square.tril()]).repeat(1, 2)
+    unseen = torch.cat([square.triu(), square.triu(1)]).repeat(1, 2)
     if starts_BS is None:
-        return causal, None, None, 1.0
-    starts = F.pad(starts_BS.double(), (0, room), mode="replicate").unflatten(1, (-1, chunk)).unsqueeze(1)
-    first = torch.arange(0, length, chunk, device=device).view(1, 1, -1, 1)
+        return Documents(unseen)
+    starts = F.pad(starts_BS.double(), (0, room), mode="replicate").unflatten(1, (-1, chunk)).transpose(0, 1)  # [c, B, Q]
+    first = torch.arange(0, length, chunk, device=device).view(-1, 1, 1)
     places = first + torch.arange(chunk, device=device)
-    twice = (1, 1, 1, 2)
-    seen = causal & (places.unsqueeze(-2) >= starts.unsqueeze(-1)).repeat(1, 1, 1, 2, 2)
-    begun = (starts < first).repeat(twice).unsqueeze(-1)
-    ended = (places >= starts[..., -1:]).repeat(twice).unsqueeze(-1)
-    return seen, begun, ended, starts[..., -1:] < first
-
-
-def _carry(affine_BhcNN: Tensor, written_BhcNN: Tensor, initial_BhNN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, [B, h, c, N, N], and after the last one."""
-    state = torch.zeros_like(written_BhcNN[:, :, 0]) if initial_BhNN is None else initial_BhNN
-    before = []
-    for affine, written in zip(affine_BhcNN.unbind(2), written_BhcNN.unbind(2)):
-        before.append(state)
-        state = state @ affine + written
-    return torch.stack(before, 2), state
+    each = Documents(
+        unseen | (places.unsqueeze(-2) < starts.unsqueeze(-1)).repeat(1, 1, 2, 2),
+        (starts < first).repeat(1, 1, 2).unsqueeze(-1),
+        (places >= starts[..., -1:]).repeat(1, 1, 2).unsqueeze(-1),
+        (starts[..., -1:] < first).unsqueeze(-1))
+    return Documents(*(of.repeat_interleave(heads, 1).flatten(0, 1) for of in each))
