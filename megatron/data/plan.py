@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from .blend import Blend, normalised
 from .errors import DataError
 from .sample import Infilling, Options, Sample
@@ -199,11 +201,13 @@ class SyntheticPlan:
 
     masked = False
 
-    def __init__(self, made: Copy, batch: int, steps: int):
+    def __init__(self, made: Copy, batch: int, steps: int, boundaries: bool):
+        """`boundaries`: say where documents begin; each sample is one."""
         self.made, self.batch, self.steps, self.sources = made, batch, steps, []
+        self.begins = np.arange(made.sequence_length + 1) == 0 if boundaries else None
 
     def sample(self, number: int) -> Sample:
-        return Sample(self.made.tokens(number))
+        return Sample(self.made.tokens(number), begins=self.begins)
 
     def uses(self) -> list[Use]:
         return []
@@ -277,7 +281,7 @@ class _Builder:
             made = Copy(
                 self.data.seed, self.config.model.vocab_size, self.request.sequence_length, self.name or self.split
             )
-            return SyntheticPlan(made, self.batch, steps or 1)
+            return SyntheticPlan(made, self.batch, steps or 1, self.data.reset_attention_at_eod)
         sections = self._sections()
         opened = self._open([section for _, part in sections for section in part])
         numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}
