@@ -325,6 +325,52 @@ def test_each_expert_is_a_matrix_of_its_own():
     assert {name for name in weights if ".experts." in name} <= names and not any("router" in name for name in names)
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_auxiliary_losses(top_k: int):
+    """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and does
+    not divide by k, so it is asked layer by layer), the others against their formulas; what is added, and its gradient."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    coefficients = ({"balance": 0.3, "sequence": 0.2, "z": 0.05}, {"balance": 0.1})
+    config = config_of({"experts": 8, "top_k": top_k, "hidden_size": 8, "losses": coefficients[0]}, layers="moe moe@b",
+                       norm={"type": "rmsnorm"}, variants={"b": {"losses": {**coefficients[1], "sequence": 0.0, "z": 0.0}}})
+    model, tokens, logits = build_model(config), torch.randint(37, (3, 24), generator=torch.Generator().manual_seed(1)), []
+    randomise(model, 4)
+    for block in model.blocks:
+        block.ffn.router.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    none = torch.zeros(3, 24)
+    found, _ = model(tokens, tokens, none)
+    weights, wanted = [block.ffn.router.weight for block in model.blocks], 0.0
+    for own, each in zip(coefficients, logits):
+        balance = load_balancing_loss_func((each,), 8, top_k) / top_k
+        probabilities, chosen = each.softmax(-1).view(3, 24, 8), F.one_hot(each.topk(top_k).indices, 8).view(3, 24, top_k, 8)
+        share = chosen.sum((1, 2)) / (24 * top_k)
+        sequence = torch.stack([8 * (share[b] * probabilities[b].mean(0)).sum() for b in range(3)]).mean()
+        z = sum(torch.log(torch.exp(row).sum()) ** 2 for row in each) / len(each)
+        wanted = wanted + own["balance"] * balance + own.get("sequence", 0.0) * sequence + own.get("z", 0.0) * z
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for mine, theirs in zip(torch.autograd.grad(found, weights, retain_graph=True), torch.autograd.grad(wanted, weights)):
+        assert theirs.abs().max() > 0 and relative(mine, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "groups", "sinkhorn", "expert choice", "no expert"])
+def test_no_size_depends_on_the_data(name: str):
+    """Tensors without values are enough for both passes: nothing asks a device for a number, so none has to wait."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    others = {
+        "groups": {"router": {"groups": 4, "top_groups": 2}, "losses": {"balance": 0.1, "sequence": 0.1, "z": 0.1}},
+        "sinkhorn": {"router": {"select": "sinkhorn"}}, "expert choice": {"router": {"select": "expert_choice"}},
+        "no expert": {"top_k": 1, "router": {"network": "mlp", "average": False, "skip": True, "correction": "sign"}}}
+    model = config_of({"experts": 8, **{**OPTIONS, **others}[name], "hidden_size": 16}).model
+    with FakeTensorMode():
+        make = ParameterFactory(Mesh.single(), dtype=torch.bfloat16, values=False)
+        moe = MoE(make.scope("moe"), model, model.moe, Initialisation(model.init, H, 1))
+        x = torch.randn(2, 10, H, dtype=torch.bfloat16, requires_grad=True)
+        run(moe, x).sum().backward()
+    assert all(p.grad is not None for p in moe.experts.parameters())
+
+
 @pytest.mark.parametrize("dtype, scale, near", [(torch.bfloat16, 1.0, 2e-3), (torch.float16, 2.0**17, 1e-3)])
 def test_auxiliary_gradients_in_half_precision(dtype: torch.dtype, scale: float, near: float):
     """Gradients of auxiliary losses are as large as in fp32 where the stream is narrow, and finite where fp16 scales losses."""
