@@ -2,7 +2,8 @@
 
 A checkpoint has no layout, so this is only a choice of how its files are cut. It follows a run's own: tensors fall
 to pipeline stages in their order, tensor parallel ranks have their shards, and with ZeRO what the optimizer needs of
-a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces.
+a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces. Experts that are spread fall to their
+ranks, and likewise to those that have the same ones.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from math import prod
 
 import torch
 
-from ..parallel.layout import Layout
+from ..parallel.layout import Coordinates, Layout
 from ..parallel.shard import LogicalTensor
+from .errors import CheckpointError
 from .fragment import WEIGHT, FragmentSpec
 
 Item = tuple[FragmentSpec, torch.dtype]
@@ -47,26 +49,46 @@ def owned(
     by_stage = stages(list(tensors.values()), layout.pipeline)
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
-        mine = [tensor for tensor in by_stage[at.pipeline] if tensor.shard is not None or at.tensor == 0]
-        kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
-        for state, dtype in kinds:
-            shards = [
-                FragmentSpec.whole(tensor, state, at.tensor, layout.tensor)
-                for tensor in mine if (state, dtype) in states.get(tensor.name, ())
-            ]
-            items[rank] += [(spec, dtype) for spec in _share(shards, state, layout, at.data)]
+        spread = [tensor for tensor in by_stage[at.pipeline] if _is_spread(tensor, layout)]
+        others = [tensor for tensor in by_stage[at.pipeline]
+                  if not _is_spread(tensor, layout) and (tensor.shard is not None or at.tensor == 0)]
+        group = layout.expert_place(at) // layout.expert
+        for mine, owner, owners in ((others, at.data, layout.data), (spread, group, layout.expert_data)):
+            kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
+            for state, dtype in kinds:
+                shards = [_shard(tensor, state, layout, at) for tensor in mine if (state, dtype) in states.get(tensor.name, ())]
+                split = layout.zero_stage == 3 or (layout.zero_stage > 0 and state != WEIGHT)
+                items[rank] += [(spec, dtype) for spec in _share(shards, owner, owners if split else 1)]
     return items
 
 
-def _share(shards: list[FragmentSpec], state: str, layout: Layout, data_rank: int) -> Iterable[FragmentSpec]:
-    """What one data parallel rank has of the shards laid end to end."""
-    split = layout.zero_stage == 3 or (layout.zero_stage > 0 and state != WEIGHT)
+def _is_spread(tensor: LogicalTensor, layout: Layout) -> bool:
+    return layout.spreads_experts and tensor.stacked
+
+
+def _shard(tensor: LogicalTensor, state: str, layout: Layout, at: Coordinates) -> FragmentSpec:
+    """The rank's shard of the tensor; where experts are spread, its run of them (or of its slices of them).
+
+    Raises:
+        CheckpointError: the ranks do not divide the experts.
+    """
+    if not _is_spread(tensor, layout):
+        return FragmentSpec.whole(tensor, state, at.tensor, layout.tensor)
+    count, left = divmod(tensor.shape[0], layout.expert)
+    if left:
+        raise CheckpointError(tensor.name, f"its {tensor.shape[0]} experts do not divide over {layout.expert} ranks")
+    whole = FragmentSpec.whole(tensor, state, *((0, 1) if layout.folded else (at.tensor, layout.tensor)))
+    size = whole.length // tensor.shape[0] * count
+    return whole.part(layout.expert_place(at) % layout.expert * size, size)
+
+
+def _share(shards: list[FragmentSpec], owner: int, owners: int) -> Iterable[FragmentSpec]:
+    """What one of several owners has of the shards laid end to end; those beyond `owners` hold copies."""
     total = sum(shard.length for shard in shards)
-    ranks = layout.data if split else 1
-    if data_rank >= ranks:
+    if owner >= owners:
         return
-    piece = -(-total // ranks)
-    low, high, place = data_rank * piece, min(total, (data_rank + 1) * piece), 0
+    piece = -(-total // owners)
+    low, high, place = owner * piece, min(total, (owner + 1) * piece), 0
     for shard in shards:
         first, last = max(low, place), min(high, place + shard.length)
         if first < last:

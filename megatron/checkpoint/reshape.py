@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..parallel.layout import Layout
@@ -17,14 +17,15 @@ from .reader import Checkpoint, open_checkpoint
 from .writer import Draft
 
 VERIFY_NAME = "sha256.json"
-KEYS = {"tensor": "tensor", "data": "data", "pipeline": "pipeline", "zero": "zero_stage"}
+KEYS = {"tensor": "tensor", "data": "data", "pipeline": "pipeline", "zero": "zero_stage", "expert": "expert",
+        "expert_tensor": "expert_tensor"}
 
 
 def parse_layout(text: str) -> Layout:
-    """`tensor=4,pipeline=2,data=2,zero=1` as a layout; what is not said is 1 (ZeRO: 0).
+    """`tensor=4,pipeline=2,data=2,zero=1` as a layout; what is not said is 1 (ZeRO: 0; expert_tensor: tensor).
 
     Raises:
-        ValueError: an unknown key, or a value that is not a number in range.
+        ValueError: an unknown key, a value that is not a number in range, or ranks of experts that do not divide theirs.
     """
     values = {}
     for item in filter(None, text.split(",")):
@@ -32,9 +33,16 @@ def parse_layout(text: str) -> Layout:
         if key not in KEYS or not value.isdigit():
             raise ValueError(f"--to {text}: {item!r} is not one of {', '.join(f'{known}=N' for known in KEYS)}")
         values[KEYS[key]] = int(value)
-    layout = Layout(**values)
-    if min(layout.tensor, layout.data, layout.pipeline) < 1 or layout.zero_stage > 3:
+    slices = values.pop("expert_tensor", values.get("tensor", 1))
+    layout = Layout(**values, folded=slices < values.get("tensor", 1))
+    if min(layout.tensor, layout.data, layout.pipeline, layout.expert) < 1 or layout.zero_stage > 3:
         raise ValueError(f"--to {text}: sizes are at least 1 and ZeRO stages are 0 to 3")
+    if slices not in (1, layout.tensor):
+        raise ValueError(f"--to {text}: expert_tensor is 1 (folded) or that of tensor, {layout.tensor}")
+    if layout.expert_line % layout.expert:
+        raise ValueError(f"--to {text}: {layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")
+    if layout.spreads_experts and layout.zero_stage == 3:
+        raise ValueError(f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, and experts are not spread")
     return layout
 
 
@@ -74,7 +82,7 @@ def reshape(
                 records += [record] if record else []
     except (OSError, ValueError, CheckpointError) as error:
         failure = error
-    draft.finish(records, failure, replace(source.meta, layout=asdict(layout)))
+    draft.finish(records, failure, replace(source.meta, layout=layout.sizes))
     return _compare(source, target, progress) if verify else {}
 
 

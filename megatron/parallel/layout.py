@@ -53,6 +53,14 @@ class Layout:
         """Whether the experts' gradients are summed over other ranks than those of the data axis."""
         return self.expert > 1 or self.folded
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What records say of a layout; of experts where they are spread."""
+        sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
+        if self.spreads_experts:
+            sizes |= {"expert": self.expert, "expert_tensor": 1 if self.folded else self.tensor}
+        return sizes
+
     @classmethod
     def of(cls, config, ranks: int) -> Layout:
         """The layout of a resolved `Config` on `ranks` processes.

@@ -90,6 +90,11 @@ class LogicalTensor:
     keep_fp32: bool = False
     matrices: tuple[int, ...] | None = None
 
+    @property
+    def stacked(self) -> bool:
+        """Whether dimension 0 counts experts, each of which has matrices of its own."""
+        return len(self.shape) == 3 and self.matrices is not None
+
     def spans(self, rank: int, ranks: int, experts: Span | None = None) -> list[list[Span]]:
         """For each dimension, the runs that `rank` of `ranks` tensor parallel ranks owns (of these experts)."""
         spans = [

@@ -162,7 +162,7 @@ def contents(
         samples = step * config.training.global_batch_size
         meta = Meta(
             step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
-            layout={"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "zero_stage": layout.zero_stage},
+            layout=layout.sizes,
             data={"samples": samples, "tokens": tokens(step), "last_sample": last_sample(plan, samples)},
             ledger={} if ledger is None else {"bytes": ledger.position()})
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta

@@ -12,14 +12,17 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import open_checkpoint, save
+from megatron.checkpoint import CheckpointError, open_checkpoint, save
 from megatron.checkpoint.ownership import owned
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import parse_layout
 from megatron.parallel.layout import Layout
+from megatron.parallel.shard import LogicalTensor, Role, Shard
+from tests.checkpoint.brute import local_shard
 from tests.checkpoint.model import Model, Together, fragments, meta
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +85,7 @@ def test_reshape_refuses(source, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     for arguments, message in (
         ([source, tmp_path / "there", "--to", "tensor=2"], "exists already"),
-        ([source, tmp_path / "new", "--to", "tensors=2"], "is not one of tensor=N, data=N, pipeline=N, zero=N"),
+        ([source, tmp_path / "new", "--to", "tensors=2"], "is not one of tensor=N, data=N, pipeline=N, zero=N, expert=N, "),
         ([source, tmp_path / "new", "--to", "zero=4"], "ZeRO stages are 0 to 3"),
         ([tmp_path / "nothing", tmp_path / "new", "--to", "tensor=2"], "there is no such checkpoint"),
     ):
@@ -106,6 +109,45 @@ def test_zero_shares_evenly(layout, biggest):
         total = sum(values.numel() for (_, other), values in model.values.items() if other == state)
         sizes = [sum(spec.length for spec, _ in mine if spec.state == state) for mine in items]
         assert sum(sizes) == total and max(sizes) <= share * total + 2
+
+
+@pytest.mark.parametrize(("to", "experts"), [
+    ("data=4,expert=2,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
+    ("data=4,expert=4", [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ("tensor=2,data=2,expert=2,zero=2", [(0, 4), (0, 4), (4, 8), (4, 8)]),
+    ("tensor=2,data=2,expert=4,expert_tensor=1,zero=1", [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ("tensor=2,data=2,expert=2,expert_tensor=1,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
+])
+def test_experts_fall_to_their_ranks(to, experts):
+    """Each rank has elements of its experts alone, all ranks together each element of each tensor once."""
+    tensors = {tensor.name: tensor for tensor in (
+        LogicalTensor("moe.experts.down.weight", (8, 6, 4), Role.OUTPUT, Shard(2), matrices=(6,)),
+        LogicalTensor("moe.experts.gate_up.weight", (8, 8, 6), Role.HIDDEN, Shard(1, (4, 4)), matrices=(4, 4)),
+        LogicalTensor("mlp.up.weight", (10, 3), Role.HIDDEN, Shard(0)), LogicalTensor("norm.weight", (7,), Role.NORM))}
+    stored = {(name, state): torch.float32 for name in tensors for state in ("master", "exp_avg")}
+    counts = {key: np.zeros(tensors[key[0]].shape, int).reshape(-1) for key in stored}
+    for rank, items in enumerate(owned(parse_layout(to), stored, tensors)):
+        first, last = experts[rank]
+        for spec, _ in items:
+            index = np.arange(len(counts[spec.tensor.name, spec.state])).reshape(spec.tensor.shape)
+            found = local_shard(index, spec.tensor, spec.tensor_rank, spec.tensor_ranks)[spec.start : spec.stop]
+            counts[spec.tensor.name, spec.state][found] += 1
+            if "experts" in spec.tensor.name:
+                of = found // (index.size // 8)
+                assert first <= of.min() and of.max() < last
+        assert any("experts" in spec.tensor.name for spec, _ in items) or "zero" not in to
+    assert all((each == 1).all() for each in counts.values())
+
+
+def test_experts_that_do_not_divide():
+    tensor = LogicalTensor("moe.experts.down.weight", (6, 4, 4), Role.OUTPUT, Shard(2), matrices=(4,))
+    with pytest.raises(CheckpointError, match="6 experts do not divide over 4 ranks"):
+        owned(parse_layout("data=4,expert=4"), {(tensor.name, "master"): torch.float32}, {tensor.name: tensor})
+    for to, message in (("data=4,expert=3", "4 ranks cannot be cut into groups of 3"), ("expert=0", "at least 1"),
+                        ("tensor=4,expert_tensor=2", "1 \\(folded\\) or that of tensor, 4"),
+                        ("data=2,expert=2,zero=3", "experts are not spread")):
+        with pytest.raises(ValueError, match=message):
+            parse_layout(to)
 
 
 def test_diff_equal_and_different(source, tmp_path, capsys):
@@ -256,5 +298,10 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
     for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3"):
         refuse(text, parse_layout(fine))
     for to, key in (("tensor=3", "parallel.tensor"), ("pipeline=99", "parallel.pipeline"), ("pipeline=2,zero=2", "zero.stage")):
-        with pytest.raises(ConfigError, match=key):
+        with pytest.raises(ConfigError, match=key) as error:
             refuse(text, parse_layout(to))
+        assert all(each.fatal for each in error.value.problems)
+    text = load([ROOT / "configs" / "test" / "tiny_moe.yml"], [], ranks=1, check_inputs=False).text()
+    refuse(text, parse_layout("tensor=2,data=2,expert=4,expert_tensor=1,zero=1"))
+    with pytest.raises(ConfigError, match="use 6 or 9 experts"):
+        refuse(text, parse_layout("data=3,expert=3"))

@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
-from megatron.config import resolve
+from megatron.config import ConfigError, resolve
 from megatron.config.yaml_source import parse
 from megatron.parallel.layout import Layout
 
@@ -38,10 +38,15 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     if not values or "training" not in values:
         return  # weights that were imported, of no run
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    if layout.spreads_experts:
+        values["parallel"] |= {"expert": layout.expert, "expert_tensor": 1 if layout.folded else layout.tensor}
     values["zero"] = {"stage": layout.zero_stage}
     # The batch is the next run's to choose: one that every layout can divide.
     values["training"] |= {"micro_batch_size": 1, "global_batch_size": layout.data, "accumulation": 1}
-    resolve(values, ranks=layout.world_size)
+    try:
+        resolve(values, ranks=layout.world_size)
+    except ConfigError as error:  # without the warnings of a file in which every option is given
+        raise ConfigError([each for each in error.problems if each.fatal]) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path, help="directory of the checkpoint to read")
     parser.add_argument("out", type=Path, help="directory of the new checkpoint; must not exist")
     parser.add_argument("--to", required=True, metavar="LAYOUT",
-                        help="tensor=N,pipeline=N,data=N,zero=N; what is not said is 1 (zero: 0)")
+                        help="tensor=N,pipeline=N,data=N,zero=N,expert=N,expert_tensor=N; what is not said is 1 (zero: 0; "
+                        "expert_tensor: tensor)")
     parser.add_argument("--verify", action="store_true",
                         help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

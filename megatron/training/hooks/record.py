@@ -21,9 +21,8 @@ class Record:
 
     def on_start(self, trainer) -> None:
         layout = trainer.mesh.layout
-        sizes = {axis: getattr(layout, axis) for axis in ("tensor", "data", "pipeline", "zero_stage")}
         trainer.note(
-            "resume" if trainer.start else "start", step=trainer.start, until=trainer.end, layout=sizes,
+            "resume" if trainer.start else "start", step=trainer.start, until=trainer.end, layout=layout.sizes,
             ranks=layout.world_size, seed=trainer.config.training.seed, python=platform.python_version(),
             torch=torch.__version__, **self._facts)
 
