@@ -221,6 +221,31 @@ def test_what_is_in_the_way_is_named(base: dict, change: dict, key: str):
     assert any(problem.startswith(key) for problem in error.value.problems), error.value
 
 
+HYBRID = {"hidden_size": 32, "vocab_size": 61, "norm": {"type": "rmsnorm"}, "mlp": {"gated": True, "activation": "silu"}}
+
+
+def test_a_hybrid_without_attention(tmp_path):
+    """Sizes of attention that is not there are theirs to choose."""
+    config = run({**HYBRID, "layers": "(mamba2/mlp) x2", "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2}})
+    architecture, theirs = hf_config(config)
+    assert architecture.name == "bamba"
+    model = build_model(config).eval()
+    randomise(model, 3)
+    steps = convert.plan(architecture, stored(model), 2, dims_of(config.model))
+    written = dict(convert.to_hf(steps, {name: p.detach() for name, p in stored(model).items()}.__getitem__))
+    again = loaded(theirs, architecture, written, tmp_path)
+    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert relative(model.logits(tokens), again(tokens, use_cache=False).logits) < 1e-5
+
+
+def test_their_own_refusal_is_passed_on():
+    """OLMo Hybrid has attention in some layer."""
+    model = {**HYBRID, "layers": "(gated_delta/mlp) x2", "gated_delta": {"heads": 4, "norm_epsilon": 1e-5},
+             "residual": {"norm": "hybrid"}}
+    with pytest.raises(CheckpointError, match="at least one attention layer"):
+        hf_config(run(model))
+
+
 @pytest.mark.parametrize(
     "config, word",
     [

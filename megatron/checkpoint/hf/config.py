@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from megatron.config import Config, ConfigError, resolve
@@ -130,9 +131,10 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
         theirs, problems = _express(config, each)
         if not problems:
             return each, theirs
-        tried[each.class_name] = (theirs is None, len(problems), problems)
-    nearest = min(tried, key=lambda each: tried[each][:2])
-    raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][2])
+        other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like
+        tried[each.class_name] = ((theirs is None, other_layers, len(problems)), problems)
+    nearest = min(tried, key=lambda each: tried[each][0])
+    raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][1])
 
 
 def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConfig | None, list[str]]:
@@ -149,8 +151,10 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         "initializer_range": model.init.std, "bos_token_id": None, "pad_token_id": None,
         "eos_token_id": config.tokenizer.eod_id, **architecture.required,
     }
+    attends = any(kind.name == "attention" for block in blocks for kind in block.kinds)
     for field in architecture.fields:
-        settings[field.theirs] = field.to_hf(_get(model, field.ours))
+        if attends or not field.ours.startswith("attention."):  # sizes of attention that is not there are not known
+            settings[field.theirs] = field.to_hf(_get(model, field.ours))
     if architecture.rotary != "none":
         settings["max_position_embeddings"] = config.training.sequence_length
         settings["rope_parameters"] = rope_parameters(model.attention.rotary, partial=architecture.rotary == "partial")
@@ -170,7 +174,8 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         theirs = CONFIG_MAPPING[architecture.name](**settings)
         training = {"steps": 1, "sequence_length": config.training.sequence_length}
         back = resolve({"model": model_values(theirs), "training": training})
-    except (ValueError, ConfigError, CheckpointError) as error:  # their own validation, or ours of what they made of it
+    # their own validation, or ours of what they made of it
+    except (ValueError, StrictDataclassError, ConfigError, CheckpointError) as error:
         return None, [str(error)]
     return theirs, differences(model, back.model)
 
