@@ -10,7 +10,7 @@ from tests.model.parity import randomise, relative
 from tests.model.test_configs import settings
 
 
-@pytest.mark.parametrize("name", ["tiny_zaya", "tiny_zamba", "tiny_jamba"])
+@pytest.mark.parametrize("name", ["tiny_zaya", "tiny_zamba", "tiny_jamba", "tiny_moe", "tiny_olmoe", "tiny_blackmamba"])
 def test_decoding_in_pieces_equals_the_whole(name: str):
     config = settings(f"test/{name}", inputs=True).config
     model = build_model(config).eval()

@@ -134,6 +134,11 @@ def skipping_is_a_choice_of_one(facts: Facts) -> Iterator[Problem]:
                 _router_key(facts, prefix, "skip"), _key(facts, prefix, "top_k"), _router_key(facts, prefix, "select"),
                 rule="a token that uses no expert chooses none beside it, and not within groups",
                 fix="use top_k: 1, select: top_k and no groups, or skip: false")
+        if router.skip and moe.capacity_factor is not None:
+            yield facts.problem(
+                _key(facts, prefix, "capacity_factor"), _router_key(facts, prefix, "skip"),
+                rule="tokens that use no expert are computed beside the others, and would take their places",
+                fix="leave capacity_factor out, or use skip: false")
 
 
 def idle_moe_options(facts: Facts) -> Iterator[Problem]:

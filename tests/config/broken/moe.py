@@ -36,6 +36,9 @@ MOE = [
          "model.moe.router.average = true", "no router state before it", "attention/moe@first"),
     case("one expert or none, and another", _MOE + "router: {skip: true}}}", "a.yml:2: model.moe.router.skip = true",
          "model.moe.top_k = 2", "chooses none beside it"),
+    case("places for tokens that use no expert", "model: {layers: (attention/moe) x4, moe: {top_k: 1, capacity_factor: 1.5, "
+         "router: {skip: true}}}", "a.yml:2: model.moe.capacity_factor = 1.5", "model.moe.router.skip = true",
+         "would take their places"),
     case("experts do not divide over ranks", _MOE + "experts: 6}}\nparallel: {expert: 4}", "a.yml:2: model.moe.experts = 6",
          "parallel.expert = 4", "the same number of experts", "use 4 or 8 experts, or parallel.expert = 3 or 6", ranks=4),
     case("expert ranks do not divide the data axis", _MOE + "experts: 8}}\nparallel: {expert: 4, tensor: 2}",
