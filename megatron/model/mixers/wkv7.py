@@ -114,8 +114,7 @@ def _factors(r, log_w, k, v, a, b) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y, into memory of its own: selective recomputation does not keep it (12 numbers per channel and token, of all
-    products here)."""
+    """x y, given its memory: an operation whose results selective recomputation does not keep, and which may be changed."""
     return torch.bmm(x, y, out=x.new_empty(len(x), x.shape[1], y.shape[2]))
 
 

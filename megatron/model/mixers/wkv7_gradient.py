@@ -119,7 +119,10 @@ def _carry_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, through: Ten
 
 
 def _decays_gradient(of_readers: Tensor, of_writers: Tensor, of_states: Tensor, chunks: Chunks) -> Tensor:
-    """Of the logarithms, [m, Q, N]: a factor's gradient times the factor belongs to all decays up to its own."""
+    """Of the logarithms, [m, Q, N]: a factor's gradient times the factor belongs to all decays up to its own.
+
+    Changes the gradients that it is given.
+    """
     Q, n = chunks.inverse.shape[-1], len(chunks.states) - len(chunks.left)
     by_reader, by_writer = of_readers.mul_(chunks.readers), of_writers.mul_(chunks.writers)
     of_total = by_reader[:, Q:].sub_(by_writer[:, :Q]).sub_(by_writer[:, Q:])
