@@ -102,3 +102,18 @@ def test_fp16_gradients_do_not_vanish_before_the_loss_scale() -> None:
     ((ce * weights).sum() * scale).backward()
     for ours, exact in ((x.grad, x64.grad), (weight.grad, weight64.grad)):
         assert float((ours.double() - exact).norm() / exact.norm()) < 3e-3  # three digits are what fp16 has
+
+
+def test_the_memory_that_is_kept_is_nobodys_result():
+    """The next call writes into it: what an earlier one gave must not change, nor what it was given matter."""
+    x, weight, bias, labels, weights = inputs()
+    options = LossOptions(chunk=8)
+    loss, ce = linear_cross_entropy(x, weight, bias, labels, weights, options=options)
+    gradients = torch.autograd.grad(loss, (x, weight, bias))
+    before = [each.clone() for each in (loss, ce, *gradients)]
+    with torch.no_grad():
+        linear_cross_entropy(x[:3] * 50.0, weight.roll(1, 0), bias, labels[:3], weights[:3], options=options)
+    assert all(torch.equal(each, copy) for each, copy in zip((loss, ce, *gradients), before, strict=True))
+    again, _ = linear_cross_entropy(x, weight, bias, labels, weights, options=options)
+    assert torch.equal(again, before[0])
+    assert all(torch.equal(each, copy) for each, copy in zip(torch.autograd.grad(again, (x, weight, bias)), before[2:]))
