@@ -44,7 +44,8 @@ class Initialisation:
     """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one.
 
     Attributes:
-        layers: number of blocks.
+        blocks: number of blocks.
+        layers: what the schemes take for it.
         index: of the block that is made.
     """
 

@@ -14,13 +14,13 @@ from tests.model.parity import named
 H, L, N = 96, 4, 16
 
 
-def weights_of(kind: str, init: str = "published") -> dict[str, torch.Tensor]:
+def weights_of(kind: str, init: str = "published", layers: int | None = None) -> dict[str, torch.Tensor]:
     options = {} if kind == "rwkv4" else {"head_dim": N}
     config = resolve({
         "model": {
             "layers": f"({kind}/{kind}_ffn) x{L}", "hidden_size": H, "vocab_size": 400, "embedding": {"norm": True},
             kind: {**options, "init": init}, f"{kind}_ffn": {"init": init},
-            "init": {"embedding": "tiny_uniform", "head": "half_orthogonal"}},
+            "init": {"embedding": "tiny_uniform", "head": "half_orthogonal", "layers": layers}},
         "training": {"steps": 1, "sequence_length": 8}})
     return {name: p.detach() for name, p in named(build_model(config)).items()}
 
@@ -86,6 +86,15 @@ def test_earlier_ones_start_as_published(kind: str, layer: int):
     orthogonal(found[f"layers.{layer}.{kind}_ffn.key.weight"], 2.0 if kind == "rwkv4" else 1.0)
     assert not found[f"layers.{layer}.{kind}_ffn.value.weight"].any()
     assert not found[f"layers.{layer}.{kind}_ffn.receptance.weight"].any()
+
+
+@pytest.mark.parametrize("kind", ["rwkv4", "rwkv6", "rwkv7"])
+def test_depth_is_that_of_the_stack(kind: str):
+    """A layer count that was given for the schemes of other matrices leaves the authors' formulas alone."""
+    wanted = weights_of(kind)
+    for layers in (1, 40):
+        found = weights_of(kind, layers=layers)
+        assert all(found[name].equal(value) for name, value in wanted.items())
 
 
 def test_the_simplified_recipe_of_rwkv7():

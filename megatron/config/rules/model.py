@@ -171,6 +171,18 @@ def state_space_heads_are_whole(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def time_steps_are_a_range(facts: Facts) -> Iterator[Problem]:
+    for section in ("mamba", "mamba2", "gated_delta"):
+        for prefix, own in kind_options(facts, section):
+            if own.time_step_high < own.time_step_low:
+                yield facts.problem(
+                    section_key(facts, prefix, "time_step_low", section),
+                    section_key(facts, prefix, "time_step_high", section),
+                    rule="initial time steps are from time_step_low to time_step_high",
+                    fix="published models use 0.001 and 0.1",
+                )
+
+
 def delta_heads_share_keys(facts: Facts) -> Iterator[Problem]:
     for prefix, delta in kind_options(facts, "gated_delta"):
         if delta.heads and delta.key_heads and delta.heads % delta.key_heads:
@@ -390,6 +402,7 @@ RULES = (
     heads_fill_hidden_size,
     kv_heads_divide_heads,
     heads_have_channels,
+    time_steps_are_a_range,
     mamba_heads_are_equal,
     state_space_heads_are_whole,
     shared_blocks_are_used,

@@ -44,9 +44,10 @@ class RWKV4(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV4Options, init: Initialisation):
         super().__init__()
         self.mesh, self.options, H = make.mesh, options, model.hidden_size
-        start, rest = Start(options.init, init, H), 1.0 - init.index / init.layers
+        start = Start(options.init, init, H)
+        powers = [start.rest * each for each in (1.0, 1.0, 0.5)]
         self.mix = make.parameter(
-            "mix", (3, H), role=Role.STATE, init=start.shares(rest, rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=1))
+            "mix", (3, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1))
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
             return make.parameter(name, (H,), role=role, init=init, shard=Shard(0), keep_fp32=True)

@@ -24,8 +24,8 @@ class Start:
 
     def __init__(self, scheme: str, init: Initialisation, size: int):
         self.scheme, self.init, self.size = scheme, init, size
-        self.ratio = init.index / max(init.layers - 1, 1)
-        self.rest = 1.0 - init.index / init.layers
+        self.ratio = init.index / max(init.blocks - 1, 1)
+        self.rest = 1.0 - init.index / init.blocks
 
     def reads(self, inputs: int, outputs: int, gain: float = 1.0, spread: float = 1.0) -> Init:
         """A matrix that reads the stream: orthogonal with this gain, or uniform in +-`spread` / sqrt(inputs)."""
@@ -50,7 +50,7 @@ class Start:
 
     def norm(self) -> Init:
         """Weight of the norm of the heads."""
-        return Init("constant", ((1 + self.init.index) / self.init.layers) ** 0.7)
+        return Init("constant", ((1 + self.init.index) / self.init.blocks) ** 0.7)
 
     def decays(self, low: float, span: float) -> Init:
         """A vector [C] of logarithms of decay rates: slow in the first channels, the more so in deep layers."""

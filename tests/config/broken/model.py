@@ -131,6 +131,13 @@ MODEL = [
         "use 2 or 4 key_heads",
     ),
     case(
+        "time steps from above to below",
+        "model: {layers: mamba2 x4, mamba2: {head_dim: 16, time_step_low: 0.2}}",
+        "a.yml:2: model.mamba2.time_step_low = 0.2",
+        "model.mamba2.time_step_high = 0.1",
+        "initial time steps are from time_step_low to time_step_high",
+    ),
+    case(
         "decay rates from nowhere",
         "model: {layers: gated_delta x4, gated_delta: {heads: 4, decay_low: 16.0}}",
         "model.gated_delta.decay_high = 16.0",
