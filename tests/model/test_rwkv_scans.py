@@ -116,7 +116,7 @@ def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bo
 # 4: a token keeps e^-50 of what was; -5: hardly anything is lost
 @pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("chunk", [1, 5, 9, 64])  # 9: in runs of 3, inside of which documents begin
 def test_wkv6(chunk: int, documents: str | None, shift: float):
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(4)]
     inputs += [draw(h, N, seed=4) + shift, draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
@@ -139,9 +139,21 @@ def test_wkv6_of_a_token_that_forgets_everything(move: float):
     check(list(found), list(loop6(*doubles, None)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_wkv6_of_decays_that_all_tokens_share(chunk: int):
+    """RWKV-5's: one gradient for all samples and positions."""
+    inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)]
+    inputs += [draw(h, N, seed=4), draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
+    doubles = [each.double().requires_grad_() for each in inputs]
+    r, k, v, decay, bonus, initial = (each.requires_grad_() for each in inputs)
+    found = wkv6(r, k, v, None, decay, bonus, chunk=chunk, initial_BhNN=initial)
+    wanted = loop6(*doubles[:3], torch.zeros_like(doubles[0]), *doubles[3:], None)
+    check(list(found), list(wanted), inputs, doubles, ["r", "k", "v", "decay", "bonus", "initial"])
+
+
 @pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("chunk", [1, 5, 9, 64])  # 9: in runs of 3, inside of which documents begin
 def test_wkv4(chunk: int, documents: str | None, shift: float):
     inputs = [3 * draw(Bs, S, N, seed=0), draw(Bs, S, N, seed=1), draw(N, seed=2) + shift, draw(N, seed=3)]
     inputs += [draw(Bs, N, seed=4), draw(Bs, N, seed=5).abs() + 0.5, draw(Bs, N, seed=6)]

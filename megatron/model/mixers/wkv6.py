@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .recomputed import recomputed
-from .runs import Runs, back, pieces
+from .runs import Runs, pieces
+from .wkv6_inside import inside_runs
 
 # Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small ones.
 MOST = 5.3
@@ -58,15 +59,7 @@ def _piece(r, k, v, moved, decay, bonus, initial, starts):
     rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + moved.float()
     log_w = -rates.clamp(max=MOST).exp()
     log_w, r, k, v = (runs.cut(each) for each in (log_w, r.float(), k.float(), v.float()))
-    y = (r * k * bonus).sum(-1, keepdim=True) * v
-    passed = torch.ones_like(log_w)  # product of the decays between a token and the one `distance` before it
-    w = log_w.exp()
-    for distance in range(1, runs.run):
-        if distance > 1:
-            passed = passed * back(w, distance - 1)
-        score = (r * back(k, distance) * passed).sum(-1, keepdim=True)
-        y = y + (score * runs.sees(distance)[..., None, None]) * back(v, distance)
-
+    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
     total = log_w.double().cumsum(2)  # a difference of two large sums must keep the digits of a short stretch
     from_begin, to_end = (total - log_w).float().exp(), (total[:, :, -1:] - total).float().exp()
     through = total[:, :, -1].float().exp().unsqueeze(-1)
