@@ -127,6 +127,18 @@ def test_recomputation_replays_the_choice(mode: str, monkeypatch):
     assert not used_experts("full").equal(used_experts("none"))  # so the comparison can fail
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_recomputed_tokens_count_once(mode: str):
+    """The norm after the layer makes the repetition run through all of it."""
+    model = {"layers": "(attention/moe) x2", "hidden_size": 16, "vocab_size": 8, "attention": {"heads": 2},
+             "residual": {"norm": "post"}, "moe": {"hidden_size": 8, "top_k": 3, "losses": {"z": 0.1}}}
+    training = {"steps": 1, "sequence_length": 6, "activation_checkpointing": {"mode": mode}}
+    built, tokens = build_model(resolve({"model": model, "training": training})), torch.arange(12).view(2, 6) % 8
+    built(tokens, tokens, torch.ones(2, 6))[0].backward()
+    for moe in moe_layers(built).values():
+        assert moe.balance.tally[-1] == 1 and moe.balance.tally[:8].sum() == 12 * 3
+
+
 def trace_tool():
     spec = spec_from_file_location("trace_tool", ROOT / "tools" / "moe" / "trace.py")
     tool = module_from_spec(spec)
