@@ -141,6 +141,27 @@ def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, cap
         on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")
     with pytest.raises(RuntimeError, match="do not say how tensors are cut"):
         on_ranks(2, written, f"{tmp_path}/run", config, 2, "parallel.tensor=2")
+    for experts, overrides, message in (("mixtral", ["parallel.expert=2"], "experts that are spread"), ("moe", [], "corrections")):
+        with pytest.raises(RuntimeError, match=message):
+            on_ranks(2, written, f"{tmp_path}/{experts}", str(ROOT / f"configs/test/tiny_{experts}.yml"), 2, *overrides)
+        assert not (tmp_path / experts).exists()
+
+
+def test_corrections_go_there_and_back_for_a_run_with_spread_experts(tmp_path: Path, capsys) -> None:
+    from tests.training.test_run import job
+
+    text = (ROOT / "configs/test/tiny_moe.yml").read_text().replace("extends: tiny.yml", f"extends: {ROOT}/configs/test/tiny.yml")
+    (tmp_path / "tiny.yml").write_text(text + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\n"
+                                       "parallel: {expert: 2}\n")
+    on_ranks(2, job, str(tmp_path), 2, "training.steps=2", "schedule.warmup_steps=1")
+    before = tmp_path / "run" / "checkpoints" / "step_00000002"
+    assert tool("to_deepspeed").main([str(before), str(tmp_path / "theirs")]) == 0
+    words = [str(tmp_path / "theirs"), str(tmp_path / "back"), "--config", str(tmp_path / "tiny.yml")]
+    assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
+    back, there = values_of(tmp_path / "back"), values_of(before)
+    assert there["layers.1.moe.router.correction", "master"].abs().max() > 0
+    assert back.keys() == {key for key in there if key[1] != "weight"}
+    assert all(value.equal(there[key]) for key, value in back.items())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

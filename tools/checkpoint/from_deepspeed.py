@@ -26,6 +26,9 @@ from megatron.checkpoint.hf.importer import logical_tensors
 from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
 from megatron.config import ConfigError, load
 
+# Whatever layout a run has: only its tensors matter here.
+ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1"]
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="completed updates of the run (default: the optimizer's)")
     options = parser.parse_args(arguments)
     try:
-        resolved = load(options.config, ["parallel.tensor=1", "parallel.pipeline=1"], ranks=1, check_inputs=False)
+        resolved = load(options.config, ONE_RANK, ranks=1, check_inputs=False)
         names = read_names(options.names) if options.names else None
         with made_universal(options.source, options.out, options.trust) as folder:
             meta = restore(
