@@ -15,6 +15,7 @@ from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.training.optimizers.groups import parameter_groups
 from tests.model.parity import named, randomise, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run
@@ -325,6 +326,16 @@ def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
                 for dim, parts in enumerate(spans):
                     expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
                 assert relative(gradient, expected) < 2e-5, (name, key, rank)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_weight_decay_of_vectors_and_decays(name: str):
+    """A_log, D, biases of time steps, temperatures, norms and biases: all vectors, and Mamba's A_log, which is none."""
+    config, model = config_of(name), build_model(config_of(name), device="meta")
+    groups = parameter_groups(config, model.parameters())
+    kept = {p.logical.name for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    assert kept == {key for key, p in named(model).items() if p.dim() == 1 or key.endswith(".A_log")}
+    assert all(group["lr_scale"] == 1.0 for group in groups)
 
 
 def test_initial_values_are_the_published_ones():
