@@ -45,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation,
                  shared: dict[str, nn.Module] | None = None):
         super().__init__()
-        self.residual, self.pattern = model.residual, pattern
+        self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
         attends = pattern.mixer is not None and pattern.mixer.name == "attention"
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
@@ -103,7 +103,7 @@ class Block(nn.Module):
         for layer, own in zip(self.beside or (), state.beside or (None,) * len(self.beside or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, stream = _apply(self.mixer, x, stream, state.mixer)
+            y, stream = _apply(self.mixer, x.to(self.dtype), stream, state.mixer)
             y = self.mixer_norm(y)
         else:
             y, stream = _apply(self.mixer, self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
@@ -112,7 +112,7 @@ class Block(nn.Module):
     def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, stream = _apply(self.ffn, x, stream, state.ffn)
+            y, stream = _apply(self.ffn, x.to(self.dtype), stream, state.ffn)
             y = self.ffn_norm(y)
         else:
             y, stream = _apply(self.ffn, self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
@@ -144,6 +144,16 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
     return found
+
+
+def streams_kept(model: ModelSection, pattern: BlockPattern) -> int:
+    """How many states of the residual stream a block keeps for its backward pass: what its norms read."""
+    attends = pattern.mixer is not None and pattern.mixer.name == "attention"
+    if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):
+        return 0  # its layers read the stream, in their own type
+    branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
+    beside = 2 * len(pattern.mixer.beside) if pattern.mixer else 0  # these read the embedding too
+    return beside + (1 if model.residual.form == "parallel" else branches)
 
 
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:

@@ -45,6 +45,7 @@ class Embedding(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation, channels: tuple[str, ...] = ()):
         super().__init__()
         self.mesh, self.multiplier, self.channels = make.mesh, model.embedding.multiplier, channels
+        self.wide = model.residual.fp32
         self.tokens = VocabEmbedding(
             make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size))
         self.positions = self.norm = self.scale = None
@@ -66,6 +67,8 @@ class Embedding(nn.Module):
             x = x + self.positions(tokens_BS, positions, begin)
         if self.norm is not None:
             x = self.norm(x)
+        if self.wide:
+            x = x.float()
         if self.scale is not None:
             x = self.scale(x)
         stream = Stream(x, positions, documents, samples)

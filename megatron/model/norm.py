@@ -26,6 +26,8 @@ def norm_activations(options: NormOptions, size: int) -> int:
 class Norm(nn.Module):
     """LayerNorm, RMSNorm, or LayerNorm without parameters, over the last dimension.
 
+    The result has the type of the layers, also where what is normalised is an fp32 stream.
+
     Args:
         partial: each rank normalises only part of what the weight is used for (a slice of the sequence, some of
             the heads), so the gradient of the replicated weight is summed over the tensor parallel ranks.
@@ -33,7 +35,7 @@ class Norm(nn.Module):
 
     def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
         super().__init__()
-        self.type, self.epsilon, self.size = options.type, options.epsilon, size
+        self.type, self.epsilon, self.size, self.dtype = options.type, options.epsilon, size, make.dtype
         self.axis = make.mesh.tensor if partial else None
         self.weight = self.bias = None
         if options.type != "nonparametric":
@@ -46,9 +48,11 @@ class Norm(nn.Module):
         if self.axis is not None:
             weight = None if weight is None else sum_gradient(weight, self.axis)
             bias = None if bias is None else sum_gradient(bias, self.axis)
+        if x.dtype != self.dtype:  # an fp32 stream: the layers compute in their own type
+            weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         if self.type == "rmsnorm":
-            return F.rms_norm(x, (self.size,), weight, self.epsilon)
-        return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
+            return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
+        return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
 
 
 class WideRMSNorm(nn.Module):

@@ -133,6 +133,7 @@ def continue_a_text(config: Config) -> None:
 
 TRIALS = {
     "train": (train, ("data.reset_attention_at_eod=true", "training.sequence_length=20")),
+    "wide": (train, ("model.residual.fp32=true", "training.sequence_length=20")),
     "decode": (continue_a_text, ()),
 }
 

@@ -26,7 +26,7 @@ def found() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("trial", ["train", "decode"])
+@pytest.mark.parametrize("trial", ["train", "wide", "decode"])
 @pytest.mark.parametrize("model", [file.stem for file in FILES])
 def test_all_on_the_device_and_without_waiting_for_it(model, trial, found):
     assert found[f"{model}-{trial}"] == ""

@@ -130,6 +130,7 @@ def _state_space(kind: str) -> tuple[Field, ...]:
         Field(f"{kind}.convolution", "conv_kernel"), Field(f"{kind}.convolution_bias", "use_conv_bias"),
         Field(f"{kind}.bias", "use_bias"), Field(f"{kind}.time_step_low", "time_step_min"),
         Field(f"{kind}.time_step_high", "time_step_max"), Field(f"{kind}.time_step_floor", "time_step_floor"),
+        Field("residual.fp32", "residual_in_fp32"),
     )
 
 

@@ -80,6 +80,8 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         problems += found
     if architecture.name == "rwkv" and theirs.attention_hidden_size != theirs.hidden_size:
         problems.append(f"attention_hidden_size={theirs.attention_hidden_size} is not hidden_size={theirs.hidden_size}")
+    if architecture.name == "zaya":
+        _put(values, "residual.fp32", True)  # theirs has no option for it
     if architecture.name == "mamba2":
         _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
         most = theirs.time_step_limit[1]

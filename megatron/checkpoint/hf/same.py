@@ -38,6 +38,7 @@ def _stack(model: ModelSection) -> dict[str, Any]:
         values["norm"]["bias"] = None
     if model.embedding.position != "learned":
         values["embedding"]["max_positions"] = None
+    del values["residual"]["fp32"]  # it rounds otherwise, and is the same function
     return values
 
 

@@ -191,6 +191,10 @@ class ResidualOptions(Section):
         "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input. hybrid (OLMo "
         "Hybrid): post in blocks with attention, pre in the others.")
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
+    fp32: bool = key(
+        False,
+        "The stream is fp32 in every precision (Mamba, Mamba-2, ZAYA1): branches compute in precision.compute on what their "
+        "norms read, and their outputs are added in fp32. Costs twice the memory of the stream in 16-bit training.")
     multiplier: float = key(
         1.0, "Each branch's output is multiplied by this before it is added (Granite, muP depth scaling).")
     channel_scales: bool = key(
