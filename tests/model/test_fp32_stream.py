@@ -34,8 +34,8 @@ STACKS = {
 def settings(name: str, wide: bool = True, mode: str = "none"):
     stack = STACKS[name]
     model = {**MODEL, **{key: value for key, value in stack.items() if key not in MODEL}}
-    used = {key: value for key, value in model.items() if key not in ("mamba2", "shared_attention", "rwkv7", "moe", "variants", "attention")
-            or {"variants": "@first"}.get(key, key) in stack["layers"]}
+    kinds = {"variants": "@first", **{kind: kind for kind in ("mamba2", "shared_attention", "rwkv7", "moe", "attention")}}
+    used = {key: value for key, value in model.items() if kinds.get(key, "") in stack["layers"]}
     return resolve({
         "model": {**used, "residual": {**stack.get("residual", {}), "fp32": wide}}, "precision": {"compute": "bf16"},
         "training": {"steps": 1, "sequence_length": S, "micro_batch_size": B, "activation_checkpointing": {"mode": mode}}})
@@ -123,8 +123,9 @@ def test_what_it_keeps_is_counted(name, mode):
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_transformers_knows_it_for_mamba(kind, wide):
-    config = resolve({"model": {"layers": f"{kind} x2", "hidden_size": H, "vocab_size": V, "residual": {"fp32": wide},
-                                "norm": {"type": "rmsnorm"}, "mamba2": {"head_dim": 8}}, "training": {"steps": 1}})
+    config = resolve({
+        "model": {"layers": f"{kind} x2", "hidden_size": H, "vocab_size": V, "residual": {"fp32": wide},
+                  "norm": {"type": "rmsnorm"}, "mamba2": {"head_dim": 8}}, "training": {"steps": 1, "sequence_length": S}})
     _, theirs = hf_config(config, kind)
     assert theirs.residual_in_fp32 is wide
     assert model_values(theirs)["residual"]["fp32"] is wide
