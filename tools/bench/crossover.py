@@ -91,8 +91,8 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--blocks", type=int, default=1)
-    parser.add_argument("--sequence", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096])
-    parser.add_argument("--tokens", type=int, default=4096, help="per step, at least one sample")
+    parser.add_argument("--sequence", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--tokens", type=int, default=8192, help="per step, at least one sample")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="as of train_step.py")
     asked = parser.parse_args(given)
@@ -104,7 +104,8 @@ def main(given: list[str] | None = None) -> int:
             print(f"| {length} | {row['attention']:,.0f} | {row['mamba2']:.2f} | {row['rwkv7']:.2f} |")
         for kind in ("mamba2", "rwkv7"):
             where = crossover({length: row[kind] for length, row in found.items()})
-            print(f"{kind}: " + ("slower at every length" if where is None else f"faster from {where:,.0f} tokens on"), flush=True)
+            said = {None: "slower at every length", 0: "faster at every length"}
+            print(f"{kind}: {said.get(where) or f'faster from {where:,.0f} tokens on'}", flush=True)
     return 0
 
 
