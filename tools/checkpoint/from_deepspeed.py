@@ -25,9 +25,17 @@ from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import logical_tensors
 from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
 from megatron.config import ConfigError, load
+from megatron.config.files import read_file
 
 # Whatever layout a run has: only its tensors matter here.
 ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1"]
+
+
+def one_rank(files: list[str]) -> list[str]:
+    """Overrides that make a run's configuration one of one rank, with the batch that it had."""
+    sections = [values.get("training") for file in files if isinstance(values := read_file(file).values, dict)]
+    both = any({"accumulation", "global_batch_size"} <= set(each) for each in sections if isinstance(each, dict))
+    return [*ONE_RANK, "training.accumulation=null"] if both else ONE_RANK
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="completed updates of the run (default: the optimizer's)")
     options = parser.parse_args(arguments)
     try:
-        resolved = load(options.config, ONE_RANK, ranks=1, check_inputs=False)
+        resolved = load(options.config, one_rank(options.config), ranks=1, check_inputs=False)
         names = read_names(options.names) if options.names else None
         with made_universal(options.source, options.out, options.trust) as folder:
             meta = restore(
