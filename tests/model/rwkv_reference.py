@@ -1,4 +1,4 @@
-"""RWKV-5, 6 and 7 token by token in float64, written from the papers, on tensors under their published names.
+"""RWKV-5, 6 and 7 token by token in the type of the weights, written from the papers, on tensors under their published names.
 
 Peng et al. 2024 (Eagle and Finch) and Peng et al. 2025 (Goose). One sample at a time: a loop over tokens, then over
 layers, with all of an RWKV model's state in a dict.
@@ -37,8 +37,8 @@ def logits(z: Weights, tokens: list[int], version: int, heads: int, states: list
     width = z["emb.weight"].shape[1]
 
     def nothing() -> list[dict]:
-        zero = torch.zeros(width, dtype=torch.float64)
-        memory = torch.zeros(heads, width // heads, width // heads, dtype=torch.float64)
+        zero = torch.zeros(width, dtype=z["emb.weight"].dtype)
+        memory = torch.zeros(heads, width // heads, width // heads, dtype=z["emb.weight"].dtype)
         return [{"att": zero, "ffn": zero, "S": memory} for _ in range(layers)]
 
     states, rows = states or nothing(), []
