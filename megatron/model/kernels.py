@@ -29,7 +29,7 @@ def choose(wanted: str, kind: str, device: torch.device | str) -> tuple[str, str
     if not able:
         return "torch", f"no adapter of {kind} to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
-        return "torch", f"{' and '.join(able)} need a GPU"
+        return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"
     found = [name for name in able if installed(name)]
     if found:
         return found[0], f"model.kernels: {wanted}"
