@@ -8,7 +8,7 @@ export PYTHON
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the whole test suite'
-	@echo 'make lint         look for mistakes in the source (ruff)'
+	@echo 'make lint         check the source: mistakes and format (ruff)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
 	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere;'
@@ -28,6 +28,7 @@ test: dev
 
 lint: dev
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 docs: dev
 	$(RUN) tools/config.py docs

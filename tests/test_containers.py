@@ -43,7 +43,15 @@ def test_dockerfiles_have_no_finding(name):
 def test_all_images_have_what_several_hosts_need():
     lists = [debian_packages(read(name)) for name in (*DOCKERFILES, "apptainer.def")]
     for each in lists:
-        assert {"openssh-client", "openssh-server", "pdsh", "openmpi-bin", "numactl", "ibverbs-providers", "git"} <= each
+        assert {
+            "openssh-client",
+            "openssh-server",
+            "pdsh",
+            "openmpi-bin",
+            "numactl",
+            "ibverbs-providers",
+            "git",
+        } <= each
     nvidia, amd, apptainer = lists
     assert apptainer == nvidia and nvidia - amd == {"python3", "python3-dev", "python3-venv"}, "AMD's image has Python"
 
@@ -75,7 +83,9 @@ def test_the_scripts_of_apptainer_are_shell(kind):
     assert (ROOT / "requirements" / f"{kind}.txt").exists()
 
 
-@pytest.mark.parametrize("name", ["requirements/install", "requirements/beside_torch", "tools/sshd", ".ci/run", ".ci/packages"])
+@pytest.mark.parametrize(
+    "name", ["requirements/install", "requirements/beside_torch", "tools/sshd", ".ci/run", ".ci/packages"]
+)
 def test_shell_scripts_can_be_run(name):
     path = ROOT / name
     assert path.stat().st_mode & 0o111
@@ -106,7 +116,9 @@ exit 0
     assert (tmp_path / "held").read_text() == "torch==2.11.0+rocm7.14\n"
     wanted = (tmp_path / "wanted").read_text().splitlines()
     assert not [line for line in wanted if line.startswith(("torch==", "-r"))]
-    assert any(line.startswith("deepspeed==") for line in wanted) and any(line.startswith("gigatoken==") for line in wanted)
+    assert any(line.startswith("deepspeed==") for line in wanted) and any(
+        line.startswith("gigatoken==") for line in wanted
+    )
     (tmp_path / "other").touch()
     done = run()
     assert done.returncode == 1 and "torch was 2.11.0+rocm7.14" in done.stderr

@@ -20,20 +20,39 @@ from tests.paths import ROOT
 from tools.quickstart import MODELS, Record, digest, unigram_entropy
 
 SMALL = [
-    "--documents", "300", "--vocabulary", "1024", "--validation", "0.3", "training.sequence_length=128",
-    "model.hidden_size=64", "optimizer.lr=1e-2",
-    "evaluation.every=null", "evaluation.batches=20", "checkpoint.every=null", "logging.every=20",
+    "--documents",
+    "300",
+    "--vocabulary",
+    "1024",
+    "--validation",
+    "0.3",
+    "training.sequence_length=128",
+    "model.hidden_size=64",
+    "optimizer.lr=1e-2",
+    "evaluation.every=null",
+    "evaluation.batches=20",
+    "checkpoint.every=null",
+    "logging.every=20",
 ]
 
 
-LAYERS = {"pythia": "(attention/mlp) x2", "rwkv7": "(rwkv7/rwkv7_ffn) x2", "mamba2": "mamba2 x2",
-          "hybrid": "rwkv7/mlp attention@local/mlp"}
+LAYERS = {
+    "pythia": "(attention/mlp) x2",
+    "rwkv7": "(rwkv7/rwkv7_ffn) x2",
+    "mamba2": "mamba2 x2",
+    "hybrid": "rwkv7/mlp attention@local/mlp",
+}
 
 
 def quickstart(folder: Path, *words: str, model: str = "pythia") -> subprocess.CompletedProcess:
     places = ["--data", folder / "data", f"run.dir={folder / 'run'}", "--model", model, f"model.layers={LAYERS[model]}"]
-    return subprocess.run([sys.executable, ROOT / "tools" / "quickstart.py", *places, *SMALL, *words],
-                          cwd=folder, text=True, capture_output=True, timeout=900)
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "quickstart.py", *places, *SMALL, *words],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=900,
+    )
 
 
 def test_quickstart(tmp_path):
@@ -87,7 +106,7 @@ def test_one_line_makes_it_another_model():
 
 def _written(output: str) -> str:
     """The samples that were shown."""
-    return output[output.index("--- sample 1"):output.index("\nResult")]
+    return output[output.index("--- sample 1") : output.index("\nResult")]
 
 
 def independent_entropy(prefix: Path) -> float:

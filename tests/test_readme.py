@@ -75,8 +75,14 @@ def copy(tmp_path):
 
 def shell(script: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=folder, text=True, capture_output=True,
-                          env={**os.environ, "PATH": path}, timeout=600)
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PATH": path},
+        timeout=600,
+    )
 
 
 def test_commands(copy):

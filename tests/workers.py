@@ -27,11 +27,17 @@ from typing import Any
 TIMEOUT = 400.0
 THREADS = 60
 SETTINGS = {
-    "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "DS_ACCELERATOR": "cpu",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class World:
-    """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all ranks."""
+    """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all
+    ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="workers-")
@@ -152,9 +158,9 @@ def _forget_the_last_engine(linear: Callable) -> None:
     """Leave a process as it was before the engine: its groups, DeepSpeed's memory, torch's linear function.
 
     A gloo group keeps threads that never quite sleep: a hundred forgotten engines slow every later one down twentyfold.
-    ZeRO 3 and pipelines do leave some behind; a world that has many is thrown away. DeepSpeed keeps the axes of the last
-    engine in a module, and ZeRO 3 leaves its own linear function in torch's place; with that one selective recomputation
-    gives wrong gradients, and no run but one of ZeRO 3 has it.
+    ZeRO 3 and pipelines do leave some behind; a world that has many is thrown away. DeepSpeed keeps the axes of the
+    last engine in a module, and ZeRO 3 leaves its own linear function in torch's place; with that one selective
+    recomputation gives wrong gradients, and no run but one of ZeRO 3 has it.
     """
     import torch
     import torch.distributed as dist

@@ -51,12 +51,19 @@ def show(options: argparse.Namespace) -> None:
     """The resolved configuration, each value with its origin."""
     resolved = _load(options, inputs=False)
     _remarks(resolved)
-    _emit(options, resolved.text(), {
-        "config": thaw(resolved.config.model_dump()),
-        "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
-        "overridden": [each.to_json() for each in resolved.overridden],
-        "warnings": [each.to_json() for each in resolved.warnings],
-        "notes": list(resolved.notes), "ranks": resolved.ranks, "hash": config_hash(resolved.config)})
+    _emit(
+        options,
+        resolved.text(),
+        {
+            "config": thaw(resolved.config.model_dump()),
+            "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
+            "overridden": [each.to_json() for each in resolved.overridden],
+            "warnings": [each.to_json() for each in resolved.warnings],
+            "notes": list(resolved.notes),
+            "ranks": resolved.ranks,
+            "hash": config_hash(resolved.config),
+        },
+    )
 
 
 def explain_key(options: argparse.Namespace) -> None:
@@ -75,23 +82,45 @@ def check(options: argparse.Namespace) -> None:
     config, ranks = resolved.config, resolved.ranks
     parallel, training = config.parallel, config.training
     inner = parallel.tensor * parallel.pipeline
-    layout = {"ranks": ranks, "tensor": parallel.tensor, "pipeline": parallel.pipeline,
-              "data": ranks // inner if ranks else None, "expert": parallel.expert,
-              "expert_tensor": parallel.expert_tensor, "zero": config.zero.stage}
-    batch = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size,
-             "accumulation": training.accumulation}
+    layout = {
+        "ranks": ranks,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "data": ranks // inner if ranks else None,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+        "zero": config.zero.stage,
+    }
+    batch = {
+        "global_batch_size": training.global_batch_size,
+        "micro_batch_size": training.micro_batch_size,
+        "accumulation": training.accumulation,
+    }
     text = f"{config.run.name}: no problems"
     if ranks:
         folded = parallel.expert_tensor < parallel.tensor
         over = "tensor and data ranks, whole on each" if folded else "data ranks"
         spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
-        text += (f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {layout['data']}{spread}, "
-                 f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
-                 f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}")
+        text += (
+            f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
+            f"{layout['data']}{spread}, "
+            f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
+            f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"
+        )
     else:
         text += "; what depends on the number of ranks was not checked (give --ranks)"
-    _emit(options, text, {"ok": True, "layout": layout, "batch": batch, "hash": config_hash(config),
-                          "warnings": [each.to_json() for each in resolved.warnings], "notes": list(resolved.notes)})
+    _emit(
+        options,
+        text,
+        {
+            "ok": True,
+            "layout": layout,
+            "batch": batch,
+            "hash": config_hash(config),
+            "warnings": [each.to_json() for each in resolved.warnings],
+            "notes": list(resolved.notes),
+        },
+    )
 
 
 def layers(options: argparse.Namespace) -> None:
@@ -100,25 +129,44 @@ def layers(options: argparse.Namespace) -> None:
 
     resolved = _load(options, inputs=False)
     if resolved.config.model.vocab_size is None:
-        raise ConfigError([Problem("model.vocab_size", "counting parameters needs the vocabulary's size",
-                                   "give model.vocab_size, or a local tokenizer in tokenizer.path", None)])
+        raise ConfigError([
+            Problem(
+                "model.vocab_size",
+                "counting parameters needs the vocabulary's size",
+                "give model.vocab_size, or a local tokenizer in tokenizer.path",
+                None,
+            )
+        ])
     rows, total = layers_table(resolved.config), totals(resolved.config)
     names = list(rows[0])
     cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     numeric = [isinstance(rows[0][name], (int, float)) for name in names]
-    text = ["  ".join(cell.rjust(width) if right else cell.ljust(width)
-                      for cell, width, right in zip(line, widths, numeric)).rstrip() for line in cells]
+    text = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
+        ).rstrip()
+        for line in cells
+    ]
     text += [
         f"parameters: {total.parameters:,} ({total.non_embedding_parameters:,} without embeddings)"
         + (f", {total.active_parameters:,} active per token" if total.active_parameters < total.parameters else ""),
         f"FLOPs per token: {total.forward_flops:,} forward, {total.training_flops:,} forward and backward"
-        + (f", {total.hardware_flops:,} with recomputation" if total.hardware_flops > total.training_flops else "")]
-    _emit(options, "\n".join(text), {
-        "parameters": total.parameters, "non_embedding_parameters": total.non_embedding_parameters,
-        "active_parameters": total.active_parameters,
-        "forward_flops": total.forward_flops, "training_flops": total.training_flops,
-        "hardware_flops": total.hardware_flops, "layers": rows})
+        + (f", {total.hardware_flops:,} with recomputation" if total.hardware_flops > total.training_flops else ""),
+    ]
+    _emit(
+        options,
+        "\n".join(text),
+        {
+            "parameters": total.parameters,
+            "non_embedding_parameters": total.non_embedding_parameters,
+            "active_parameters": total.active_parameters,
+            "forward_flops": total.forward_flops,
+            "training_flops": total.training_flops,
+            "hardware_flops": total.hardware_flops,
+            "layers": rows,
+        },
+    )
 
 
 def _cell(value: Any) -> str:
@@ -134,13 +182,22 @@ def schedule(options: argparse.Namespace) -> None:
 
     config = _load(options, inputs=False).config
     if config.schedule.warmup_tokens is not None and config.training.global_batch_size is None:
-        raise ConfigError([Problem("schedule.warmup_tokens", "tokens per step depend on training.global_batch_size",
-                                   "give --ranks, or training.global_batch_size", config.schedule.warmup_tokens)])
+        raise ConfigError([
+            Problem(
+                "schedule.warmup_tokens",
+                "tokens per step depend on training.global_batch_size",
+                "give --ranks, or training.global_batch_size",
+                config.schedule.warmup_tokens,
+            )
+        ])
     points = curve(config)
     (first, start), (last, end) = points[0], points[-1]
     told = f"peak {config.optimizer.lr:g}; step {first}: {start:.6g}; last step {last}: {end:.6g}"
-    _emit(options, draw({"lr": points}, title="learning rate by step") + "\n" + told, {
-        "peak": config.optimizer.lr, "points": [{"step": step, "lr": rate} for step, rate in points]})
+    _emit(
+        options,
+        draw({"lr": points}, title="learning rate by step") + "\n" + told,
+        {"peak": config.optimizer.lr, "points": [{"step": step, "lr": rate} for step, rate in points]},
+    )
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -161,8 +218,15 @@ def docs(options: argparse.Namespace) -> None:
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     names = [str(path.relative_to(ROOT)) for path in stale]
     if options.check and stale:
-        raise ConfigError([Problem("", "the generated documentation is not what the schema says",
-                                   "run python tools/config.py docs", where=name) for name in names])
+        raise ConfigError([
+            Problem(
+                "",
+                "the generated documentation is not what the schema says",
+                "run python tools/config.py docs",
+                where=name,
+            )
+            for name in names
+        ])
     for path in stale:
         path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
@@ -171,10 +235,18 @@ def docs(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tools/config.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        prog="tools/config.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, action in (("show", show), ("explain", explain_key), ("check", check), ("layers", layers),
-                         ("schedule", schedule), ("convert", convert), ("docs", docs)):
+    for name, action in (
+        ("show", show),
+        ("explain", explain_key),
+        ("check", check),
+        ("layers", layers),
+        ("schedule", schedule),
+        ("convert", convert),
+        ("docs", docs),
+    ):
         command = commands.add_parser(name, help=action.__doc__, description=action.__doc__)
         command.set_defaults(action=action)
         command.add_argument("--json", action="store_true", help="print one JSON document")
@@ -186,10 +258,15 @@ def _parser() -> argparse.ArgumentParser:
         if name == "convert":
             command.add_argument("-o", "--output", help="write this file instead of standard output")
         else:
-            command.add_argument("--ranks", type=_ranks,
-                                 help="processes of the whole run (default: launch.ranks, or unknown)")
-        command.add_argument("arguments", nargs="*" if name == "explain" else "+", metavar="FILE|KEY=VALUE",
-                             help="YAML files, merged left to right, and overrides")
+            command.add_argument(
+                "--ranks", type=_ranks, help="processes of the whole run (default: launch.ranks, or unknown)"
+            )
+        command.add_argument(
+            "arguments",
+            nargs="*" if name == "explain" else "+",
+            metavar="FILE|KEY=VALUE",
+            help="YAML files, merged left to right, and overrides",
+        )
     return parser
 
 

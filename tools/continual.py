@@ -29,11 +29,22 @@ RUNS = Path("runs/continual")
 FILES = Path("configs/continual")
 # The runs in their order, and after which other run the time of each is counted in the picture.
 AFTER = {"a": None, "annealed": None, "b": "annealed", "replay": "annealed", "infinite": None}
-TITLES = {"annealed": "A, annealed", "b": "A, annealed; then B", "replay": "A, annealed; then B with 5 % of A",
-          "infinite": "infinite schedule: B with 5 % of A from its constant phase on"}
+TITLES = {
+    "annealed": "A, annealed",
+    "b": "A, annealed; then B",
+    "replay": "A, annealed; then B with 5 % of A",
+    "infinite": "infinite schedule: B with 5 % of A from its constant phase on",
+}
 COLOURS = {"annealed": "grey", "b": "tab:red", "replay": "tab:blue", "infinite": "tab:green"}
-LENGTHS = ("training.steps", "schedule.warmup_steps", "schedule.cooldown_steps", "schedule.decay_steps",
-           "schedule.steps", "evaluation.every", "checkpoint.every")
+LENGTHS = (
+    "training.steps",
+    "schedule.warmup_steps",
+    "schedule.cooldown_steps",
+    "schedule.decay_steps",
+    "schedule.steps",
+    "evaluation.every",
+    "checkpoint.every",
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,8 @@ def losses(every: list[Stage]) -> dict[str, dict[str, Points]]:
         before = ends[AFTER[stage.name]] if AFTER[stage.name] else 0
         history = History.read(stage.folder / "metrics.jsonl")
         found[stage.name] = {
-            which: [(before + step, loss) for step, loss in points] for which, points in history.validation.items()}
+            which: [(before + step, loss) for step, loss in points] for which, points in history.validation.items()
+        }
     return found
 
 
@@ -158,14 +170,26 @@ def prepare(documents: int | None) -> None:
     """The quick start's data, and the English texts with the same tokenizer."""
     from tools import quickstart
 
-    quickstart.prepare(quickstart.Settings(
-        "configs/quickstart.yml", quickstart.ROOT / "data" / "quickstart", 4096, 0.02, documents, ()))
+    quickstart.prepare(
+        quickstart.Settings(
+            "configs/quickstart.yml", quickstart.ROOT / "data" / "quickstart", 4096, 0.02, documents, ()
+        )
+    )
     quickstart.heading("Corpus B: English")
     quickstart.call(["tools/data/prepare.py", "english", "--output", "data/continual", "--validation", "0.08"])
     for part in ("train", "validation"):
         output = f"data/continual/english_{part}"
-        quickstart.call(["tools/data/tokenize.py", "--input", f"{output}.jsonl", "--output", output,
-                         "--tokenizer", "data/quickstart/tokenizer.json", "--overwrite", "--quiet"])
+        quickstart.call([
+            "tools/data/tokenize.py",
+            "--input",
+            f"{output}.jsonl",
+            "--output",
+            output,
+            "--tokenizer",
+            "data/quickstart/tokenizer.json",
+            "--overwrite",
+            "--quiet",
+        ])
 
 
 def main() -> int:

@@ -97,8 +97,11 @@ class Record:
     def holds(self, name: str, key: str, outputs: Sequence[Path]) -> bool:
         """Whether the step was done with this key, and its outputs are as it left them."""
         known = self.steps.get(name)
-        return known is not None and known["key"] == key and all(
-            path.exists() and known["sizes"].get(path.name) == path.stat().st_size for path in outputs)
+        return (
+            known is not None
+            and known["key"] == key
+            and all(path.exists() and known["sizes"].get(path.name) == path.stat().st_size for path in outputs)
+        )
 
     def put(self, name: str, key: str, outputs: Sequence[Path], **facts: object) -> None:
         self.steps[name] = {"key": key, "sizes": {path.name: path.stat().st_size for path in outputs}, **facts}
@@ -132,18 +135,54 @@ def prepare(settings: Settings) -> None:
     tokenizer = folder / "tokenizer.json"
     limit = [] if settings.documents is None else ["--limit", str(settings.documents)]
     heading("1/5  Corpus: the sources and documentation texts of Python's standard library")
-    _step(record, list(texts.values()), [], [
-        "tools/data/prepare.py", "stdlib", "--output", _name(folder), "--validation", f"{settings.validation:g}",
-        *limit])
+    _step(
+        record,
+        list(texts.values()),
+        [],
+        [
+            "tools/data/prepare.py",
+            "stdlib",
+            "--output",
+            _name(folder),
+            "--validation",
+            f"{settings.validation:g}",
+            *limit,
+        ],
+    )
     heading("2/5  Tokenizer: byte-level BPE, learned from the training texts")
-    _step(record, [tokenizer], [texts["train"]], [
-        "tools/data/train_tokenizer.py", "--input", _name(texts["train"]), "--output", _name(tokenizer),
-        "--size", str(settings.vocabulary), "--overwrite"])
+    _step(
+        record,
+        [tokenizer],
+        [texts["train"]],
+        [
+            "tools/data/train_tokenizer.py",
+            "--input",
+            _name(texts["train"]),
+            "--output",
+            _name(tokenizer),
+            "--size",
+            str(settings.vocabulary),
+            "--overwrite",
+        ],
+    )
     heading("3/5  Token files: what training reads")
     for part, path in texts.items():
-        _step(record, [folder / f"{part}.bin", folder / f"{part}.idx"], [path, tokenizer], [
-            "tools/data/tokenize.py", "--input", _name(path), "--output", _name(folder / part),
-            "--tokenizer", _name(tokenizer), "--overwrite", "--quiet"])
+        _step(
+            record,
+            [folder / f"{part}.bin", folder / f"{part}.idx"],
+            [path, tokenizer],
+            [
+                "tools/data/tokenize.py",
+                "--input",
+                _name(path),
+                "--output",
+                _name(folder / part),
+                "--tokenizer",
+                _name(tokenizer),
+                "--overwrite",
+                "--quiet",
+            ],
+        )
 
 
 def _step(record: Record, outputs: list[Path], inputs: list[Path], command: list[str]) -> None:
@@ -231,8 +270,11 @@ def _data_overrides(settings: Settings) -> list[str]:
     """The paths of the data, where they are not those that the configuration names."""
     if settings.data == ROOT / "data" / "quickstart":
         return []
-    return [f"data.train={_name(settings.data / 'train')}", f"data.validation={_name(settings.data / 'validation')}",
-            f"tokenizer.path={_name(settings.data / 'tokenizer.json')}"]
+    return [
+        f"data.train={_name(settings.data / 'train')}",
+        f"data.validation={_name(settings.data / 'validation')}",
+        f"tokenizer.path={_name(settings.data / 'tokenizer.json')}",
+    ]
 
 
 def _trained(run: Run) -> bool:
@@ -257,8 +299,16 @@ def samples(run: Run) -> None:
     """Print what the model writes; kept with the run, so that the same texts are shown the next time at once."""
     heading("5/5  What it writes")
     record = Record.load(run.folder / "quickstart.json")
-    command = ["generate.py", _name(run.folder), *(word for prompt in PROMPTS for word in ("--prompt", prompt)),
-               "--tokens", str(LENGTH), "--temperature", "0.7", "--json"]
+    command = [
+        "generate.py",
+        _name(run.folder),
+        *(word for prompt in PROMPTS for word in ("--prompt", prompt)),
+        "--tokens",
+        str(LENGTH),
+        "--temperature",
+        "0.7",
+        "--json",
+    ]
     key = digest(run.key, *command)
     if not record.holds("samples", key, []):
         texts = [json.loads(line) for line in call(command, capture=True).splitlines()]
@@ -291,8 +341,10 @@ def verdict(settings: Settings, run: Run, seconds: float) -> bool:
     bar = FAR_BELOW * min(entropy.values())
     heading("Result")
     print(f"validation loss   {loss:.4f} nats per token")
-    print(f"unigram entropy   {entropy['train']:.4f} nats per token of the training corpus, "
-          f"{entropy['validation']:.4f} of the validation texts:")
+    print(
+        f"unigram entropy   {entropy['train']:.4f} nats per token of the training corpus, "
+        f"{entropy['validation']:.4f} of the validation texts:"
+    )
     print("                  the lowest loss of a model that knows only how often each token occurs")
     good = loss < bar
     relation = "far below that: the model has learned" if good else f"NOT far below that (it should be under {bar:.4f})"
@@ -310,10 +362,14 @@ def advice(settings: Settings, run: Run) -> None:
         (". .venv/bin/activate", "so that `python` is the one with everything installed; then:"),
         (f"python generate.py {_name(run.folder)}", "write with the model: you begin, it goes on"),
         (f"python tools/config.py layers {settings.config}", "where its parameters and operations are"),
-        (f"python tools/config.py explain optimizer.lr {settings.config}",
-         "what a key means, and where its value comes from"),
-        (f"python tools/quickstart.py --model {'mamba2' if 'rwkv7' in settings.config else 'rwkv7'}",
-         "another model on the same data; or edit a line of the file above"),
+        (
+            f"python tools/config.py explain optimizer.lr {settings.config}",
+            "what a key means, and where its value comes from",
+        ),
+        (
+            f"python tools/quickstart.py --model {'mamba2' if 'rwkv7' in settings.config else 'rwkv7'}",
+            "another model on the same data; or edit a line of the file above",
+        ),
         ("less README.md", "your own text, more GPUs, more hosts, export"),
     )
     width = max(len(command) for command, _ in rows)
@@ -361,7 +417,10 @@ def _settings() -> Settings:
         parser.add_argument(name, type=kind, default=default, metavar=what, help=meaning)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of the configuration")
     parser.add_argument(
-        "--model", choices=MODELS, help="attention and MLPs (pythia, the default), Mamba-2, RWKV-7, RWKV-7 and attention, experts")
+        "--model",
+        choices=MODELS,
+        help="attention and MLPs (pythia, the default), Mamba-2, RWKV-7, RWKV-7 and attention, experts",
+    )
     given = parser.parse_intermixed_args()
     if given.model and given.config:
         parser.error("--model and --config both name a model")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What is proven to train right, from tests/layouts.yml: a summary for the README, all of it for docs/layouts.md.
 
-    python tools/support_table.py         print both
-    python tools/support_table.py FILES   put the one that belongs there between each file's two markers
+python tools/support_table.py         print both
+python tools/support_table.py FILES   put the one that belongs there between each file's two markers
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def grid() -> str:
         here = [case for case in found if case.layout == layout]
         cells = [_cell([case for case in here if case.architecture == name]) for name in names]
         lines.append(f"| {layout} | {entry['ranks']} | {' | '.join(cells)} |")
-    bounds = "; ".join(f"{recipe}: losses {entry['bounds']['loss']:.0e}, gradient norms {entry['bounds']['norm']:.0e}, "
-                       f"weights {entry['bounds']['weights']:.0e}" for recipe, entry in matrix["recipes"].items())
+    bounds = "; ".join(
+        f"{recipe}: losses {entry['bounds']['loss']:.0e}, gradient norms {entry['bounds']['norm']:.0e}, "
+        f"weights {entry['bounds']['weights']:.0e}"
+        for recipe, entry in matrix["recipes"].items()
+    )
     measured = f"Largest relative errors allowed, against one process of plain PyTorch: {bounds}."
     return "\n".join([*lines, "", measured])
 
@@ -40,8 +43,10 @@ def grid() -> str:
 def summary() -> str:
     """Markdown: a row per architecture, and for each way of cutting a run the sizes that are tested."""
     matrix = read()
-    lines = ["| architecture | what it has | tensor | pipeline | ZeRO over data | expert | together | recomputed | bf16 |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| architecture | what it has | tensor | pipeline | ZeRO over data | expert | together | recomputed | bf16 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for name, entry in matrix["architectures"].items():
         cells = _summary([case for case in cases(matrix) if case.architecture == name])
         lines.append(f"| {name} | {entry['about']} | {' | '.join(cells)} |")
@@ -52,7 +57,10 @@ def _summary(found: list[Case]) -> list[str]:
     places = [Place.of(case) for case in found]
     sequence = " (sequence too)" if any(case.values.get("parallel", {}).get("sequence") for case in found) else ""
     together = dict.fromkeys(place.axes for place in sorted(places) if place.axes.count("·"))
-    modes = {case.values.get("training", {}).get("activation_checkpointing", {}).get("mode") for case in found} - {None, "none"}
+    modes = {case.values.get("training", {}).get("activation_checkpointing", {}).get("mode") for case in found} - {
+        None,
+        "none",
+    }
     tensor = _several(place.tensor for place in places if place.tensor > 1)
     return [
         tensor + (sequence if tensor != NONE else ""),
@@ -79,8 +87,13 @@ class Place:
     def of(cls, case: Case) -> Place:
         parallel = case.values.get("parallel", {})
         tensor, pipeline = parallel.get("tensor", 1), parallel.get("pipeline", 1)
-        return cls(tensor, pipeline, case.ranks // (tensor * pipeline), parallel.get("expert", 1),
-                   case.values.get("zero", {}).get("stage", 1))
+        return cls(
+            tensor,
+            pipeline,
+            case.ranks // (tensor * pipeline),
+            parallel.get("expert", 1),
+            case.values.get("zero", {}).get("stage", 1),
+        )
 
     @property
     def axes(self) -> str:

@@ -8,6 +8,19 @@ from .reader import Checkpoint, open_checkpoint
 from .writer import save, write_tensors
 
 __all__ = [
-    "MASTER", "SOLO", "WEIGHT", "Checkpoint", "CheckpointError", "Communicator", "Fragment", "FragmentSpec",
-    "GroupCommunicator", "Meta", "Solo", "StoreCommunicator", "open_checkpoint", "save", "write_tensors",
+    "MASTER",
+    "SOLO",
+    "WEIGHT",
+    "Checkpoint",
+    "CheckpointError",
+    "Communicator",
+    "Fragment",
+    "FragmentSpec",
+    "GroupCommunicator",
+    "Meta",
+    "Solo",
+    "StoreCommunicator",
+    "open_checkpoint",
+    "save",
+    "write_tensors",
 ]

@@ -15,7 +15,8 @@ class Communicator(Protocol):
     """The ranks that save or load together.
 
     They carry only what JSON can say: no tensor ever goes through them. What all ranks hear of all ranks grows with the
-    square of their number, so `gather` is for a few hundred bytes per rank; the others' cost is that of what they carry.
+    square of their number, so `gather` is for a few hundred bytes per rank; the others' cost is that of what they
+    carry.
     """
 
     rank: int
@@ -92,7 +93,9 @@ class GroupCommunicator:
         message = torch.frombuffer(bytearray(json.dumps(value if self.rank == 0 else None).encode()), dtype=torch.uint8)
         size = torch.tensor([message.numel()], dtype=torch.int64, device=self.device)
         dist.broadcast(size, group_src=0, group=self.group)
-        message = message.to(self.device) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        message = (
+            message.to(self.device) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        )
         dist.broadcast(message, group_src=0, group=self.group)
         return json.loads(bytes(message.cpu().numpy()))
 

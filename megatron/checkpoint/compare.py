@@ -76,11 +76,14 @@ def compare_meta(a: Meta, b: Meta) -> dict[str, tuple[object, object]]:
 
 
 def to_json(tensors: list[TensorDifference], meta: dict[str, tuple[object, object]], equal: bool) -> str:
-    return json.dumps({
-        "equal": equal,
-        "tensors": [{**asdict(item), "equal": item.equal} for item in tensors],
-        "meta": {name: {"a": both[0], "b": both[1]} for name, both in meta.items()},
-    }, indent=1)
+    return json.dumps(
+        {
+            "equal": equal,
+            "tensors": [{**asdict(item), "equal": item.equal} for item in tensors],
+            "meta": {name: {"a": both[0], "b": both[1]} for name, both in meta.items()},
+        },
+        indent=1,
+    )
 
 
 def _compare(a: Checkpoint, b: Checkpoint, name: str, state: str) -> TensorDifference:
@@ -99,5 +102,12 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, state: str) -> TensorDiffe
         norm += float(x.square().sum())
     relative = sqrt(squares / norm) if squares and norm > 0 else (float("inf") if squares else 0.0)
     return TensorDifference(
-        name, state, "", (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
-        ours.length, differing, largest, relative)
+        name,
+        state,
+        "",
+        (str(dtypes[0]).removeprefix("torch."), str(dtypes[1]).removeprefix("torch.")),
+        ours.length,
+        differing,
+        largest,
+        relative,
+    )

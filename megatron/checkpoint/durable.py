@@ -27,7 +27,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_fully(handle: int, data: memoryview) -> None:
     """Write all of `data`; one call of the system may take less than it was given."""
     while data:
-        data = data[os.write(handle, data):]
+        data = data[os.write(handle, data) :]
 
 
 def read_fully(handle: int, buffer: memoryview, offset: int) -> int:

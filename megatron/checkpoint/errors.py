@@ -35,7 +35,7 @@ def by_layer(problems: Iterable[str]) -> list[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     for problem in dict.fromkeys(problems):
         layer = _LAYER.search(problem)
-        key = (problem, "") if layer is None else (problem[: layer.start(1)], problem[layer.end(1):])
+        key = (problem, "") if layer is None else (problem[: layer.start(1)], problem[layer.end(1) :])
         groups.setdefault(key, []).extend([] if layer is None else [int(layer[1])])
     return [before + _ranges(layers) + after for (before, after), layers in groups.items()]
 

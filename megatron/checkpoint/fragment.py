@@ -45,7 +45,8 @@ class FragmentSpec:
             raise ValueError(f"{self.label}: tensor rank {self.tensor_rank} is not one of {self.tensor_ranks}")
         if self.start < 0 or self.length < 0 or self.stop > self.shard_size:
             raise ValueError(
-                f"{self.label}: elements {self.start} to {self.stop} are not in a shard of {self.shard_size}")
+                f"{self.label}: elements {self.start} to {self.stop} are not in a shard of {self.shard_size}"
+            )
 
     @property
     def stop(self) -> int:
@@ -87,8 +88,10 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if self.data.dim() != 1 or not self.data.is_contiguous():
-            raise ValueError(f"{self.tensor.name} ({self.state}): a fragment's data must be 1-D and contiguous, "
-                             f"not {tuple(self.data.shape)} with strides {self.data.stride()}")
+            raise ValueError(
+                f"{self.tensor.name} ({self.state}): a fragment's data must be 1-D and contiguous, "
+                f"not {tuple(self.data.shape)} with strides {self.data.stride()}"
+            )
 
     @property
     def spec(self) -> FragmentSpec:

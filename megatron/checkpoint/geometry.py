@@ -51,7 +51,7 @@ class Piece:
 
 def natural_width(tensor: LogicalTensor) -> int:
     """Width of the matrix in which the tensor's shards are column ranges (all of it for a tensor that is not cut)."""
-    return prod(tensor.shape[tensor.shard.dim:]) if tensor.shard is not None else prod(tensor.shape)
+    return prod(tensor.shape[tensor.shard.dim :]) if tensor.shard is not None else prod(tensor.shape)
 
 
 def common_width(*tensors: LogicalTensor) -> int:
@@ -115,7 +115,7 @@ def _row_runs(spec: FragmentSpec) -> list[tuple[int, int, int]]:
     if tensor.shard is None:
         return [(0, 0, prod(tensor.shape))]
     dim = tensor.shard.dim
-    inner = prod(tensor.shape[dim + 1:])
+    inner = prod(tensor.shape[dim + 1 :])
     spans = tensor.shard.spans(tensor.shape[dim], spec.tensor_rank, spec.tensor_ranks)
     return [(span.start * inner, span.local * inner, span.length * inner) for span in spans]
 

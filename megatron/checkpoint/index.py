@@ -68,7 +68,7 @@ class Index:
         numbers = self.vocabulary.find(name, state)
         if numbers is None:
             return self.rows[:0]
-        rows = self.rows[self._first[numbers[0]]: self._first[numbers[0] + 1]]
+        rows = self.rows[self._first[numbers[0]] : self._first[numbers[0] + 1]]
         low, high = np.searchsorted(rows["state"], [numbers[1], numbers[1] + 1])
         return rows[low:high]
 
@@ -76,7 +76,7 @@ class Index:
         """(tensor name, state) -> safetensors name of the type, for everything stored."""
         found = {}
         for number, tensor in enumerate(self.vocabulary.tensors):
-            rows = self.rows[self._first[number]: self._first[number + 1]]
+            rows = self.rows[self._first[number] : self._first[number + 1]]
             for state in np.unique(rows["state"]):
                 row = rows[np.searchsorted(rows["state"], state)]
                 found[tensor.name, self.vocabulary.states[state]] = DTYPE_ORDER[row["dtype"]]

@@ -37,7 +37,9 @@ def sole_writer(directory: str | Path, communicator: Communicator = SOLO, *, ins
     try:
         if holder is not None and insist:
             raise CheckpointError(
-                directory, f"another run writes here ({holder}): wait for its end, or give this one a run.dir of its own")
+                directory,
+                f"another run writes here ({holder}): wait for its end, or give this one a run.dir of its own",
+            )
         yield
     finally:
         if handle is not None:

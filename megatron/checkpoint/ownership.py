@@ -2,8 +2,8 @@
 
 A checkpoint has no layout, so this is only a choice of how its files are cut. It follows a run's own: tensors fall
 to pipeline stages in their order, tensor parallel ranks have their shards, and with ZeRO what the optimizer needs of
-a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces. Experts that are spread fall to their
-ranks, and likewise to those that have the same ones.
+a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces. Experts that are spread fall to
+their ranks, and likewise to those that have the same ones.
 """
 
 from __future__ import annotations
@@ -50,13 +50,20 @@ def owned(
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
         spread = [tensor for tensor in by_stage[at.pipeline] if _is_spread(tensor, layout)]
-        others = [tensor for tensor in by_stage[at.pipeline]
-                  if not _is_spread(tensor, layout) and (tensor.shard is not None or at.tensor == 0)]
+        others = [
+            tensor
+            for tensor in by_stage[at.pipeline]
+            if not _is_spread(tensor, layout) and (tensor.shard is not None or at.tensor == 0)
+        ]
         group = layout.expert_place(at) // layout.expert
         for mine, owner, owners in ((others, at.data, layout.data), (spread, group, layout.expert_data)):
             kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
             for state, dtype in kinds:
-                shards = [_shard(tensor, state, layout, at) for tensor in mine if (state, dtype) in states.get(tensor.name, ())]
+                shards = [
+                    _shard(tensor, state, layout, at)
+                    for tensor in mine
+                    if (state, dtype) in states.get(tensor.name, ())
+                ]
                 split = layout.zero_stage == 3 or (layout.zero_stage > 0 and state != WEIGHT)
                 items[rank] += [(spec, dtype) for spec in _share(shards, owner, owners if split else 1)]
     return items

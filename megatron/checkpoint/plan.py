@@ -50,14 +50,15 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
     stored = index.vocabulary.tensors[rows[0]["tensor"]]
     if stored.shape != wanted.tensor.shape:
         raise CheckpointError(
-            f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {stored.shape} in the checkpoint")
+            f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {stored.shape} in the checkpoint"
+        )
     width = common_width(stored, wanted.tensor)
     target = rectangles(wanted, width)
     ranks = int(rows[0]["tensor_ranks"])
     begins = np.searchsorted(rows["tensor_rank"], np.arange(ranks + 1))
     reads = []
     for rank in range(ranks):
-        mine = rows[begins[rank]: begins[rank + 1]]
+        mine = rows[begins[rank] : begins[rank + 1]]
         size = prod(stored.local_shape(rank, ranks))
         common = overlap(rectangles(FragmentSpec(stored, state, rank, ranks, 0, size), width), target)
         if not common:
@@ -145,14 +146,31 @@ def _chunks(piece: Piece, itemsize: int) -> list[tuple[Piece, int]]:
     limit = CHUNK // itemsize
     if piece.count == 1 or piece.length * itemsize >= LONG_RUN:
         return [
-            (Piece(1, min(limit, piece.length - at), piece.source + run * piece.source_stride + at, 0,
-                   piece.target + run * piece.target_stride + at, 0), 0)
-            for run in range(piece.count) for at in range(0, piece.length, limit)
+            (
+                Piece(
+                    1,
+                    min(limit, piece.length - at),
+                    piece.source + run * piece.source_stride + at,
+                    0,
+                    piece.target + run * piece.target_stride + at,
+                    0,
+                ),
+                0,
+            )
+            for run in range(piece.count)
+            for at in range(0, piece.length, limit)
         ]
     rows = max(1, limit // piece.source_stride)
     return [
-        (replace(piece, count=min(rows, piece.count - row), source=piece.source + row * piece.source_stride,
-                 target=piece.target + row * piece.target_stride), piece.source_stride)
+        (
+            replace(
+                piece,
+                count=min(rows, piece.count - row),
+                source=piece.source + row * piece.source_stride,
+                target=piece.target + row * piece.target_stride,
+            ),
+            piece.source_stride,
+        )
         for row in range(0, piece.count, rows)
     ]
 
@@ -161,7 +179,7 @@ def _copy(read: Read, piece: Piece, gap: int, files: Files, target: torch.Tensor
     span = (piece.count - 1) * gap + piece.length
     offset = read.offset + piece.source * read.dtype.itemsize
     direct = piece.count == 1 and target.dtype == read.dtype and target.device.type == "cpu"
-    buffer = target[piece.target: piece.target + span] if direct else files.scratch(span, read.dtype)
+    buffer = target[piece.target : piece.target + span] if direct else files.scratch(span, read.dtype)
     files.read(read.file, offset, memoryview(buffer.view(torch.uint8).numpy()))
     if not direct:
         size = (piece.count, piece.length)

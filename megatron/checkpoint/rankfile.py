@@ -142,7 +142,7 @@ def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:
     """A 1-D tensor in pieces of at most `CHUNK` bytes on the host, so that a device needs no copy of it all."""
     step = max(1, CHUNK // data.element_size())
     for start in range(0, data.numel(), step):
-        yield data[start: start + step].detach().cpu()
+        yield data[start : start + step].detach().cpu()
 
 
 def _write_values(handle: int, spec: FragmentSpec, dtype: torch.dtype, parts: Iterable[torch.Tensor]) -> int:

@@ -54,7 +54,8 @@ def open_checkpoint(
         problems = [problem if part == "." else f"{part}: {problem}" for problem in error.problems]
     if checkpoint is not None and verify != "none":
         problems = checkpoint.damage(
-            checksums=verify == "checksums", share=(communicator.rank, communicator.size), threads=threads)
+            checksums=verify == "checksums", share=(communicator.rank, communicator.size), threads=threads
+        )
     problems = list(dict.fromkeys(problem for found in communicator.gather(problems) for problem in found))
     if problems or checkpoint is None:
         raise CheckpointError(path, problems)
@@ -122,7 +123,8 @@ class Checkpoint:
             changed = [spec_of(row, Vocabulary.from_json(text)) for row in _changed_rows(path, record, rows)]
             return [
                 f"{record.path}: the bytes of {spec.label}, shard {spec.tensor_rank} of {spec.tensor_ranks}, "
-                f"elements {spec.start} to {spec.stop}, do not have their checksum" for spec in changed
+                f"elements {spec.start} to {spec.stop}, do not have their checksum"
+                for spec in changed
             ]
         except FileNotFoundError:
             return [f"{record.path} is lost"]
@@ -161,11 +163,16 @@ class Checkpoint:
         for _, text, _ in everything:
             together |= int(text, 16)
         left = [key for place, key in enumerate(keys) if not together >> place & 1]
-        problems += by_layer(f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left)
+        problems += by_layer(
+            f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left
+        )
         weights = any(each for *_, each in everything) or any(state in STAND_INS for _, state in left)
         if problems and not weights:
-            problems.insert(0, "the weights fit, the optimizer's states are another one's: resume with the optimizer that it was "
-                               "saved with, or take the weights alone (checkpoint.initialize_from)")
+            problems.insert(
+                0,
+                "the weights fit, the optimizer's states are another one's: resume with the optimizer that it was "
+                "saved with, or take the weights alone (checkpoint.initialize_from)",
+            )
         if problems:
             raise CheckpointError(self.path, problems)
 

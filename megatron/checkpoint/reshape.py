@@ -17,15 +17,22 @@ from .reader import Checkpoint, open_checkpoint
 from .writer import Draft
 
 VERIFY_NAME = "sha256.json"
-KEYS = {"tensor": "tensor", "data": "data", "pipeline": "pipeline", "zero": "zero_stage", "expert": "expert",
-        "expert_tensor": "expert_tensor"}
+KEYS = {
+    "tensor": "tensor",
+    "data": "data",
+    "pipeline": "pipeline",
+    "zero": "zero_stage",
+    "expert": "expert",
+    "expert_tensor": "expert_tensor",
+}
 
 
 def parse_layout(text: str) -> Layout:
     """`tensor=4,pipeline=2,data=2,zero=1` as a layout; what is not said is 1 (ZeRO: 0; expert_tensor: tensor).
 
     Raises:
-        ValueError: an unknown key, a value that is not a number in range, or ranks of experts that do not divide theirs.
+        ValueError: an unknown key, a value that is not a number in range, or ranks of experts that do not divide
+        theirs.
     """
     values = {}
     for item in filter(None, text.split(",")):
@@ -40,9 +47,13 @@ def parse_layout(text: str) -> Layout:
     if slices not in (1, layout.tensor):
         raise ValueError(f"--to {text}: expert_tensor is 1 (folded) or that of tensor, {layout.tensor}")
     if layout.expert_line % layout.expert:
-        raise ValueError(f"--to {text}: {layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")
+        raise ValueError(
+            f"--to {text}: {layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts"
+        )
     if layout.spreads_experts and layout.zero_stage == 3:
-        raise ValueError(f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, and experts are not spread")
+        raise ValueError(
+            f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, and experts are not spread"
+        )
     return layout
 
 
@@ -78,7 +89,8 @@ def reshape(
                 progress(f"rank {rank} of {layout.world_size}")
                 specs = [spec for spec, _ in items]
                 record = write_rank_file(
-                    draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number]))
+                    draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number])
+                )
                 records += [record] if record else []
     except (OSError, ValueError, CheckpointError) as error:
         failure = error
@@ -97,7 +109,9 @@ def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) 
     write_file(target / VERIFY_NAME, json.dumps(sums, indent=1).encode())
     wrong = [
         f"{name} ({state}) is not the same afterwards"
-        for name, states in sums.items() for state, both in states.items() if both["before"] != both["after"]
+        for name, states in sums.items()
+        for state, both in states.items()
+        if both["before"] != both["after"]
     ]
     wrong += [f"{name} ({state}) is new" for name, state in result.stored if (name, state) not in source.stored]
     if wrong:

@@ -164,7 +164,8 @@ class Saver:
     def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
         uploaded = self._upload(path) if self._section.upload else None
         deleted = self.store.retain(
-            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()})
+            self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()}
+        )
         return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
 
     def _upload(self, path: Path) -> str | None:
@@ -192,7 +193,8 @@ class Saver:
                 self._upload_problem = str(error)
 
     def _not_there(self) -> list[Path]:
-        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest there.
+        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest
+        there.
         Where there are none, the newest alone: older ones may be of a time without upload."""
         try:
             there = step_of(Path(newest(self._section.upload)))

@@ -99,11 +99,13 @@ class Store:
         found = self._named(Path(how), "checkpoint.resume", verify)
         if not found.checkpoint.meta.resumable:
             raise CheckpointError(
-                found.checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them")
+                found.checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them"
+            )
         return found
 
     def weights(self, path: str | Path, *, verify: str = "checksums") -> Resume:
-        """The checkpoint to take weights from: the one named, or the newest intact one of a folder or a run's directory.
+        """The checkpoint to take weights from: the one named, or the newest intact one of a folder or a run's
+        directory.
 
         Raises:
             CheckpointError: it is not there or damaged.
@@ -139,15 +141,19 @@ class Store:
                 skipped.append((path, "it has only weights"))
                 continue
             note = "".join(f"; skipped {bad.name}: {why}" for bad, why in skipped)
-            reason = f"{'weights' if weights else 'resumed'} from {path} (step {checkpoint.step}), the newest intact one{note}"
+            start = "weights" if weights else "resumed"
+            reason = f"{start} from {path} (step {checkpoint.step}), the newest intact one{note}"
             return Resume(checkpoint, skipped, reason)
         if skipped:
-            none = "none is intact" if weights else (
-                "none can be resumed; repair or move them away, or set checkpoint.resume to none")
-            raise CheckpointError(self.directory, [
-                f"there are checkpoints, but {none}",
-                *(f"{path.name}: {why}" for path, why in skipped),
-            ])
+            none = (
+                "none is intact"
+                if weights
+                else ("none can be resumed; repair or move them away, or set checkpoint.resume to none")
+            )
+            raise CheckpointError(
+                self.directory,
+                [f"there are checkpoints, but {none}", *(f"{path.name}: {why}" for path, why in skipped)],
+            )
         return Resume(None, reason=f"started anew: no checkpoint in {self.directory}")
 
     def _offer(self, path: Path) -> str:
@@ -169,7 +175,8 @@ class Store:
         return self._on_rank_0(self._clean)
 
     def set_aside(self, after: int) -> list[str]:
-        """Put checkpoints of later steps where `resume("auto")` does not look: the run goes back and leaves that branch.
+        """Put checkpoints of later steps where `resume("auto")` does not look: the run goes back and leaves that
+        branch.
 
         They move into `superseded_1`, `superseded_2`, … within the folder, and stay whole there.
 
@@ -233,8 +240,9 @@ class Store:
         later = [path for path in self.paths() if step_of(path) > after]
         if not later:
             return []
-        aside = next(path for number in itertools.count(1)
-                     if not (path := self.directory / f"superseded_{number}").exists())
+        aside = next(
+            path for number in itertools.count(1) if not (path := self.directory / f"superseded_{number}").exists()
+        )
         aside.mkdir()
         for path in later:
             move(path, aside / path.name)
@@ -259,7 +267,9 @@ class Store:
 
 
 def _look(path: Path) -> tuple[str | None, bool, bool]:
-    """(the folder of checkpoints that is meant, if one is; whether the path is a directory; whether it has a manifest)."""
+    """(the folder of checkpoints that is meant, if one is; whether the path is a directory; whether it has a
+    manifest).
+    """
     folder = folder_of(path)
     return None if folder is None else str(folder), path.is_dir(), (path / MANIFEST_NAME).exists()
 

@@ -39,7 +39,11 @@ def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:
     if shard is not None:
         shard = Shard(shard["dim"], None if shard["parts"] is None else tuple(shard["parts"]), shard["unit"])
     return LogicalTensor(
-        values["name"], tuple(values["shape"]), Role(values["role"]), shard, values["keep_fp32"],
+        values["name"],
+        tuple(values["shape"]),
+        Role(values["role"]),
+        shard,
+        values["keep_fp32"],
         None if values["matrices"] is None else tuple(values["matrices"]),
     )
 
@@ -94,8 +98,12 @@ class Vocabulary:
 
 def spec_of(row: np.void, vocabulary: Vocabulary) -> FragmentSpec:
     return FragmentSpec(
-        vocabulary.tensors[row["tensor"]], vocabulary.states[row["state"]],
-        int(row["tensor_rank"]), int(row["tensor_ranks"]), int(row["start"]), int(row["length"]),
+        vocabulary.tensors[row["tensor"]],
+        vocabulary.states[row["state"]],
+        int(row["tensor_rank"]),
+        int(row["tensor_ranks"]),
+        int(row["start"]),
+        int(row["length"]),
     )
 
 

@@ -19,14 +19,7 @@ from .reader import open_checkpoint
 from .writer import describe, read_manifest
 
 
-def upload(
-    path: Path,
-    url: str,
-    communicator: Communicator = SOLO,
-    *,
-    attempts: int = 5,
-    wait: float = 1.0,
-) -> str:
+def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
     """Copy a checkpoint to `<url>/<name of its directory>`; the ranks share the files.
 
     The manifest goes last, so what has a manifest there is whole.
@@ -51,14 +44,15 @@ def upload(
         problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
     if communicator.broadcast(problems):
         names = []
-    for name in names[communicator.rank:: communicator.size]:
+    for name in names[communicator.rank :: communicator.size]:
         problems += _persistent(lambda name=name: _put(path / name, f"{target}/{name}"), name, attempts, wait)
         if problems:
             break  # what has failed so often will not take the next file either
     problems = [problem for found in communicator.gather(problems) for problem in found]
     if not problems and communicator.rank == 0:
         problems = _persistent(
-            lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
+            lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait
+        )
     problems = communicator.broadcast(problems)
     if problems:
         raise CheckpointError(target, ["it was not uploaded", *problems])
@@ -99,7 +93,9 @@ def newest(url: str) -> str:
         if system.exists(f"{root}/{MANIFEST_NAME}"):
             return url
         names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
-        steps = sorted((name for name in names if step_of(Path(name)) is not None), key=lambda name: step_of(Path(name)))
+        steps = sorted(
+            (name for name in names if step_of(Path(name)) is not None), key=lambda name: step_of(Path(name))
+        )
         whole = [name for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
         raise CheckpointError(url, f"it cannot be read: {describe(error)}") from error

@@ -66,11 +66,25 @@ def made_universal(source: Path, out: Path, trust: bool) -> Iterator[Path]:
         yield source
         return
     if not trust:
-        raise CheckpointError(source, "native files are pickles, which can run code when they are read: "
-                              "give --trust if you know where they are from")
+        raise CheckpointError(
+            source,
+            "native files are pickles, which can run code when they are read: "
+            "give --trust if you know where they are from",
+        )
     with tempfile.TemporaryDirectory(dir=out.resolve().parent, prefix=".universal-") as folder:
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source),
-                   "--output_folder", folder, "--num_extract_workers", "1", "--num_merge_workers", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--input_folder",
+            str(source),
+            "--output_folder",
+            folder,
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise CheckpointError(source, f"DeepSpeed's converter failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -136,8 +150,9 @@ def _named(checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str,
     if names is None:
         return {name: name for name in checkpoint.tensors}
     problems = [f"{name} has no name in the mapping" for name in checkpoint.tensors if name not in names]
-    problems += [f"the mapping has {name}, which is not in the checkpoint" for name in names
-                 if name not in checkpoint.tensors]
+    problems += [
+        f"the mapping has {name}, which is not in the checkpoint" for name in names if name not in checkpoint.tensors
+    ]
     problems += _doubled(names)
     if problems:
         raise CheckpointError(checkpoint.path, problems)
@@ -146,8 +161,11 @@ def _named(checkpoint: Checkpoint, names: Mapping[str, str] | None) -> dict[str,
 
 def _doubled(names: Mapping[str, str]) -> list[str]:
     seen: dict[str, str] = {}
-    return [f"{ours} and {seen[theirs]} are both called {theirs}" for ours, theirs in names.items()
-            if seen.setdefault(theirs, ours) != ours]
+    return [
+        f"{ours} and {seen[theirs]} are both called {theirs}"
+        for ours, theirs in names.items()
+        if seen.setdefault(theirs, ours) != ours
+    ]
 
 
 def _cut(tensor: LogicalTensor) -> dict[str, int]:
@@ -174,9 +192,12 @@ class Universal:
         self.folder = folder / "zero"
         self.names = sorted(path.parent.relative_to(self.folder).as_posix() for path in self.folder.rglob(f"{FP32}.pt"))
         if not self.names:
-            raise CheckpointError(folder, f"it has no zero/<parameter>/{FP32}.pt; native checkpoints become "
-                                          "universal by: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
-                                          "CHECKPOINT/TAG --output_folder CHECKPOINT/TAG_universal")
+            raise CheckpointError(
+                folder,
+                f"it has no zero/<parameter>/{FP32}.pt; native checkpoints become "
+                "universal by: python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                "CHECKPOINT/TAG --output_folder CHECKPOINT/TAG_universal",
+            )
 
     def states(self, name: str) -> list[str]:
         """The states of a parameter, as we call them."""
@@ -216,7 +237,12 @@ def _load(path: Path):
 
 
 def restore(
-    source: Universal, out: Path, tensors: Mapping[str, LogicalTensor], config: str, *, names: Mapping[str, str] | None,
+    source: Universal,
+    out: Path,
+    tensors: Mapping[str, LogicalTensor],
+    config: str,
+    *,
+    names: Mapping[str, str] | None,
     step: int | None = None,
 ) -> Meta:
     """Write a universal checkpoint as one of ours, one tensor at a time.
@@ -234,16 +260,25 @@ def restore(
     if out.exists():
         raise CheckpointError(out, "it exists already")
     theirs = {name: name for name in tensors} if names is None else dict(names)
-    problems = [f"missing: {name} ({theirs.get(name, 'no name in the mapping')})" for name in tensors
-                if theirs.get(name) not in source.names]
-    problems += [f"left over: {name}" for name in source.names
-                 if name not in {theirs[each] for each in tensors if each in theirs}]
+    problems = [
+        f"missing: {name} ({theirs.get(name, 'no name in the mapping')})"
+        for name in tensors
+        if theirs.get(name) not in source.names
+    ]
+    problems += [
+        f"left over: {name}"
+        for name in source.names
+        if name not in {theirs[each] for each in tensors if each in theirs}
+    ]
     problems += _doubled({name: theirs[name] for name in tensors if name in theirs})
     if problems:
         raise CheckpointError(source.folder, problems)
-    problems = [f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
-                for name, tensor in tensors.items() for state in source.states(theirs[name])
-                if tuple(found := source.read(theirs[name], state).shape) != tensor.shape]
+    problems = [
+        f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
+        for name, tensor in tensors.items()
+        for state in source.states(theirs[name])
+        if tuple(found := source.read(theirs[name], state).shape) != tensor.shape
+    ]
     if problems:
         raise CheckpointError(source.folder, problems)
     updates = source.step()
@@ -251,10 +286,18 @@ def restore(
     whole = all(len(source.states(theirs[name])) > 1 for name in tensors)
     if done is None and whole:
         raise CheckpointError(source.folder, "it does not say how many updates were done; give --step")
-    meta = Meta(step=done or 0, config=config, resumable=whole, extra={"imported": "DeepSpeed universal"},
-                optimizer={} if updates is None else {"step": float(updates)})
-    items = [(FragmentSpec.whole(tensor, state), torch.float32)
-             for name, tensor in tensors.items() for state in source.states(theirs[name])]
+    meta = Meta(
+        step=done or 0,
+        config=config,
+        resumable=whole,
+        extra={"imported": "DeepSpeed universal"},
+        optimizer={} if updates is None else {"step": float(updates)},
+    )
+    items = [
+        (FragmentSpec.whole(tensor, state), torch.float32)
+        for name, tensor in tensors.items()
+        for state in source.states(theirs[name])
+    ]
     write_tensors(out, items, _values(source, theirs, items), meta)
     return meta
 

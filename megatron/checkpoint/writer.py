@@ -32,11 +32,7 @@ READERS = 32  # threads that read the tables of the ranks' files: thousands of s
 
 
 def save(
-    directory: str | Path,
-    step: int,
-    fragments: Iterable[Fragment],
-    meta: Meta,
-    communicator: Communicator = SOLO,
+    directory: str | Path, step: int, fragments: Iterable[Fragment], meta: Meta, communicator: Communicator = SOLO
 ) -> Path:
     """Save one step; every rank calls with what it owns.
 
@@ -60,7 +56,9 @@ def save(
     try:
         owned = list(fragments)
         record = write_rank_file(
-            draft.root, communicator.rank, [(fragment.spec, fragment.data.dtype) for fragment in owned],
+            draft.root,
+            communicator.rank,
+            [(fragment.spec, fragment.data.dtype) for fragment in owned],
             lambda number: host_chunks(owned[number].data),
         )
         records = [record] if record else []

@@ -7,7 +7,14 @@ from .resolved_file import config_hash, read_resolved, save_resolved
 from .schema import Config
 
 __all__ = [
-    "Config", "ConfigError", "Problem", "Resolved",
-    "config_hash", "load", "read_resolved", "resolve", "save_resolved",
+    "Config",
+    "ConfigError",
+    "Problem",
+    "Resolved",
+    "config_hash",
+    "load",
+    "read_resolved",
+    "resolve",
+    "save_resolved",
     "split_arguments",
 ]

@@ -98,9 +98,15 @@ def _keys(section: type[Section], above: tuple[str, ...]) -> typing.Iterator[Key
         path = (*above, name)
         inner = section_of(field.annotation)
         yield Key(
-            path=path, annotation=field.annotation, default=field.get_default(call_default_factory=True),
-            sentence=field.description or "", unit=extra.get("unit"), derived=extra.get("derived"),
-            limits=_limits(field), section=inner is not None)
+            path=path,
+            annotation=field.annotation,
+            default=field.get_default(call_default_factory=True),
+            sentence=field.description or "",
+            unit=extra.get("unit"),
+            derived=extra.get("derived"),
+            limits=_limits(field),
+            section=inner is not None,
+        )
         member = field.annotation
         while inner is None and (member := member_of(member)) is not None:
             path, inner = (*path, ANY), section_of(member)
@@ -167,8 +173,12 @@ def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
 
 
 def _plural(words: str) -> str:
-    for one, many in (("a whole number", "whole numbers"), ("a number", "numbers"), ("a mapping", "mappings"),
-                      ("a list", "lists")):
+    for one, many in (
+        ("a whole number", "whole numbers"),
+        ("a number", "numbers"),
+        ("a mapping", "mappings"),
+        ("a list", "lists"),
+    ):
         if words.startswith(one):
-            return many + words[len(one):]
+            return many + words[len(one) :]
     return words

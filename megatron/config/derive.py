@@ -263,69 +263,150 @@ DERIVATIONS = (
     Derivation("data.test.*.*.name", ("data.test.*.*.path",), "the last part of path", source_name),
     Derivation("data.phases.*.sources.*.name", ("data.phases.*.sources.*.path",), "the last part of path", source_name),
     Derivation("model.attention.kv_heads", ("model.attention.heads",), "model.attention.heads", kv_heads),
-    Derivation("model.attention.head_dim", ("model.hidden_size", "model.attention.heads"),
-               "model.hidden_size / model.attention.heads", head_dim),
-    Derivation("model.attention.scale", ("model.attention.head_dim",), "model.attention.head_dim ** -0.5",
-               attention_scale),
-    Derivation("model.attention.rotary.scaling.attention_factor", ("model.attention.rotary.scaling.factor",),
-               "0.1 * ln(factor) + 1", yarn_attention_factor),
-    Derivation("model.shared_attention.kv_heads", ("model.shared_attention.heads",), "model.shared_attention.heads",
-               shared_kv_heads),
-    Derivation("model.shared_attention.head_dim", ("model.hidden_size", "model.shared_attention.heads"),
-               "2 * model.hidden_size / model.shared_attention.heads", shared_head_dim),
-    Derivation("model.shared_attention.scale", ("model.shared_attention.head_dim",),
-               "(model.shared_attention.head_dim / 2) ** -0.5", shared_attention_scale),
-    Derivation("model.shared_attention.rotary.scaling.attention_factor",
-               ("model.shared_attention.rotary.scaling.factor",), "0.1 * ln(factor) + 1", shared_yarn_factor),
-    Derivation("model.shared_attention.mlp.hidden_size", ("model.hidden_size",), "4 * model.hidden_size",
-               shared_mlp_width),
+    Derivation(
+        "model.attention.head_dim",
+        ("model.hidden_size", "model.attention.heads"),
+        "model.hidden_size / model.attention.heads",
+        head_dim,
+    ),
+    Derivation(
+        "model.attention.scale", ("model.attention.head_dim",), "model.attention.head_dim ** -0.5", attention_scale
+    ),
+    Derivation(
+        "model.attention.rotary.scaling.attention_factor",
+        ("model.attention.rotary.scaling.factor",),
+        "0.1 * ln(factor) + 1",
+        yarn_attention_factor,
+    ),
+    Derivation(
+        "model.shared_attention.kv_heads",
+        ("model.shared_attention.heads",),
+        "model.shared_attention.heads",
+        shared_kv_heads,
+    ),
+    Derivation(
+        "model.shared_attention.head_dim",
+        ("model.hidden_size", "model.shared_attention.heads"),
+        "2 * model.hidden_size / model.shared_attention.heads",
+        shared_head_dim,
+    ),
+    Derivation(
+        "model.shared_attention.scale",
+        ("model.shared_attention.head_dim",),
+        "(model.shared_attention.head_dim / 2) ** -0.5",
+        shared_attention_scale,
+    ),
+    Derivation(
+        "model.shared_attention.rotary.scaling.attention_factor",
+        ("model.shared_attention.rotary.scaling.factor",),
+        "0.1 * ln(factor) + 1",
+        shared_yarn_factor,
+    ),
+    Derivation(
+        "model.shared_attention.mlp.hidden_size", ("model.hidden_size",), "4 * model.hidden_size", shared_mlp_width
+    ),
     Derivation("model.mamba.rank", ("model.hidden_size",), "model.hidden_size / 16, rounded up", mamba_rank),
-    *(Derivation(f"model.rwkv7.{name}_rank", ("model.hidden_size",),
-                 f"{factor:g} sqrt(model.hidden_size), in steps of 32", partial(rwkv7_rank, factor=factor))
-      for name, factor in (("decay", 2.5), ("rate", 2.5), ("value", 1.7), ("gate", 5))),
-    *(Derivation(f"model.rwkv{number}_ffn.hidden_size", ("model.hidden_size",), formula,
-                 partial(channel_mix_width, kind=f"rwkv{number}_ffn", factor=factor, multiple=multiple))
-      for number, factor, multiple, formula in (
-          (4, 4, 1, "4 * model.hidden_size"), (5, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"),
-          (6, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"), (7, 4, 1, "4 * model.hidden_size"))),
+    *(
+        Derivation(
+            f"model.rwkv7.{name}_rank",
+            ("model.hidden_size",),
+            f"{factor:g} sqrt(model.hidden_size), in steps of 32",
+            partial(rwkv7_rank, factor=factor),
+        )
+        for name, factor in (("decay", 2.5), ("rate", 2.5), ("value", 1.7), ("gate", 5))
+    ),
+    *(
+        Derivation(
+            f"model.rwkv{number}_ffn.hidden_size",
+            ("model.hidden_size",),
+            formula,
+            partial(channel_mix_width, kind=f"rwkv{number}_ffn", factor=factor, multiple=multiple),
+        )
+        for number, factor, multiple, formula in (
+            (4, 4, 1, "4 * model.hidden_size"),
+            (5, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"),
+            (6, 3.5, 32, "3.5 * model.hidden_size rounded down to 32"),
+            (7, 4, 1, "4 * model.hidden_size"),
+        )
+    ),
     Derivation("model.gated_delta.key_heads", ("model.gated_delta.heads",), "model.gated_delta.heads", delta_key_heads),
-    Derivation("model.gated_delta.key_dim", ("model.hidden_size", "model.gated_delta.key_heads"),
-               "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down", delta_key_dim),
-    Derivation("model.gated_delta.value_dim", ("model.gated_delta.key_dim",), "2 * model.gated_delta.key_dim",
-               delta_value_dim),
+    Derivation(
+        "model.gated_delta.key_dim",
+        ("model.hidden_size", "model.gated_delta.key_heads"),
+        "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down",
+        delta_key_dim,
+    ),
+    Derivation(
+        "model.gated_delta.value_dim", ("model.gated_delta.key_dim",), "2 * model.gated_delta.key_dim", delta_value_dim
+    ),
     Derivation("model.gated_delta.norm_epsilon", ("model.norm.epsilon",), "model.norm.epsilon", delta_norm_epsilon),
     Derivation("model.cca.kv_heads", ("model.cca.heads",), "model.cca.heads", cca_kv_heads),
-    Derivation("model.cca.head_dim", ("model.hidden_size", "model.cca.heads"),
-               "model.hidden_size / (2 * model.cca.heads)", cca_head_dim),
-    Derivation("model.cca.rotary.scaling.attention_factor", ("model.cca.rotary.scaling.factor",),
-               "0.1 * ln(factor) + 1", cca_attention_factor),
-    Derivation("model.mlp.hidden_size", ("model.hidden_size", "model.mlp.gated"),
-               "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", mlp_hidden_size),
-    Derivation("model.moe.hidden_size", ("model.hidden_size", "model.moe.gated"),
-               "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", moe_hidden_size),
+    Derivation(
+        "model.cca.head_dim",
+        ("model.hidden_size", "model.cca.heads"),
+        "model.hidden_size / (2 * model.cca.heads)",
+        cca_head_dim,
+    ),
+    Derivation(
+        "model.cca.rotary.scaling.attention_factor",
+        ("model.cca.rotary.scaling.factor",),
+        "0.1 * ln(factor) + 1",
+        cca_attention_factor,
+    ),
+    Derivation(
+        "model.mlp.hidden_size",
+        ("model.hidden_size", "model.mlp.gated"),
+        "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)",
+        mlp_hidden_size,
+    ),
+    Derivation(
+        "model.moe.hidden_size",
+        ("model.hidden_size", "model.moe.gated"),
+        "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)",
+        moe_hidden_size,
+    ),
     Derivation("model.moe.router.top_groups", ("model.moe.router.groups",), "model.moe.router.groups", moe_top_groups),
-    Derivation("model.embedding.max_positions", ("training.sequence_length",), "training.sequence_length",
-               max_positions),
+    Derivation(
+        "model.embedding.max_positions", ("training.sequence_length",), "training.sequence_length", max_positions
+    ),
     Derivation("model.init.head", ("model.init.embedding",), "model.init.embedding", head_init),
     Derivation("model.head.norm", ("model.norm.type",), "model.norm.type", head_norm),
     Derivation("model.init.layers", ("model.layers",), "the number of blocks in model.layers", init_layers),
     Derivation("parallel.expert_tensor", ("parallel.tensor",), "parallel.tensor", expert_tensor),
-    Derivation("model.vocab_size", ("tokenizer.path", "model.vocab_multiple"),
-               "the tokenizer's size rounded up to a multiple of model.vocab_multiple", vocab_size),
-    Derivation("training.accumulation", (_SIZE, _MICRO),
-               "training.global_batch_size / (training.micro_batch_size * data parallel size), or 1", accumulation),
-    Derivation(_SIZE, (_MICRO, "training.accumulation"),
-               "training.micro_batch_size * training.accumulation * data parallel size", global_batch_size),
-    Derivation("optimizer.groups.*.weight_decay", ("optimizer.weight_decay",), "optimizer.weight_decay",
-               group_weight_decay),
+    Derivation(
+        "model.vocab_size",
+        ("tokenizer.path", "model.vocab_multiple"),
+        "the tokenizer's size rounded up to a multiple of model.vocab_multiple",
+        vocab_size,
+    ),
+    Derivation(
+        "training.accumulation",
+        (_SIZE, _MICRO),
+        "training.global_batch_size / (training.micro_batch_size * data parallel size), or 1",
+        accumulation,
+    ),
+    Derivation(
+        _SIZE,
+        (_MICRO, "training.accumulation"),
+        "training.micro_batch_size * training.accumulation * data parallel size",
+        global_batch_size,
+    ),
+    Derivation(
+        "optimizer.groups.*.weight_decay", ("optimizer.weight_decay",), "optimizer.weight_decay", group_weight_decay
+    ),
     Derivation("schedule.steps", ("training.steps",), "training.steps", schedule_steps),
     Derivation("schedule.decay_steps", ("schedule.steps",), "10 % of schedule.steps", decay_steps),
 )
 
 # Keys that only the processes, the machine or the tokenizer can fill in.
 AT_START = (
-    "launch.ranks", "launch.master_address", "launch.master_port", "launch.working_directory",
-    "logging.peak_tflops", "tokenizer.eod_token", "tokenizer.eod_id",
+    "launch.ranks",
+    "launch.master_address",
+    "launch.master_port",
+    "launch.working_directory",
+    "logging.peak_tflops",
+    "tokenizer.eod_token",
+    "tokenizer.eod_id",
 )
 # Keys that stay open where the number of ranks, or the tokenizer, is not known.
 NEED_RANKS = ("training.global_batch_size", "training.accumulation")

@@ -54,12 +54,16 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         known = self.value is not ABSENT
         return {
-            "key": self.name, "value": self.value if known else None,
+            "key": self.name,
+            "value": self.value if known else None,
             "origin": str(self.origin) if self.origin else None,
             "source": self.origin.to_json() if self.origin else None,
-            "meaning": self.key.sentence, "type": self.type, "unit": self.key.unit,
+            "meaning": self.key.sentence,
+            "type": self.type,
+            "unit": self.key.unit,
             "default": None if self.key.required else plain_default(self.key),
-            "required": self.key.required, "derived": self.formula,
+            "required": self.key.required,
+            "derived": self.formula,
             "overridden": [each.to_json() for each in self.lost],
         }
 
@@ -69,8 +73,10 @@ def plain_default(key: Key) -> Any:
     if hasattr(key.default, "model_dump"):
         return thaw(key.default.model_dump(exclude_defaults=True))
     if isinstance(key.default, dict):
-        return {name: thaw(each.model_dump(exclude_defaults=True)) if hasattr(each, "model_dump") else each
-                for name, each in key.default.items()}
+        return {
+            name: thaw(each.model_dump(exclude_defaults=True)) if hasattr(each, "model_dump") else each
+            for name, each in key.default.items()
+        }
     return thaw(key.default)
 
 

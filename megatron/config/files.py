@@ -37,13 +37,7 @@ def _with_bases(path: str, open_files: tuple[str, ...]) -> list[Source]:
     names = [bases] if isinstance(bases, str) else bases
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         source.problems.append(
-            Problem(
-                "extends",
-                "extends must be a path or a list of paths",
-                "write extends: base.yml",
-                bases,
-                where,
-            )
+            Problem("extends", "extends must be a path or a list of paths", "write extends: base.yml", bases, where)
         )
         return [source]
     chain = (*open_files, os.path.realpath(path))

@@ -39,9 +39,7 @@ def translate_flat(sources: list[Source]) -> tuple[list[Source], tuple[str, ...]
         if origin.path is None:
             places[parse_path(key)] = Origin("default", text=f"GPT-NeoX's {origin.key}")
         elif origin.line is None:
-            places[parse_path(key)] = known.get(
-                origin.key.replace("-", "_"), Origin("argument", text=origin.path)
-            )
+            places[parse_path(key)] = known.get(origin.key.replace("-", "_"), Origin("argument", text=origin.path))
         else:
             places[parse_path(key)] = Origin("file", file=origin.path, line=origin.line, text=origin.key)
     read = [problem for source in flat for problem in source.problems]

@@ -70,9 +70,7 @@ def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
         old = get(result.values, path[:length], {})
         if not isinstance(old, dict):
             if old is not None:
-                lost.append(
-                    Overridden(dotted(path[:length]), "a mapping", origin, old, result.origin(path[:length]))
-                )
+                lost.append(Overridden(dotted(path[:length]), "a mapping", origin, old, result.origin(path[:length])))
             _forget(result, path[:length])
             put(result.values, path[:length], {})
     old = get(result.values, path, None)

@@ -67,5 +67,10 @@ class Overridden:
 
     def to_json(self) -> dict[str, Any]:
         """The loss as a JSON object."""
-        return {"key": self.key, "value": self.value, "origin": self.origin.to_json(), "lost": self.lost,
-                "lost_origin": self.lost_origin.to_json()}
+        return {
+            "key": self.key,
+            "value": self.value,
+            "origin": self.origin.to_json(),
+            "lost": self.lost,
+            "lost_origin": self.lost_origin.to_json(),
+        }

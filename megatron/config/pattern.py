@@ -113,8 +113,12 @@ def _tokens(text: str) -> list[_Token]:
     while position < len(text):
         match = _TOKEN.match(text, position)
         if not match:
-            raise PatternError(text, position, f"{text[position]!r} is no part of a layer pattern",
-                               "use kinds, '/', '@variant', '+', parentheses and 'x N', as in '(attention/mlp) x12'")
+            raise PatternError(
+                text,
+                position,
+                f"{text[position]!r} is no part of a layer pattern",
+                "use kinds, '/', '@variant', '+', parentheses and 'x N', as in '(attention/mlp) x12'",
+            )
         if match.lastgroup != "space":
             kind = match.group() if match.lastgroup == "mark" else match.lastgroup
             tokens.append(_Token(kind, match.group(), position))
@@ -174,13 +178,19 @@ class _Reader:
         if not self.take("/"):
             return Block(mixer=first) if self.role(first) == "mixer" else Block(ffn=first)
         if self.role(first) != "mixer":
-            self.fail(first_token, f"{first.name} is a feed-forward and cannot stand before '/'",
-                      f"write mixer/ffn, or {first} alone")
+            self.fail(
+                first_token,
+                f"{first.name} is a feed-forward and cannot stand before '/'",
+                f"write mixer/ffn, or {first} alone",
+            )
         second_token = self.token
         second = self.term()
         if self.role(second) != "ffn":
-            self.fail(second_token, f"{second.name} is a mixer and cannot stand after '/'",
-                      f"write '{first} {second}' for two blocks")
+            self.fail(
+                second_token,
+                f"{second.name} is a mixer and cannot stand after '/'",
+                f"write '{first} {second}' for two blocks",
+            )
         if self.token.kind == "/":
             self.fail(self.token, "a block is one mixer and one feed-forward", "put a space between blocks")
         return Block(mixer=first, ffn=second)
@@ -211,8 +221,11 @@ class _Reader:
             self.fail(self.token, "a kind of layer is expected here", f"name one of: {', '.join(sorted(self.kinds))}")
         if token.text not in self.kinds:
             near = difflib.get_close_matches(token.text, self.kinds, n=1)
-            self.fail(token, f"unknown kind of layer {token.text!r}",
-                      (f"did you mean {near[0]}? " if near else "") + f"the kinds are: {', '.join(sorted(self.kinds))}")
+            self.fail(
+                token,
+                f"unknown kind of layer {token.text!r}",
+                (f"did you mean {near[0]}? " if near else "") + f"the kinds are: {', '.join(sorted(self.kinds))}",
+            )
         if not self.take("@"):
             return Kind(token.text)
         variant = self.take("name")
@@ -237,8 +250,11 @@ def parse(text: str, kinds: dict[str, KindInfo] | None = None) -> list[Block]:
     reader = _Reader(text, KINDS if kinds is None else kinds)
     blocks = reader.stack(None)
     if reader.token.kind != "end":
-        reader.fail(reader.token, f"{reader.token.text!r} does not belong here",
-                    "check the parentheses, and that 'x N' follows a block or a group")
+        reader.fail(
+            reader.token,
+            f"{reader.token.text!r} does not belong here",
+            "check the parentheses, and that 'x N' follows a block or a group",
+        )
     return blocks
 
 

@@ -69,8 +69,15 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         """The problem as a JSON object."""
         value = None if self.value is ABSENT else self.value
-        return {"key": self.key, "value": value, "where": self.where, "rule": self.rule, "fix": self.fix,
-                "with": {key: other for key, other, _ in self.others}, "fatal": self.fatal}
+        return {
+            "key": self.key,
+            "value": value,
+            "where": self.where,
+            "rule": self.rule,
+            "fix": self.fix,
+            "with": {key: other for key, other, _ in self.others},
+            "fatal": self.fatal,
+        }
 
 
 class ConfigError(ValueError):

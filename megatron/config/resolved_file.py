@@ -69,9 +69,7 @@ def _quoted(text: str) -> str:
         elif letter.isprintable():
             parts.append(letter)
         else:
-            parts.append(
-                f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-            )
+            parts.append(f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
     return '"' + "".join(parts) + '"'
 
 
@@ -142,15 +140,7 @@ def read_resolved(path: str | os.PathLike) -> Config:
         rule = "a resolved configuration is not edited: " + (
             "its hash is missing" if saved is None else "its values do not give its hash"
         )
-        raise ConfigError(
-            [
-                Problem(
-                    "",
-                    rule,
-                    "change the run's own YAML files, or give overrides, and start again",
-                    ABSENT,
-                    name,
-                )
-            ]
-        )
+        raise ConfigError([
+            Problem("", rule, "change the run's own YAML files, or give overrides, and start again", ABSENT, name)
+        ])
     return config

@@ -16,14 +16,10 @@ from .problems import ABSENT, Problem, shown
 from .schema import Config
 from .tree import drop, get, put
 
-_STAND_INS = {
-    "model.layers": "attention/mlp"
-}  # for a required key that is missing, so that the rest can be checked
+_STAND_INS = {"model.layers": "attention/mlp"}  # for a required key that is missing, so that the rest can be checked
 
 
-def check(
-    values: dict[str, Any], origin: Callable[[Path], Origin]
-) -> tuple[Config, list[Problem], frozenset[str]]:
+def check(values: dict[str, Any], origin: Callable[[Path], Origin]) -> tuple[Config, list[Problem], frozenset[str]]:
     """Build the `Config` that `values` describe, as far as they can be read.
 
     Args:
@@ -62,9 +58,7 @@ def _mend(path: Path, values: dict[str, Any]) -> None:
     drop(values, path)
     if key is None or not key.required:
         return
-    if isinstance(
-        path[-2] if len(path) > 1 else None, int
-    ):  # an item of a list that cannot be read: leave it out
+    if isinstance(path[-2] if len(path) > 1 else None, int):  # an item of a list that cannot be read: leave it out
         drop(values, path[:-1])
     elif key.section:
         put(values, path, {})
@@ -112,9 +106,7 @@ def siblings(path: Path) -> list[str]:
 
 def nearest(name: str, choices) -> str:
     """ "did you mean ...?" if one of the choices looks like `name`, else nothing."""
-    found = difflib.get_close_matches(
-        name.lower().replace("-", "_"), [str(each) for each in choices], n=1, cutoff=0.6
-    )
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), [str(each) for each in choices], n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else ""
 
 
@@ -146,9 +138,7 @@ def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) ->
     if section_of(bare) or get_origin(bare) is dict:
         return f"indent its keys below {path[-1]}:"
     if get_origin(bare) is tuple:
-        return f"write {len(get_args(bare))} numbers in brackets" + (
-            f", as in {shown(key.default)}" if key else ""
-        )
+        return f"write {len(get_args(bare))} numbers in brackets" + (f", as in {shown(key.default)}" if key else "")
     if get_origin(bare) is list:
         return "write a list in brackets, or one item per line after '- '"
     if isinstance(value, str) and bare in (bool, int, float):
@@ -162,9 +152,7 @@ def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) ->
 
 
 def _from_choices(choices: tuple, value: Any) -> str:
-    if (
-        value is False or value in ("no", "off", "null") and "none" in choices
-    ):  # `no` and `off` mean one of these
+    if value is False or value in ("no", "off", "null") and "none" in choices:  # `no` and `off` mean one of these
         for word in ("none", "off", "disabled"):
             if word in choices:
                 return f"write {word}"
@@ -197,9 +185,7 @@ def _in_range(bare: type, limits: dict[str, Any], value: float) -> str:
         return "give a finite number"
     if bare is int and isinstance(value, float):
         return (
-            f"write {int(value)}, without a point or an exponent"
-            if value.is_integer()
-            else f"round it: {round(value)}"
+            f"write {int(value)}, without a point or an exponent" if value.is_integer() else f"round it: {round(value)}"
         )
     if value < limits.get("ge", value):
         return f"give at least {limits['ge']}"

@@ -69,10 +69,7 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
     for name, own in view["model.variants"].items():
         for kind in users(view, name):
             section = KINDS[kind].section
-            values = {
-                **view.values,
-                "model": {**view.values["model"], section: overlay(given["model"][section], own)},
-            }
+            values = {**view.values, "model": {**view.values["model"], section: overlay(given["model"][section], own)}}
             trial = View(values, view.name, view.ranks)
             for rule in DERIVATIONS:
                 path = tuple(rule.key.split("."))

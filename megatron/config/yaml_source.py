@@ -43,20 +43,14 @@ class _Reader:
         self.origin = origin  # of a line, counted from 1
         self.places: dict[Path, Origin] = {}
         self.problems: list[Problem] = []
-        self.open: list[
-            int
-        ] = []  # ids of the nodes that are being read, to find an alias inside its own anchor
+        self.open: list[int] = []  # ids of the nodes that are being read, to find an alias inside its own anchor
 
     def fail(self, node: yaml.Node, path: Path, value: Any, rule: str, fix: str) -> None:
-        self.problems.append(
-            Problem(dotted(path), rule, fix, value, str(self.origin(node.start_mark.line + 1)))
-        )
+        self.problems.append(Problem(dotted(path), rule, fix, value, str(self.origin(node.start_mark.line + 1))))
 
     def read(self, node: yaml.Node, path: Path) -> Any:
         if id(node) in self.open:
-            self.fail(
-                node, path, ABSENT, "an alias cannot stand inside its own anchor", "write the value out"
-            )
+            self.fail(node, path, ABSENT, "an alias cannot stand inside its own anchor", "write the value out")
             return None
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
@@ -124,7 +118,8 @@ class _Reader:
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
             if tag == _TAG + "float":
                 return float(
-                    text.replace(".inf", "inf")
+                    text
+                    .replace(".inf", "inf")
                     .replace(".Inf", "inf")
                     .replace(".INF", "inf")
                     .replace(".nan", "nan")
@@ -187,14 +182,10 @@ def read_file(path: str) -> Source:
     try:
         text = File(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        problem = Problem(
-            "", f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8", ABSENT, path
-        )
+        problem = Problem("", f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8", ABSENT, path)
         return Source({}, {}, origin(1), [problem], unread=True)
     except OSError as error:
-        reason = (
-            "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        )
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         fix = f"check the path; it is seen from {File.cwd()}"
         if lookup(parse_path(path)):
             fix = f"write {path}=VALUE to set this key"
@@ -240,9 +231,7 @@ def read_override(argument: str) -> Source:
     places: dict[Path, Origin] = {path[:length]: origin for length in range(1, len(path) + 1)}
     places.update({(*path, *known): place for known, place in below.items()})
     problems = [
-        Problem(
-            ".".join((*path, each.key) if each.key else path), each.rule, each.fix, each.value, each.where
-        )
+        Problem(".".join((*path, each.key) if each.key else path), each.rule, each.fix, each.value, each.where)
         for each in problems
     ]
     return Source(values, places, origin, problems)

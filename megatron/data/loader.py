@@ -109,9 +109,7 @@ def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(stacked).reshape(*shape, -1)
 
 
-def _boundaries(
-    samples: list[Sample], shape: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Documents and positions [A, M, S]; None without boundaries."""
     if samples[0].begins is None:
         return None, None

@@ -308,9 +308,7 @@ class _Builder:
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""
         if self.split != "train":
-            return [
-                (0, self.data.train if self.data.split is not None else getattr(self.data, self.split)[self.name])
-            ]
+            return [(0, self.data.train if self.data.split is not None else getattr(self.data, self.split)[self.name])]
         phases = [(0, list(self.data.train))] if self.data.train else []
         for phase in self.data.phases:
             if phase.start == 0:
@@ -318,9 +316,7 @@ class _Builder:
             if phase.start < max(self.config.training.steps, 1):
                 phases.append((phase.start, list(phase.sources)))
         if not phases or phases[0][0] != 0:
-            raise DataError(
-                "data.train", "nothing is read from step 0 on", "give data.train, or a phase with start: 0"
-            )
+            raise DataError("data.train", "nothing is read from step 0 on", "give data.train, or a phase with start: 0")
         return phases
 
     def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
@@ -371,9 +367,7 @@ class _Builder:
         eod = end_of_document(files, self.config.tokenizer) if needed else None
         if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
             raise DataError(
-                "tokenizer.eod_id",
-                "the end-of-document token must be known",
-                "give tokenizer.eod_id or tokenizer.path",
+                "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
             )
         if fim and any(each.labels for each in files):
             raise DataError(

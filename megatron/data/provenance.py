@@ -127,9 +127,7 @@ class Provenance:
         """
         if not 0 <= step < self.plan.steps:
             raise DataError(
-                "--step",
-                f"there is no step {step}; the run has {self.plan.steps}",
-                f"give 0 ... {self.plan.steps - 1}",
+                "--step", f"there is no step {step}; the run has {self.plan.steps}", f"give 0 ... {self.plan.steps - 1}"
             )
         if rank is not None and not 0 <= rank < self.data_ranks:
             raise DataError(
@@ -176,9 +174,7 @@ class Provenance:
             raise DataError(
                 "data.synthetic", "this run makes its data; there are no documents", "use batch.py to see a step"
             )
-        found = [
-            source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name
-        ]
+        found = [source.index for source in self.plan.sources if source.name == name or str(source.file.prefix) == name]
         if len(found) != 1:
             names = ", ".join(source.name for source in self.plan.sources)
             raise DataError(
@@ -200,9 +196,7 @@ class Provenance:
         file = self.plan.sources[source].file
         if not 0 <= document < len(file):
             raise DataError(
-                "--document",
-                f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}",
-                "give one of these",
+                "--document", f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}", "give one of these"
             )
         end = start + (int(file.sizes[document]) - start if length is None else length)
         return sorted(divmod(number, self.plan.batch) for number in self._numbers(source, document, start, end))

@@ -100,9 +100,7 @@ class PythiaOrder(Order):
             raise too_small(file, self.tokens, sequence_length)
         if not 0 <= seed < 2**32:
             raise DataError(
-                "data.seed",
-                f"{seed} does not fit into 32 bits, as the pythia order needs",
-                "give a smaller data.seed",
+                "data.seed", f"{seed} does not fit into 32 bits, as the pythia order needs", "give a smaller data.seed"
             )
         self.epochs = epochs_for(samples or 0, self.tokens, sequence_length) if epochs is None else epochs
         if (self.epochs * self.tokens - 1) // sequence_length < 2:

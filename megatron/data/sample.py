@@ -117,9 +117,7 @@ def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: n
             documents = _infilled(documents, options, number)
             tokens = np.concatenate(documents)[:width]
         if options.boundaries:
-            firsts = np.cumsum(
-                [0, *(len(each) for each in documents)]
-            )  # with the end: what fills up is a document too
+            firsts = np.cumsum([0, *(len(each) for each in documents)])  # with the end: what fills up is a document too
             begins = np.zeros(width, bool)
             begins[firsts[firsts < width]] = True
     allowed = np.ones(width, bool)

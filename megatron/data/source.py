@@ -48,9 +48,7 @@ class SourceFile:
         first, last: documents first ... last-1 are used.
     """
 
-    def __init__(
-        self, section: SourceSection, cache: str | os.PathLike | None, bounds: tuple[int, int] | None = None
-    ):
+    def __init__(self, section: SourceSection, cache: str | os.PathLike | None, bounds: tuple[int, int] | None = None):
         """Open and examine; `bounds` are the documents to use, by default all.
 
         Raises:

@@ -152,13 +152,9 @@ class TokenFile:
                 )
             end = int(ends[-1])
         index = self.document_index
-        falling = any(
-            (np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK)
-        )
+        falling = any((np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK))
         if len(index) and (index[0] != 0 or index[-1] != len(self) or falling):
-            raise DataError(
-                self.idx_path, "its document index does not run from 0 to the number of sequences", REMAKE
-            )
+            raise DataError(self.idx_path, "its document index does not run from 0 to the number of sequences", REMAKE)
 
     def extent(self) -> tuple[int, int]:
         """The smallest and largest token id of the whole file; (0, 0) for an empty one. Reads everything."""

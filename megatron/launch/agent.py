@@ -161,15 +161,13 @@ class Agent:
             raise FileNotFoundError(f"no folder {self.job.directory} on this host (launch.working_directory)")
         for each in network.addresses():
             self._send({"type": "address", "address": [each.interface, each.address, each.prefix]})
-        self._send(
-            {
-                "type": "ready",
-                "hostname": socket.gethostname(),
-                "time": time.time(),
-                "port": network.free_port(),
-                "code": code_version(),
-            }
-        )
+        self._send({
+            "type": "ready",
+            "hostname": socket.gethostname(),
+            "time": time.time(),
+            "port": network.free_port(),
+            "code": code_version(),
+        })
 
     def _start(self, message: dict[str, Any]) -> None:
         """Start all ranks of this host."""
@@ -199,14 +197,10 @@ class Agent:
             else [(first + local, local, size, job.world_size) for local in range(size)]
         )
         for number, local, local_size, world in places:
-            rank = RankProcess(
-                number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None
-            )
+            rank = RankProcess(number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None)
             environment = rank_environment(base, number, local, local_size, world, master)
             cores = devices.cores_of(local, size, environment, bind)
-            rank.start(
-                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None)
-            )
+            rank.start(job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None))
             self.ranks.append(rank)
             for stream in rank.streams:
                 self.selector.register(
@@ -318,16 +312,14 @@ class Agent:
             self.told_tail = bool(words) and not COMPLAINT.search(words)  # after silence, or of a peer: one may say why
             for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, words):
                 self._queue(line)
-        self._send(
-            {
-                "type": "exit",
-                "rank": rank.rank,
-                "status": status,
-                "time": rank.failed_at,
-                "now": time.time(),
-                "late": self.killing and status == -signal.SIGKILL,
-            }
-        )
+        self._send({
+            "type": "exit",
+            "rank": rank.rank,
+            "status": status,
+            "time": rank.failed_at,
+            "now": time.time(),
+            "late": self.killing and status == -signal.SIGKILL,
+        })
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks at once; but once only, though it may come from the launcher and from Slurm."""

@@ -63,9 +63,7 @@ def choose(launch: LaunchSection, environment: Mapping[str, str]) -> Choice:
         carrier or runner
     )
     if program and not shutil.which(program):
-        raise HostError(
-            f"launch.runner {carrier or runner} needs the program {program}, which is not installed here"
-        )
+        raise HostError(f"launch.runner {carrier or runner} needs the program {program}, which is not installed here")
     return Choice(runner, tuple(hosts), reason, carrier)
 
 

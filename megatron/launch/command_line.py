@@ -40,19 +40,14 @@ def parser() -> argparse.ArgumentParser:
     for name, (what, meaning) in KEYS.items():
         made.add_argument(f"--{name}", metavar=what, help=meaning)
     made.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything and print what would run on every host; start nothing",
+        "--dry-run", action="store_true", help="check everything and print what would run on every host; start nothing"
     )
     made.add_argument(
         "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
     )
     made.add_argument("--submit", action="store_true", help="with --sbatch: submit the script too")
     made.add_argument(
-        "--print",
-        choices=("sbatch", "pbs", "k8s"),
-        dest="template",
-        help="print a job script or manifest for this run",
+        "--print", choices=("sbatch", "pbs", "k8s"), dest="template", help="print a job script or manifest for this run"
     )
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
     made.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py a.yml ... key.path=value ...")

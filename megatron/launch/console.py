@@ -29,8 +29,8 @@ def say(text: str, stream: TextIO | None = None) -> None:
 class Console:
     """Writes ranks' output: whole lines with `[host:rank]` in front, or rank 0's text as it is.
 
-    Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself, a live
-    line has none at all). The others' lines wait for that end, but not longer than `PATIENCE`.
+    Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself, a
+    live line has none at all). The others' lines wait for that end, but not longer than `PATIENCE`.
     """
 
     def __init__(self, plain: bool) -> None:
@@ -108,18 +108,12 @@ def report(first: Failure, others: list[Failure], seconds: float, logs: str | No
             f"deepy: the run failed: first failure: rank {first.rank} on {first.host}, {describe(first.status)}, "
             f"after {seconds:.0f} s" + (f": {first.reason}" if first.reason else "")
         )
-    cause = (
-        None if first.rank is not None and first.reason else hint(first.text + "\n" + first.reason, first.status)
-    )
+    cause = None if first.rank is not None and first.reason else hint(first.text + "\n" + first.reason, first.status)
     if cause:
         lines.append(f"deepy: likely cause: {cause}")
     if others:
-        counts = Counter(
-            "host lost" if each.rank is None else each.reason or describe(each.status) for each in others
-        )
-        lines.append(
-            "deepy: then ended: " + ", ".join(f"{number} x {what}" for what, number in counts.most_common())
-        )
+        counts = Counter("host lost" if each.rank is None else each.reason or describe(each.status) for each in others)
+        lines.append("deepy: then ended: " + ", ".join(f"{number} x {what}" for what, number in counts.most_common()))
     if logs and first.rank is not None:
         lines.append(f"deepy: log of that rank: {logs}/rank_{first.rank:04d}.log")
     lines.append(f"deepy: exit status {exit_status(first.status) if first.rank is not None else 255}")

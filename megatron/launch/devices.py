@@ -27,7 +27,9 @@ def vendor() -> str | None:
 
 def visible(environment: Mapping[str, str]) -> list[str] | None:
     """What the environment lets a process see, as it names the devices; None where it does not say."""
-    return next((_names(environment[name]) for name in VISIBLE.get(vendor() or "nvidia", ()) if name in environment), None)
+    return next(
+        (_names(environment[name]) for name in VISIBLE.get(vendor() or "nvidia", ()) if name in environment), None
+    )
 
 
 def _names(text: str) -> list[str]:

@@ -121,17 +121,20 @@ class Doctor:
         findings += judge([answers[index] for index in range(len(self.names))], self.names)
         if closed:
             findings = [each for each in findings if each.check != "shared folder"]
-            findings.append(Finding(
-                FAIL, "shared folder", f"the current folder cannot be written to: {closed}", tuple(self.names),
-                "start the doctor where the run will start: its directory and checkpoints are made there"))
+            findings.append(
+                Finding(
+                    FAIL,
+                    "shared folder",
+                    f"the current folder cannot be written to: {closed}",
+                    tuple(self.names),
+                    "start the doctor where the run will start: its directory and checkpoints are made there",
+                )
+            )
         findings += judge_clocks([host.offset for host in launcher.hosts], self.names)
         return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
 
     def _run(
-        self,
-        words: tuple[str, ...],
-        slots: tuple[int, ...] = (0,),
-        address: str | None = None,
+        self, words: tuple[str, ...], slots: tuple[int, ...] = (0,), address: str | None = None
     ) -> tuple[Launcher, Result, Collector]:
         """Run the probe on every host."""
         top = str(root())
@@ -198,9 +201,7 @@ class Doctor:
             )
         slowest = max(answer["seconds"] for answer in answers.values())
         size = next(iter(answers.values()))["bytes"]
-        return Finding(
-            OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names)
-        )
+        return Finding(OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names))
 
 
 def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
@@ -272,9 +273,7 @@ def _enough(check: str, values: list[float], low: float, unit: int, names: list[
         return "unlimited" if value == float("inf") else f"{value / unit:.1f} GiB" if unit > 1 else f"{value:.0f}"
 
     if few:
-        return [
-            Finding(WARN, check, f"{shown(value)}, less than {shown(low)}", (name,), advice) for value, name in few
-        ]
+        return [Finding(WARN, check, f"{shown(value)}, less than {shown(low)}", (name,), advice) for value, name in few]
     return [Finding(OK, check, f"{shown(min(values))} or more", tuple(names))]
 
 
@@ -284,11 +283,7 @@ def judge_clocks(offsets: list[float], names: list[str]) -> list[Finding]:
     if wrong:
         return [
             Finding(
-                WARN,
-                "clock",
-                f"{-offset:+.1f} s",
-                (name,),
-                "start an NTP service: logs of hosts do not fit together",
+                WARN, "clock", f"{-offset:+.1f} s", (name,), "start an NTP service: logs of hosts do not fit together"
             )
             for offset, name in wrong
         ]

@@ -16,9 +16,7 @@ def describe(plan: Plan) -> str:
     lines = [f"runner {choice.runner} ({choice.reason}): {choice.ranks} ranks on {len(choice.hosts)} hosts", ""]
     lines.append("commands that this machine would start:")
     for command in commands(plan):
-        variables = [
-            f"{name}={shlex.quote(value)}" for name, value in forwarding.shown(command.environment).items()
-        ]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in forwarding.shown(command.environment).items()]
         lines.append("  " + " ".join([*variables, shlex.join(command.arguments)]))
     lines += [
         "",
@@ -51,8 +49,11 @@ def _host(plan: Plan, host: Host, first: int) -> list[str]:
         extra = devices.visibility(host.slots, plan.job.environment, plan.job.device)
         extra["OMP_NUM_THREADS"] = plan.job.environment.get("OMP_NUM_THREADS", str(devices.threads_per_rank(size)))
     else:
-        lines.append("  its agent adds what only the host knows: visible devices, OMP_NUM_THREADS (unless set), network interface, "
-                     "fabric defaults")
+        lines.append(
+            "  its agent adds what only the host knows: visible devices, OMP_NUM_THREADS (unless set), network "
+            "interface, "
+            "fabric defaults"
+        )
     for local in range(size if not plan.job.wrapper else 0):
         values = rank_environment(extra, first + local, local, size, plan.job.world_size, master)
         lines.append("  " + " ".join(f"{name}={value}" for name, value in values.items()))

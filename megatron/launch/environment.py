@@ -113,9 +113,7 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEn
         place = _from_mpich(env)
     else:
         place = WorkerEnvironment(master_port=free_port("127.0.0.1"))
-    if not (
-        0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size <= place.world_size
-    ):
+    if not (0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size <= place.world_size):
         raise LaunchError(
             f"the environment says rank {place.rank} of {place.world_size} and local rank {place.local_rank} of "
             f"{place.local_world_size}, which cannot be; start with deepy.py, or unset these variables"
@@ -157,9 +155,7 @@ def _from_slurm(env: Mapping[str, str]) -> WorkerEnvironment:
     hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
     names = expand(hosts) if nodes > 1 and hosts else ["127.0.0.1"]
     other = names[1 if node == 0 else 0] if len(names) > 1 and "GLOO_SOCKET_IFNAME" not in env else None
-    port = _stable_port(
-        env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", "")
-    )
+    port = _stable_port(env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", ""))
     return WorkerEnvironment(
         _number(env, "SLURM_PROCID"),
         size,
@@ -202,8 +198,7 @@ def _from_mpich(env: Mapping[str, str]) -> WorkerEnvironment:
     """MPICH, Intel MPI and Cray's: PMI_RANK, with the local numbers under one of three names."""
     size = _number(env, "PMI_SIZE")
     local = next(
-        (_number(env, name) for name in ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE") if name in env),
-        size,
+        (_number(env, name) for name in ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE") if name in env), size
     )
     mine = next(
         (_number(env, name) for name in ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID") if name in env),

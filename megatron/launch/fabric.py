@@ -1,8 +1,9 @@
 """What collectives on accelerators need to know of the network that is here. Whatever is set already is left alone.
 
-InfiniBand and plain Ethernet need nothing: NCCL and RCCL (which reads the same NCCL_* variables) find them. On Slingshot
-both go through libfabric's cxi provider, whose defaults are made for MPI; these are the values that HPE and the sites
-that have it (OLCF, LUMI, NERSC, CSCS) advise. The plugin that joins them (aws-ofi-nccl, aws-ofi-rccl) comes with the site.
+InfiniBand and plain Ethernet need nothing: NCCL and RCCL (which reads the same NCCL_* variables) find them. On
+Slingshot both go through libfabric's cxi provider, whose defaults are made for MPI; these are the values that HPE and
+the sites that have it (OLCF, LUMI, NERSC, CSCS) advise. The plugin that joins them (aws-ofi-nccl, aws-ofi-rccl) comes
+with the site.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SLINGSHOT = {
     "FI_CXI_DEFAULT_CQ_SIZE": "131072",  # room for completions when thousands of ranks talk at once
     "FI_CXI_RX_MATCH_MODE": "software",  # the card's own matching has room for few messages, and fails when it is full
 }
-# GPU memory that kernels have borrowed for their stacks is kept: giving it back stalls RCCL's kernels (AMD's RCCL guide).
+# GPU memory that kernels have borrowed for their stacks is kept: giving it back stalls RCCL's kernels (AMD's RCCL
+# guide).
 AMD = {"HSA_NO_SCRATCH_RECLAIM": "1"}
 
 

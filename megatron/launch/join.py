@@ -1,4 +1,6 @@
-"""deepy.py where something else has started the ranks already (srun, mpirun, torchrun, a pod): it becomes one of them."""
+"""deepy.py where something else has started the ranks already (srun, mpirun, torchrun, a pod): it becomes one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from .environment import worker_environment
 from .plan import script_arguments
 from .settings import launch_section
 
-_NAMES = {"environment": "RANK and WORLD_SIZE are set", "slurm": "inside a step of srun", "openmpi": "inside mpirun",
-          "mpich": "inside mpiexec"}
+_NAMES = {
+    "environment": "RANK and WORLD_SIZE are set",
+    "slurm": "inside a step of srun",
+    "openmpi": "inside mpirun",
+    "mpich": "inside mpiexec",
+}
 
 
 def rank_command(

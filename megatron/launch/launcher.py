@@ -140,10 +140,7 @@ class Launcher:
 
     def _start_waiting(self) -> None:
         """Make connections, not too many at once."""
-        while (
-            self.waiting
-            and sum(host.phase == "starting" and host.link is not None for host in self.hosts) < AT_ONCE
-        ):
+        while self.waiting and sum(host.phase == "starting" and host.link is not None for host in self.hosts) < AT_ONCE:
             command = self.waiting.pop(0)
             try:
                 connection = Connection(command)
@@ -190,9 +187,7 @@ class Launcher:
                 self._command_ended(connection)
         self.console.settle()
         for index, host in enumerate(self.hosts):
-            silent = (
-                self.job.heartbeat and host.phase in ("ready", "running") and now - host.heard > self.job.heartbeat
-            )
+            silent = self.job.heartbeat and host.phase in ("ready", "running") and now - host.heard > self.job.heartbeat
             if silent:
                 self._lost(index, f"nothing was heard from it for {self.job.heartbeat:.0f} s")
         if not self.started and not self.stopping:
@@ -207,8 +202,7 @@ class Launcher:
         if slow and now - self.begin > self.settings.start_timeout:
             for index in slow:
                 self._lost(
-                    index,
-                    f"its agent was not ready within {self.settings.start_timeout:.0f} s (launch.start_timeout)",
+                    index, f"its agent was not ready within {self.settings.start_timeout:.0f} s (launch.start_timeout)"
                 )
         if self.failures and (not slow or now > self.give_up_at):
             self._stop_all(0.0)
@@ -348,9 +342,7 @@ class Launcher:
             again = number in STOP_SIGNALS and bool(before)
             self.signals.append(number)
             if again or not self.started:
-                say(
-                    f"{name}: ending all ranks at once" if again else f"{name} before the start: nothing is started"
-                )
+                say(f"{name}: ending all ranks at once" if again else f"{name} before the start: nothing is started")
                 self._stop_all(0.0)
             else:
                 say(
@@ -407,8 +399,7 @@ class Launcher:
         for index in connection.command.hosts:
             said = " / ".join(list(connection.said)[-3:])
             self._lost(
-                index,
-                f"{connection.command.arguments[0]} ended with status {status}" + (f": {said}" if said else ""),
+                index, f"{connection.command.arguments[0]} ended with status {status}" + (f": {said}" if said else "")
             )
 
     def _close_all(self) -> None:

@@ -70,12 +70,7 @@ class Plan:
 
 
 def make_plan(
-    script: str,
-    words: Sequence[str],
-    overrides: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    later: bool = False,
+    script: str, words: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str], *, later: bool = False
 ) -> Plan:
     """Resolve and check everything about a run.
 
@@ -102,17 +97,12 @@ def _plan(
     from .. import config as configuration
 
     resolved = configuration.load(
-        taken.files,
-        [*taken.overrides, *extra],
-        ranks=choice.ranks,
-        check_inputs=Path(script).name not in WITHOUT_DATA,
+        taken.files, [*taken.overrides, *extra], ranks=choice.ranks, check_inputs=Path(script).name not in WITHOUT_DATA
     )
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
     check_code = launch.check_code and choice.transport != "local"
-    settings = Settings(
-        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code
-    )
+    settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
     job = _specification(script, taken.own, resolved, choice, environment)
     return Plan(script, taken, resolved, choice, job, settings)
 
@@ -168,9 +158,7 @@ def _specification(
         except (OSError, ValueError) as error:
             raise HostError(f"launch.environment_file: {error}") from error
     directory = launch.working_directory or os.getcwd()
-    interface = {
-        name: launch.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if launch.interface
-    }
+    interface = {name: launch.interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if launch.interface}
     job = Specification(
         hosts=choice.hosts,
         command=(launch.python or sys.executable, "-u", os.path.join(directory, script), *own),
@@ -198,7 +186,9 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
 
 
 def again(plan: Plan, attempt: int) -> Specification:
-    """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued again too."""
+    """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
+    again too.
+    """
     before = os.environ.get("SLURM_RESTART_COUNT", "")
     number = attempt + (int(before) if before.isdigit() else 0)
     environment = {**plan.job.environment, "JOB_ATTEMPT": str(number)}

@@ -22,9 +22,7 @@ MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or 
 def encode(message: dict[str, Any]) -> bytes:
     """One message as one line."""
     return (
-        MARK
-        + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
-        + b"\n"
+        MARK + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape") + b"\n"
     )
 
 

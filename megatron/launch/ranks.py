@@ -24,7 +24,17 @@ from .status import FORWARDED_SIGNALS
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # What mpirun and srun tell the agent of its own place, which is not that of its ranks; DeepSpeed believes it.
-_THE_AGENTS_PLACE = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDI_", "PALS_", "SLURM_PROCID", "SLURM_LOCALID", "JOB_TICKET")
+_THE_AGENTS_PLACE = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "MPI_LOCAL",
+    "HYDI_",
+    "PALS_",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "JOB_TICKET",
+)
 TAIL_LINES, TAIL_BYTES = 400, 65536
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 TRACEBACK = re.compile(
@@ -122,9 +132,9 @@ class RankProcess:
             for target in targets:
                 os.close(target)
         self.streams = [Stream(number, source) for number, source in enumerate(sources, 1)]
-        self.write_log(
-            [f"--- started as process {self.process.pid}: {' '.join(command)}".encode("utf-8", "surrogateescape")]
-        )
+        self.write_log([
+            f"--- started as process {self.process.pid}: {' '.join(command)}".encode("utf-8", "surrogateescape")
+        ])
 
     @property
     def alive(self) -> bool:

@@ -80,12 +80,7 @@ class Specification:
 
     def to_message(self, index: int | None) -> dict[str, Any]:
         """The message for host `index`; None where one message goes to all and each agent knows its index."""
-        return {
-            "type": "specification",
-            "version": protocol.VERSION,
-            "index": index,
-            "job": dataclasses.asdict(self),
-        }
+        return {"type": "specification", "version": protocol.VERSION, "index": index, "job": dataclasses.asdict(self)}
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Specification:

@@ -15,8 +15,11 @@ STOPPED = "stopped by the launcher"  # the reason of a rank that ended because a
 AT_ONCE = 10.0  # seconds within which an end may be noticed late
 # What a rank says whose peer has gone.
 COMPLAINT = re.compile(
-    r"connection (was likely )?(closed|reset|refused)|socket (unexpectedly )?closed|peer closed the connection|broken pipe"
-    r"|connectFullMesh|ncclRemoteError", re.IGNORECASE)
+    r"connection (was likely )?(closed|reset|refused)|socket (unexpectedly )?closed|peer closed the "
+    r"connection|broken pipe"
+    r"|connectFullMesh|ncclRemoteError",
+    re.IGNORECASE,
+)
 # Not SIGABRT, with which NCCL's watchdog ends a rank that has lost a peer.
 _KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)

@@ -73,20 +73,18 @@ def sbatch(plan: Plan) -> str:
     head = [f"#SBATCH {flag}" for flag in (*flags, *batch.options)]
     again = f'[ "$status" -eq {STOPPED_EARLY} ] && scontrol requeue "$SLURM_JOB_ID"' if batch.requeue else "true"
     return (
-        "\n".join(
-            [
-                "#!/bin/bash",
-                *head,
-                "",
-                *batch.setup,
-                f"cd {shlex.quote(plan.job.directory)} || exit 2",
-                f"{_deepy(plan, '--runner', 'slurm')}",
-                "status=$?",
-                f"# {STOPPED_EARLY}: the run was warned in time, has saved, and is not at its end.",
-                again,
-                "exit $status",
-            ]
-        )
+        "\n".join([
+            "#!/bin/bash",
+            *head,
+            "",
+            *batch.setup,
+            f"cd {shlex.quote(plan.job.directory)} || exit 2",
+            f"{_deepy(plan, '--runner', 'slurm')}",
+            "status=$?",
+            f"# {STOPPED_EARLY}: the run was warned in time, has saved, and is not at its end.",
+            again,
+            "exit $status",
+        ])
         + "\n"
     )
 
@@ -104,27 +102,21 @@ def pbs(plan: Plan) -> str:
     head += [f"#PBS -l walltime={batch.time}"] if batch.time else []
     head += [f"#PBS -A {batch.account}"] if batch.account else []
     head += [f"#PBS -q {batch.partition}"] if batch.partition else []
-    head += [
-        "#PBS -j oe",
-        "#PBS -r y" if batch.requeue else "#PBS -r n",
-        *(f"#PBS {line}" for line in batch.options),
-    ]
+    head += ["#PBS -j oe", "#PBS -r y" if batch.requeue else "#PBS -r n", *(f"#PBS {line}" for line in batch.options)]
     hostfile = f'hostfile="{plan.resolved.config.run.dir}/hosts.$PBS_JOBID"'
     return (
-        "\n".join(
-            [
-                "#!/bin/bash",
-                *head,
-                "",
-                *batch.setup,
-                f"cd {shlex.quote(plan.job.directory)} || exit 2",
-                hostfile,
-                'mkdir -p "$(dirname "$hostfile")"',
-                f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"',
-                _deepy(plan, "--hostfile", "HOSTFILE").replace("HOSTFILE", '"$hostfile"', 1),
-                "exit $?",
-            ]
-        )
+        "\n".join([
+            "#!/bin/bash",
+            *head,
+            "",
+            *batch.setup,
+            f"cd {shlex.quote(plan.job.directory)} || exit 2",
+            hostfile,
+            'mkdir -p "$(dirname "$hostfile")"',
+            f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"',
+            _deepy(plan, "--hostfile", "HOSTFILE").replace("HOSTFILE", '"$hostfile"', 1),
+            "exit $?",
+        ])
         + "\n"
     )
 
@@ -132,9 +124,7 @@ def pbs(plan: Plan) -> str:
 def kubernetes(plan: Plan) -> str:
     """An Indexed Job with a headless Service: one pod per host, torchrun in each, pod 0 is where they meet."""
     batch, config = plan.launch.batch, plan.resolved.config
-    name = (
-        "".join(letter if letter.isalnum() else "-" for letter in config.run.name.lower()).strip("-")[:50] or "run"
-    )
+    name = "".join(letter if letter.isalnum() else "-" for letter in config.run.name.lower()).strip("-")[:50] or "run"
     ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
     script = " ".join(shlex.quote(word) for word in (os.path.relpath(plan.script, plan.job.directory), *plan.words))
     command = (
@@ -142,8 +132,7 @@ def kubernetes(plan: Plan) -> str:
         f"--master-addr={name}-0.{name} --master-port=29500 {script}"
     )
     variables = "".join(
-        f"            - {{name: {key}, value: {_yaml(value)}}}\n"
-        for key, value in config.launch.environment.items()
+        f"            - {{name: {key}, value: {_yaml(value)}}}\n" for key, value in config.launch.environment.items()
     )
     notes, secret = "", ""
     if config.launch.environment_file:  # what is in it may be secret, so it does not belong here

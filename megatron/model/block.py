@@ -42,8 +42,14 @@ class Block(nn.Module):
         shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
     """
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation,
-                 shared: dict[str, nn.Module] | None = None):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        model: ModelSection,
+        pattern: BlockPattern,
+        init: Initialisation,
+        shared: dict[str, nn.Module] | None = None,
+    ):
         super().__init__()
         self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
         attends = pattern.mixer is not None and pattern.mixer.name == "attention"
@@ -58,8 +64,10 @@ class Block(nn.Module):
             shared = {} if shared is None else shared
             self.beside = nn.ModuleList(
                 BESIDES[kind.name](
-                    make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared)
-                for kind, number in zip(pattern.mixer.beside, call_numbers(model.layers)[init.index]))
+                    make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
+                )
+                for kind, number in zip(pattern.mixer.beside, call_numbers(model.layers)[init.index])
+            )
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
@@ -94,7 +102,8 @@ class Block(nn.Module):
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
         mixer, ffn, *beside = (
             layer.new_state() if hasattr(layer, "new_state") else None
-            for layer in (self.mixer, self.ffn, *(self.beside or ())))
+            for layer in (self.mixer, self.ffn, *(self.beside or ()))
+        )
         return BlockState(mixer, ffn, tuple(beside))
 
     def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
@@ -109,7 +118,9 @@ class Block(nn.Module):
             y, stream = _apply(self.mixer, self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
         return self._scaled(self.mixer_dropout(y, stream)), stream
 
-    def _feed(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
+    def _feed(
+        self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
+    ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
             y, stream = _apply(self.ffn, x.to(self.dtype), stream, state.ffn)

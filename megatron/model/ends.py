@@ -28,8 +28,7 @@ class Positions(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation):
         super().__init__()
         self.mesh, rows = make.mesh, model.embedding.max_positions
-        self.weight = make.parameter(
-            "weight", (rows, model.hidden_size), role=Role.POSITION, init=init.embedding(rows))
+        self.weight = make.parameter("weight", (rows, model.hidden_size), role=Role.POSITION, init=init.embedding(rows))
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None, begin: int) -> Tensor:
         """Rows [1 or B, s, H] of the table for this rank's positions."""
@@ -42,12 +41,15 @@ class Positions(nn.Module):
 class Embedding(nn.Module):
     """Tokens int [B, S] to a stream, which also has the embedding under the names of `channels`."""
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation, channels: tuple[str, ...] = ()):
+    def __init__(
+        self, make: ParameterFactory, model: ModelSection, init: Initialisation, channels: tuple[str, ...] = ()
+    ):
         super().__init__()
         self.mesh, self.multiplier, self.channels = make.mesh, model.embedding.multiplier, channels
         self.wide = model.residual.fp32
         self.tokens = VocabEmbedding(
-            make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size))
+            make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size)
+        )
         self.positions = self.norm = self.scale = None
         if model.embedding.position == "learned":
             self.positions = Positions(make.scope("positions"), model, init)
@@ -57,8 +59,14 @@ class Embedding(nn.Module):
             self.scale = ChannelScale(make, model.hidden_size)
         self.dropout = Dropout(make, model, "embedding")
 
-    def forward(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None,
-                samples: Tensor | None = None, begin: int = 0) -> Stream:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+        begin: int = 0,
+    ) -> Stream:
         """`begin` is the position of the first token where positions are not given (decoding)."""
         x = self.tokens(tokens_BS)
         if self.multiplier != 1.0:
@@ -79,16 +87,27 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter."""
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, training: TrainingSection, init: Initialisation,
-                 tied: nn.Parameter | None = None):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        model: ModelSection,
+        training: TrainingSection,
+        init: Initialisation,
+        tied: nn.Parameter | None = None,
+    ):
         super().__init__()
         self.mesh = make.mesh
         self.options = LossOptions(model.head.multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
-        self.norm = Norm(make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence)
+        self.norm = Norm(
+            make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
+        )
         shape = (model.vocab_size, model.hidden_size)
         head = make.scope("head")
-        self.weight = tied if tied is not None else head.parameter(
-            "weight", shape, role=Role.HEAD, init=init.head(model.vocab_size), shard=Shard(0))
+        self.weight = (
+            tied
+            if tied is not None
+            else head.parameter("weight", shape, role=Role.HEAD, init=init.head(model.vocab_size), shard=Shard(0))
+        )
         self.bias = None
         if model.head.bias:
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
@@ -98,8 +117,15 @@ class Head(nn.Module):
         """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats)."""
         x_BSH = enter(self.norm(stream.hidden), self.mesh)
         loss, ce_N = linear_cross_entropy(
-            x_BSH.flatten(0, 1), self.weight, self.bias, labels_BS.flatten(), weights_BS.flatten().float(),
-            first=self.span.start, axis=self.mesh.tensor, options=self.options)
+            x_BSH.flatten(0, 1),
+            self.weight,
+            self.bias,
+            labels_BS.flatten(),
+            weights_BS.flatten().float(),
+            first=self.span.start,
+            axis=self.mesh.tensor,
+            options=self.options,
+        )
         if LOSS in stream.channels:
             loss = loss + stream.channels[LOSS].float().mean()
         return loss, ce_N.view_as(labels_BS)

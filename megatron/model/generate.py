@@ -59,8 +59,15 @@ def choose(logits_BV: Tensor, sampling: Sampling, position: int) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Model, prompt_BS: Tensor, tokens: int, sampling: Sampling, *, vocabulary: int | None = None,
-             cache: bool = True) -> Iterator[Tensor]:
+def generate(
+    model: Model,
+    prompt_BS: Tensor,
+    tokens: int,
+    sampling: Sampling,
+    *,
+    vocabulary: int | None = None,
+    cache: bool = True,
+) -> Iterator[Tensor]:
     """Continue prompts of equal length, one token [B] at a time.
 
     Args:
@@ -91,8 +98,17 @@ def room(model: Model, prompt: int) -> float:
     return embedding.max_positions - prompt if embedding.position == "learned" else math.inf
 
 
-def complete(model: Model, prompt: Sequence[int], tokens: int, sampling: Sampling, *, end: int | None = None,
-             vocabulary: int | None = None, device: torch.device | str = "cpu", cache: bool = True) -> Iterator[int]:
+def complete(
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    sampling: Sampling,
+    *,
+    end: int | None = None,
+    vocabulary: int | None = None,
+    device: torch.device | str = "cpu",
+    cache: bool = True,
+) -> Iterator[int]:
     """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
     are used up (`room`)."""
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)

@@ -1,4 +1,5 @@
-"""Which implementation computes a kind of layer: plain torch, or a package of fused kernels. The one place that decides.
+"""Which implementation computes a kind of layer: plain torch, or a package of fused kernels. The one place that
+decides.
 
 A mixer with an adapter asks `choose` once, when it is built, and keeps torch for what the kernels cannot do (decoding,
 gradients through states). Torch is the tested default and needs no package; `model.kernels` names the choice.

@@ -21,5 +21,7 @@ def options_of(model: ModelSection, kind: Kind) -> Section:
 def _overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in over.items():
-        merged[name] = _overlay(base[name], value) if isinstance(value, Mapping) and isinstance(base.get(name), dict) else value
+        merged[name] = (
+            _overlay(base[name], value) if isinstance(value, Mapping) and isinstance(base.get(name), dict) else value
+        )
     return merged

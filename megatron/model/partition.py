@@ -66,9 +66,11 @@ def balanced(sizes: list[int], stages: int, first: int = 0, last: int = 0) -> li
     for size in sizes:
         prefix.append(prefix[-1] + size)
     count = len(sizes)
-    # best[i]: (largest stage, -smallest stage) and the counts, over the ways to put the first i items into the stages so far
+    # best[i]: (largest stage, -smallest stage) and the counts, over the ways to put the first i items into the stages
+    # so far
     best: dict[int, tuple[tuple[int, int], list[int]]] = {
-        end: ((prefix[end] + first, -prefix[end] - first), [end]) for end in range(1, count - stages + 2)}
+        end: ((prefix[end] + first, -prefix[end] - first), [end]) for end in range(1, count - stages + 2)
+    }
     if stages == 1:
         return [count]
     for stage in range(1, stages):

@@ -1,7 +1,8 @@
 """Activation checkpointing: what is kept for the backward pass and what is computed again.
 
 Nothing random depends on call order (dropout is keyed), so no generator state is saved or restored. Decisions, such as
-which experts a token uses, are kept and not made again: one that fell otherwise would change the shapes of what follows.
+which experts a token uses, are kept and not made again: one that fell otherwise would change the shapes of what
+follows.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ class Plan:
         model, data = self.config.model, self.config.data
         rates = (model.dropout, model.attention.dropout, model.shared_attention.dropout)
         drops = any(rates) or any("dropout" in v for v in model.variants.values())
-        jitters = any(options_of(model, each).router.jitter for block in self.blocks for each in block.kinds if each.name == "moe")
+        jitters = any(
+            options_of(model, each).router.jitter for block in self.blocks for each in block.kinds if each.name == "moe"
+        )
         documents = data.reset_attention_at_eod
         return StreamForm(positions=documents, documents=documents, samples=drops or jitters)
 
@@ -73,7 +75,9 @@ class Plan:
 
     def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
         """`shared`: modules that the blocks of one rank share (see `Block`)."""
-        block = Block(self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index), shared)
+        block = Block(
+            self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index), shared
+        )
         block = compiled(block, self.config, self.device)
         return checkpointed(block, index, self.config.training.activation_checkpointing)
 
@@ -99,8 +103,9 @@ class Model(nn.Module):
             stream = block(stream)
         return stream
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, positions=None, documents=None,
-                samples=None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, positions=None, documents=None, samples=None
+    ) -> tuple[Tensor, Tensor]:
         """(weighted sum of token losses, each token's cross-entropy [B, S])."""
         return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS)
 
@@ -120,7 +125,12 @@ class Model(nn.Module):
         return self.head.logits(stream)
 
 
-def build_model(config: Config, mesh: Mesh | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
-                values: bool = True) -> Model:
+def build_model(
+    config: Config,
+    mesh: Mesh | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    values: bool = True,
+) -> Model:
     """The whole model of a run, cut by the mesh's tensor axis, with its initial values (or memory only)."""
     return Model(Plan(config, mesh or Mesh.single(), device, dtype, values))

@@ -72,6 +72,7 @@ def carried(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
     Args:
         used: the channels that each layer declares.
     """
+
     def alive(name: str, channel: Channel, index: int) -> bool:
         made = channel.embedded or any(name in each for each in used[:index])
         return made and (name == LOSS or any(name in each for each in used[index:]))

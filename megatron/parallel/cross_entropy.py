@@ -52,8 +52,8 @@ def logits_of(
 def _kept(tokens: int, words: int) -> Tensor:
     """Memory of a chunk's logits on CPU, kept for the next chunk and step.
 
-    The C library gives so large a block back at once and the kernel clears the next one page by page: 8 to 14 % of the time
-    of the loss. GPUs need none of this: torch keeps their memory.
+    The C library gives so large a block back at once and the kernel clears the next one page by page: 8 to 14 % of the
+    time of the loss. GPUs need none of this: torch keeps their memory.
     """
     return torch.empty(tokens, words)
 
@@ -79,11 +79,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _grad_ce):
-        # Scaled where they are, for one of them is as large as the head. A second backward pass is an error of autograd.
+        # Scaled where they are, for one of them is as large as the head. A second backward pass is an error of
+        # autograd.
         *grads, unit = ctx.saved_tensors
         scale = grad_loss if unit is None else grad_loss * unit
         dx, dweight, dbias = (None if each is None else each.mul_(scale) for each in grads)
-        return dx, dweight.to(ctx.dtype), None if dbias is None else dbias.to(ctx.dtype), None, None, None, None, None, None
+        return (
+            dx,
+            dweight.to(ctx.dtype),
+            None if dbias is None else dbias.to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Gradients:
@@ -142,8 +153,15 @@ def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, opti
 
 
 def linear_cross_entropy(
-    x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, weights_N: Tensor,
-    *, first: int = 0, axis: Axis = ALONE, options: LossOptions = LossOptions(),
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    *,
+    first: int = 0,
+    axis: Axis = ALONE,
+    options: LossOptions = LossOptions(),
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of token losses, and each token's cross-entropy.
 

@@ -71,7 +71,9 @@ def generator(seed: int, *words: object) -> np.random.Generator:
 def initial_values(
     tensor: LogicalTensor, init: Init, seed: int, rank: int = 0, ranks: int = 1, experts: Span | None = None
 ) -> torch.Tensor:
-    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts), of the local shape."""
+    """The fp32 values of the shard that `rank` of `ranks` tensor parallel ranks owns (of these experts), of the local
+    shape.
+    """
     shape = tensor.local_shape(rank, ranks, experts)
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)

@@ -22,7 +22,8 @@ class Layout:
     order of DeepSpeed's `PipeModelDataParallelTopology`.
 
     Experts are spread over the data axis: `expert` neighbours on it share the experts of a layer, and every
-    `expert`-th rank holds the same ones. Tensor parallel ranks then have slices of each expert. Where experts are `folded`
+    `expert`-th rank holds the same ones. Tensor parallel ranks then have slices of each expert. Where experts are
+    `folded`
     over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
     """
 
@@ -71,11 +72,17 @@ class Layout:
         parallel = config.parallel
         inner = parallel.tensor * parallel.pipeline * parallel.context
         if ranks % inner:
-            raise ValueError(f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline}")
+            raise ValueError(
+                f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+            )
         layout = cls(
-            tensor=parallel.tensor, data=ranks // inner, pipeline=parallel.pipeline,
-            sequence=parallel.sequence and parallel.tensor > 1, zero_stage=config.zero.stage,
-            expert=parallel.expert, folded=parallel.expert_tensor < parallel.tensor,
+            tensor=parallel.tensor,
+            data=ranks // inner,
+            pipeline=parallel.pipeline,
+            sequence=parallel.sequence and parallel.tensor > 1,
+            zero_stage=config.zero.stage,
+            expert=parallel.expert,
+            folded=parallel.expert_tensor < parallel.tensor,
         )
         if layout.expert_line % layout.expert:
             raise ValueError(f"{layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")
@@ -83,9 +90,7 @@ class Layout:
 
     def coordinates(self, rank: int) -> Coordinates:
         return Coordinates(
-            tensor=rank % self.tensor,
-            data=rank // self.tensor % self.data,
-            pipeline=rank // (self.tensor * self.data),
+            tensor=rank % self.tensor, data=rank // self.tensor % self.data, pipeline=rank // (self.tensor * self.data)
         )
 
     def expert_place(self, at: Coordinates) -> int:

@@ -21,8 +21,18 @@ class ColumnLinear(nn.Module):
             the gradient is summed over the ranks (key/value heads fewer than ranks).
     """
 
-    def __init__(self, make: ParameterFactory, inputs: int, parts: tuple[int, ...], *, init: Init, role: Role = Role.HIDDEN,
-                 bias: bool = False, unit: int = 1, shard: bool = True):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        parts: tuple[int, ...],
+        *,
+        init: Init,
+        role: Role = Role.HIDDEN,
+        bias: bool = False,
+        unit: int = 1,
+        shard: bool = True,
+    ):
         super().__init__()
         self.axis = make.mesh.tensor
         self.shard = shard
@@ -44,12 +54,22 @@ class RowLinear(nn.Module):
     The bias is added once, after the sum over ranks.
     """
 
-    def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT,
-                 bias: bool = False, unit: int = 1):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        outputs: int,
+        *,
+        init: Init,
+        role: Role = Role.OUTPUT,
+        bias: bool = False,
+        unit: int = 1,
+    ):
         super().__init__()
         self.mesh = make.mesh
         self.weight = make.parameter(
-            "weight", (outputs, inputs), role=role, init=init, shard=Shard(1, None, unit), matrices=(outputs,))
+            "weight", (outputs, inputs), role=role, init=init, shard=Shard(1, None, unit), matrices=(outputs,)
+        )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

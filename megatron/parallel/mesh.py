@@ -48,8 +48,14 @@ class Mesh:
         axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in ("tensor", "data", "pipeline")}
         group, place = divmod(layout.expert_place(at), layout.expert)
         return cls(
-            layout, rank, at, **axes, expert=Axis(place, layout.expert), expert_data=Axis(group, layout.expert_data),
-            expert_tensor=ALONE if layout.folded else axes["tensor"])
+            layout,
+            rank,
+            at,
+            **axes,
+            expert=Axis(place, layout.expert),
+            expert_data=Axis(group, layout.expert_data),
+            expert_tensor=ALONE if layout.folded else axes["tensor"],
+        )
 
     @classmethod
     def build(cls, layout: Layout) -> Mesh:
@@ -66,17 +72,28 @@ class Mesh:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the job has {dist.get_world_size()}")
         rank = dist.get_rank()
         at = layout.coordinates(rank)
-        lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
-                 for name in ("tensor", "data", "pipeline")}
+        lines = {
+            name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
+            for name in ("tensor", "data", "pipeline")
+        }
         axes = {name: _axis(layout, line, rank) for name, line in lines.items()}
         sharing = _axis(layout, layout.all_experts(at), rank, tuple(axes.values()))
         same = _axis(layout, layout.same_experts(at), rank, tuple(axes.values()))
-        return cls(layout, rank, at, **axes, expert=sharing, expert_data=same,
-                   expert_tensor=ALONE if layout.folded else axes["tensor"])
+        return cls(
+            layout,
+            rank,
+            at,
+            **axes,
+            expert=sharing,
+            expert_data=same,
+            expert_tensor=ALONE if layout.folded else axes["tensor"],
+        )
 
 
 def _axis(layout: Layout, line: list[Coordinates], rank: int, known: tuple[Axis, ...] = ()) -> Axis:
-    """The axis on which this rank and the others at these coordinates lie: one of the known ones, or with a new group."""
+    """The axis on which this rank and the others at these coordinates lie: one of the known ones, or with a
+    new group.
+    """
     ranks = tuple(layout.rank(at) for at in line)
     for axis in known:
         if axis.ranks == ranks:

@@ -50,10 +50,13 @@ class ParameterFactory:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
         Args:
-            experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded over
+            experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded
+                over
                 the tensor axis, `shard` cuts nothing.
         """
-        logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices)
+        logical = LogicalTensor(
+            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices
+        )
         dtype = torch.float32 if keep_fp32 else self.dtype
         at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)
         if not self.values or torch.device(self.device).type == "meta":
@@ -84,7 +87,9 @@ def _run(experts: int, mesh: Mesh) -> Span | None:
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether it has experts that others than the ranks of the data axis hold too: its gradient is summed over those."""
+    """Whether it has experts that others than the ranks of the data axis hold too: its gradient is summed over
+    those.
+    """
     return hasattr(parameter, "experts")
 
 
@@ -101,6 +106,8 @@ def stored_tensors(module: nn.Module) -> list[Tensor]:
 def kept_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors of a module and its parts that `ParameterFactory.kept` made, in order."""
     return [
-        value for each in module.modules() for value in vars(each).values()
+        value
+        for each in module.modules()
+        for value in vars(each).values()
         if isinstance(value, Tensor) and hasattr(value, "logical")
     ]

@@ -45,7 +45,8 @@ def training_line(record: Mapping[str, Any], total: int) -> str:
 def validation_line(record: Mapping[str, Any]) -> str:
     sets = "  ".join(
         f"{name}: loss {values['loss']:.4f} perplexity {values['perplexity']:.2f}"
-        for name, values in record["validation"].items())
+        for name, values in record["validation"].items()
+    )
     return f"validation after {record['step']} steps  {sets}"
 
 
@@ -96,8 +97,10 @@ class Console:
         from rich.text import Text
 
         grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=self.total, completed=record["step"] + 1, width=12),
-                     Text(training_line(record, self.total)))
+        grid.add_row(
+            ProgressBar(total=self.total, completed=record["step"] + 1, width=12),
+            Text(training_line(record, self.total)),
+        )
         if self._live is None:
             terminal = Terminal(file=self.file, force_terminal=True)
             self._live = Live(grid, console=terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)

@@ -67,12 +67,15 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
     first, last = history.training[0], history.training[-1]
     lines = [f"{reason} after {duration(seconds)}: {last['step'] + 1} steps, {short(last['tokens'])} tokens"]
     if first["loss"] is not None and last["loss"] is not None:
-        lines.append(f"training loss    {first['loss']:.4f} (step {first['step']}) -> "
-                     f"{last['loss']:.4f} (step {last['step']})")
+        lines.append(
+            f"training loss    {first['loss']:.4f} (step {first['step']}) -> {last['loss']:.4f} (step {last['step']})"
+        )
     for name, points in history.validation.items():
         best = min(points, key=lambda point: point[1])
-        lines.append(f"validation loss  {points[-1][1]:.4f} ({name}, after {points[-1][0]} steps; "
-                     f"best {best[1]:.4f} after {best[0]})")
+        lines.append(
+            f"validation loss  {points[-1][1]:.4f} ({name}, after {points[-1][0]} steps; "
+            f"best {best[1]:.4f} after {best[0]})"
+        )
     rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))
     if rates:
         lines.append(f"median speed     {short(rates[len(rates) // 2])} tokens/s")

@@ -24,12 +24,23 @@ def save_expert_load(metrics: Path, picture: Path, title: str) -> bool:
     now = [[share * len(records[-1][1][layer]["load"]) for share in records[-1][1][layer]["load"]] for layer in layers]
     widest = max(map(len, now))
     now = [[*row, *[float("nan")] * (widest - len(row))] for row in now]
-    shown = [records[index * (len(records) - 1) // max(min(len(records), COLUMNS) - 1, 1)]
-             for index in range(min(len(records), COLUMNS))]
+    shown = [
+        records[index * (len(records) - 1) // max(min(len(records), COLUMNS) - 1, 1)]
+        for index in range(min(len(records), COLUMNS))
+    ]
     over = [[moe[layer]["max_over_mean"] for _, moe in shown] for layer in layers]
-    most = max(2.0, *(value for row in over for value in row[len(row) // 2:]))
-    save_heat_maps(picture, [
-        HeatMap(f"load of each expert over an even share, step {records[-1][0]}", now, "expert", "layer", rows=layers),
-        HeatMap("largest load of a layer over an even share", over, "step", "layer", (shown[0][0], shown[-1][0]), layers),
-    ], title=title, most=most)
+    most = max(2.0, *(value for row in over for value in row[len(row) // 2 :]))
+    save_heat_maps(
+        picture,
+        [
+            HeatMap(
+                f"load of each expert over an even share, step {records[-1][0]}", now, "expert", "layer", rows=layers
+            ),
+            HeatMap(
+                "largest load of a layer over an even share", over, "step", "layer", (shown[0][0], shown[-1][0]), layers
+            ),
+        ],
+        title=title,
+        most=most,
+    )
     return True

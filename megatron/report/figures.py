@@ -43,7 +43,9 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
         first, last = each.columns or (0, len(each.values[0]) - 1)
         half = (last - first) / max(len(each.values[0]) - 1, 1) / 2 or 0.5
         extent = (first - half, last + half, len(each.values) - 0.5, -0.5)
-        image = axes.imshow(each.values, aspect="auto", cmap="coolwarm", norm=norm, extent=extent, interpolation="nearest")
+        image = axes.imshow(
+            each.values, aspect="auto", cmap="coolwarm", norm=norm, extent=extent, interpolation="nearest"
+        )
         axes.set(title=each.title, xlabel=each.x, ylabel=each.y)
         axes.set_yticks(range(len(each.rows)), each.rows, fontsize=7)
     figure.colorbar(image, ax=figure.axes)

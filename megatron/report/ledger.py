@@ -67,7 +67,8 @@ class Ledger:
             self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
 
     def position(self) -> int:
-        """Bytes written so far, held-back batches included. A resumed checkpoint's, told in the event `resume`, says which
+        """Bytes written so far, held-back batches included. A resumed checkpoint's, told in the event `resume`, says
+        which
         entries are of steps that its weights have seen: those before it."""
         self.flush()
         return self.path.stat().st_size

@@ -24,8 +24,15 @@ class WeightsAndBiases:
         ModuleNotFoundError: the wandb package is not installed.
     """
 
-    def __init__(self, options, folder: Path, *, name: str | None = None, notes: str = "",
-                 settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        options,
+        folder: Path,
+        *,
+        name: str | None = None,
+        notes: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -35,10 +42,19 @@ class WeightsAndBiases:
         folder.mkdir(parents=True, exist_ok=True)
         self._teardown = wandb.teardown
         self._run = wandb.init(
-            project=options.project, entity=options.entity, group=options.group, tags=options.tags or None,
-            mode=options.mode, dir=str(folder), name=name, notes=notes or None, id=_run_id(folder),
-            resume="allow" if options.mode == "online" else None, config=dict(settings or {}),
-            settings=wandb.Settings(console="off"))
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            tags=options.tags or None,
+            mode=options.mode,
+            dir=str(folder),
+            name=name,
+            notes=notes or None,
+            id=_run_id(folder),
+            resume="allow" if options.mode == "online" else None,
+            config=dict(settings or {}),
+            settings=wandb.Settings(console="off"),
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         numbers = flatten(record)

@@ -37,8 +37,8 @@ class GlobalClipping:
             torch._foreach_mul_(grads, factor)
 
     def _norm(self) -> Tensor:
-        """Each logical element counts once: shards are summed over the tensor axis and experts over the expert axis (and over
-        the ranks that have slices of them), replicas and tied copies are not."""
+        """Each logical element counts once: shards are summed over the tensor axis and experts over the expert axis
+        (and over the ranks that have slices of them), replicas and tied copies are not."""
         counted = [p for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]
         whole = self._sum_of_squares([p.grad for p in counted if p.logical.shard is None])
         shards = self._sum_of_squares([p.grad for p in counted if p.logical.shard is not None and not is_spread(p)])

@@ -41,8 +41,12 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
     if precision.compute == "fp16":
         scale = precision.loss_scale
         options["fp16"] = {
-            "enabled": True, "loss_scale": scale.static, "initial_scale_power": scale.initial_power,
-            "loss_scale_window": scale.window, "hysteresis": scale.hysteresis, "min_loss_scale": scale.minimum,
+            "enabled": True,
+            "loss_scale": scale.static,
+            "initial_scale_power": scale.initial_power,
+            "loss_scale_window": scale.window,
+            "hysteresis": scale.hysteresis,
+            "min_loss_scale": scale.minimum,
         }
     return merged(options, config.deepspeed)
 

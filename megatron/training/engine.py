@@ -66,7 +66,9 @@ class Tally:
 
     @classmethod
     def zero(cls, device: torch.device) -> Tally:
-        return cls(torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device))
+        return cls(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
+        )
 
     def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
         self.loss += (ce_BS.detach() * weights_BS).sum()
@@ -87,7 +89,9 @@ class MicroBatch:
     sides: dict[str, Tensor]
 
 
-def micro_batches(batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device) -> Iterator[MicroBatch]:
+def micro_batches(
+    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device
+) -> Iterator[MicroBatch]:
     """The micro-batches of a step on `device`, every label's weight times `scale`."""
     tokens = batch.tokens.to(device, non_blocking=True)
     mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True)
@@ -96,7 +100,9 @@ def micro_batches(batch: StepBatch, form: StreamForm, scale: Tensor | float, dev
     for index in range(tokens.shape[0]):
         labels = tokens[index, :, 1:]
         weights = torch.ones(labels.shape, device=device) if mask is None else mask[index]
-        yield MicroBatch(tokens[index, :, :-1], labels, weights * scale, {name: side[index] for name, side in sides.items()})
+        yield MicroBatch(
+            tokens[index, :, :-1], labels, weights * scale, {name: side[index] for name, side in sides.items()}
+        )
 
 
 @contextlib.contextmanager
@@ -130,8 +136,8 @@ class BaseEngine:
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
         if stage == 0 and self.mesh.data.size == self.mesh.expert_data.size == 1:
-            # There is nobody to reduce gradients with, and DeepSpeed would copy them all into buckets and back: on CPU at 160m
-            # a tenth of the step's time, and as much memory as all gradients.
+            # There is nobody to reduce gradients with, and DeepSpeed would copy them all into buckets and back: on CPU
+            # at 160m a tenth of the step's time, and as much memory as all gradients.
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
@@ -142,8 +148,13 @@ class BaseEngine:
 
         with keeping_fp32(module.parameters()), spread_experts(self.optimizer, self.mesh):
             return deepspeed.initialize(
-                model=module, optimizer=self.optimizer, config=self.options, mpu=mpu, dist_init_required=False,
-                model_parameters=[p for p in module.parameters() if p.requires_grad])[0]
+                model=module,
+                optimizer=self.optimizer,
+                config=self.options,
+                mpu=mpu,
+                dist_init_required=False,
+                model_parameters=[p for p in module.parameters() if p.requires_grad],
+            )[0]
 
     @property
     def reports(self) -> bool:
@@ -166,7 +177,10 @@ class BaseEngine:
         return StepResult(
             loss=tally.mean if self.reports else 0.0,
             tokens=tally.weight / scale if self.reports else 0.0,
-            grad_norm=norm, skipped=not applied, extras=self.experts.finish(applied))
+            grad_norm=norm,
+            skipped=not applied,
+            extras=self.experts.finish(applied),
+        )
 
 
 class PlainEngine(BaseEngine):
@@ -187,8 +201,11 @@ class PlainEngine(BaseEngine):
         # type that it was made with: an override of types would be one for all.
         overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
         with deepspeed.zero.Init(
-                data_parallel_group=mpu.get_data_parallel_group(), config_dict_or_path=self.options, mpu=mpu,
-                tensor_overrides=overrides):
+            data_parallel_group=mpu.get_data_parallel_group(),
+            config_dict_or_path=self.options,
+            mpu=mpu,
+            tensor_overrides=overrides,
+        ):
             return Model(self.plan)
 
     def step(self, batch: StepBatch, lr: float) -> StepResult:
@@ -248,7 +265,8 @@ class PipelinedEngine(BaseEngine):
         """Sum of the losses of the labels that this rank reports, and their weight."""
         self.tally = Tally.zero(self.device)
         self.deepspeed.eval_batch(
-            self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0])
+            self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
+        )
         return (self.tally.loss, self.tally.weight) if self.reports else (0.0, 0.0)
 
 

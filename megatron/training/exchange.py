@@ -54,13 +54,13 @@ class StepReport:
     @property
     def batch_hash(self) -> int:
         """Sum modulo 2**64 of the hashes of all data parallel ranks."""
-        limbs = self._values[2:2 + _LIMBS]
+        limbs = self._values[2 : 2 + _LIMBS]
         return sum(int(limb) << (16 * index) for index, limb in enumerate(limbs)) % 2**64
 
     @property
     def wishes(self) -> set[str]:
         """Wishes that at least one rank has."""
-        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS:], strict=True) if count}
+        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS :], strict=True) if count}
 
 
 class Exchange:

@@ -4,11 +4,13 @@ DeepSpeed 0.19.8 knows parameters that other ranks share than those of the data 
 optimizer groups with `moe`, which name a process group. It sums their gradients over that group, divides by the whole
 data parallel size (so that a label weighs the same wherever its tokens were sent), and gives their masters and states
 to the ranks of that group. Folded experts need no more than a group across the tensor axis: each of its ranks sends
-other tokens, so each label's part of a gradient is in exactly one of the terms. Here DeepSpeed is told the groups, and two
+other tokens, so each label's part of a gradient is in exactly one of the terms. Here DeepSpeed is told the groups, and
+two
 things are changed:
 
 * It expects such parameters only in layers of a class of its own.
-* Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have slices of
+* Norms. The bf16 optimizer adds experts up over the expert axis, but not over tensor parallel ranks, which have slices
+  of
   them here, nor over stages where some have no experts. ZeRO 1 and 2 take the norm of one optimizer group after the
   other, each a sum over all stages: stages whose numbers of groups differ would wait for each other for ever.
 """
@@ -64,14 +66,16 @@ def count_each_element_once(optimizer, mesh: Mesh) -> None:
         return
     if isinstance(optimizer, BF16_Optimizer):
         find = optimizer.get_grads_for_norm
-        optimizer.get_grads_for_norm = lambda for_clipping=False: find(True) if for_clipping else _ordinary(*find(), mesh)
+        optimizer.get_grads_for_norm = lambda for_clipping=False: (
+            find(True) if for_clipping else _ordinary(*find(), mesh)
+        )
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
         optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)
 
 
 def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: Mesh) -> tuple[list[Tensor], dict]:
-    """The experts' gradients as one number that DeepSpeed adds up like any cut parameter: their norm over the expert axis,
-    which has all of them where they are folded, so that one tensor parallel rank tells it."""
+    """The experts' gradients as one number that DeepSpeed adds up like any cut parameter: their norm over the expert
+    axis, which has all of them where they are folded, so that one tensor parallel rank tells it."""
     found = [gradient for each in experts.values() for gradient in each]
     if not found:
         return gradients, {}
@@ -85,8 +89,12 @@ def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: M
 def _norm(optimizer) -> Tensor:
     """One sum over all groups, and over the data, tensor and pipeline axes; inf where it is not finite."""
     pairs = [
-        (gradient, parameter) for index, parameters in enumerate(optimizer.params_in_partition)
+        (gradient, parameter)
+        for index, parameters in enumerate(optimizer.params_in_partition)
         for gradient, parameter in zip(
-            (each for each in optimizer.averaged_gradients[index] if not getattr(each, "_zero_padding", False)), parameters)]
+            (each for each in optimizer.averaged_gradients[index] if not getattr(each, "_zero_padding", False)),
+            parameters,
+        )
+    ]
     norm = optimizer.get_grad_norm_direct([gradient for gradient, _ in pairs], [parameter for _, parameter in pairs])
     return torch.where(norm < 0, torch.full_like(norm, float("inf")), norm)

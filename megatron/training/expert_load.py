@@ -29,7 +29,9 @@ class ExpertLoad:
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
             index: options_of(config.model, block.ffn).experts
-            for index, block in enumerate(parse(config.model.layers)) if block.ffn is not None and block.ffn.name == "moe"}
+            for index, block in enumerate(parse(config.model.layers))
+            if block.ffn is not None and block.ffn.name == "moe"
+        }
         self.local = {each.layer: each for each in module.modules() if isinstance(each, Balance)}
         self.widest = max(self.experts.values(), default=0)
 
@@ -91,8 +93,11 @@ class LoadReport(Mapping):
         entropy = -(share * share.clamp(min=1e-30).log()).sum() / max(torch.tensor(float(count)).log().item(), 1e-30)
         correction = row[self.width : self.width + count]
         found = {
-            "max_over_mean": (share.max() * count).item(), "entropy": entropy.item(), "dead": int((tokens == 0).sum()),
+            "max_over_mean": (share.max() * count).item(),
+            "entropy": entropy.item(),
+            "dead": int((tokens == 0).sum()),
             "dropped": dropped / total.item(),
             **{name: value / micro_batches for name, value in zip(LOSSES, losses) if value and micro_batches},
-            "load": [round(value, 5) for value in share.tolist()]}
+            "load": [round(value, 5) for value in share.tolist()],
+        }
         return found | ({"correction": [round(value, 6) for value in correction.tolist()]} if correction.any() else {})

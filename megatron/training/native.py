@@ -33,19 +33,29 @@ def write_native(config: Config, world: World, say: Callable[[str], None]) -> Pa
     `tools/checkpoint/from_deepspeed.py --names` reads.
 
     Raises:
-        CheckpointError: there is no checkpoint, one of that step is there already, or the layout or the model is none of
+        CheckpointError: there is no checkpoint, one of that step is there already, or the layout or the model is none
+            of
             which native files tell enough.
     """
     layout, target = world.mesh.layout, Path(config.run.dir) / "deepspeed"
     if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage == 0:
-        raise CheckpointError(target, f"native files of layout {layout} do not say how tensors are cut, or have no fp32 "
-                              "masters; use parallel.tensor=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py")
+        raise CheckpointError(
+            target,
+            f"native files of layout {layout} do not say how tensors are cut, or have no fp32 "
+            "masters; use parallel.tensor=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
+        )
     if layout.spreads_experts:
-        raise CheckpointError(target, "native files of DeepSpeed have experts that are spread in modules of its own; use "
-                              "parallel.expert=1, or to_deepspeed.py")
+        raise CheckpointError(
+            target,
+            "native files of DeepSpeed have experts that are spread in modules of its own; use "
+            "parallel.expert=1, or to_deepspeed.py",
+        )
     if _corrects(config):
-        raise CheckpointError(target, "native files have what DeepSpeed's optimizer and module know, and the routers' corrections "
-                              "are neither; use to_deepspeed.py, which keeps them")
+        raise CheckpointError(
+            target,
+            "native files have what DeepSpeed's optimizer and module know, and the routers' corrections "
+            "are neither; use to_deepspeed.py, which keeps them",
+        )
     store, how = Store(config.checkpoint.dir, world.communicator), config.checkpoint.resume
     found = store.resume(how if how in ("auto", "none") else local_path(how, store.directory, world.communicator))
     if found.checkpoint is None:

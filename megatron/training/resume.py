@@ -22,9 +22,22 @@ from .upcycle import mapped, upcycle
 from .world import World
 
 # Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
-_UNREMARKABLE = ("run", "launch", "checkpoint", "logging", "evaluation", "parallel", "zero", "training.accumulation",
-                 "training.micro_batch_size", "training.stop_at_step", "training.stop_after", "data.cache", "data.workers",
-                 "data.prefetch")
+_UNREMARKABLE = (
+    "run",
+    "launch",
+    "checkpoint",
+    "logging",
+    "evaluation",
+    "parallel",
+    "zero",
+    "training.accumulation",
+    "training.micro_batch_size",
+    "training.stop_at_step",
+    "training.stop_after",
+    "data.cache",
+    "data.workers",
+    "data.prefetch",
+)
 
 
 @dataclass(frozen=True)
@@ -75,17 +88,25 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
         for line in changed:
             say(f"changed since the checkpoint: {line}")
         if found.checkpoint.step >= config.training.steps:
-            say(f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
-                f"{config.training.steps}")
-        facts = {"checkpoint": str(found.checkpoint.path), "skipped": [str(path) for path, _ in found.skipped], "changed": changed,
-                 "ledger": found.checkpoint.meta.ledger}
+            say(
+                f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
+                f"{config.training.steps}"
+            )
+        facts = {
+            "checkpoint": str(found.checkpoint.path),
+            "skipped": [str(path) for path, _ in found.skipped],
+            "changed": changed,
+            "ledger": found.checkpoint.meta.ledger,
+        }
         return Source(found.checkpoint, None, facts)
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         weights = store.weights(path)
         say(f"{weights.reason}; optimizer, schedule and data start anew")
         changed = changes(weights.checkpoint.meta.config, config)
-        known = not any(line.startswith("tokenizer.type: 'none'") for line in changed)  # many models come without theirs
+        known = not any(
+            line.startswith("tokenizer.type: 'none'") for line in changed
+        )  # many models come without theirs
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
             say(f"other than where the weights come from: {line}")
@@ -132,7 +153,9 @@ def resume(checkpoint, world: World, engine) -> None:
 
 
 def initialize(checkpoint: Checkpoint, world: World, engine, mapping: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`)."""
+    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see
+    `upcycle`).
+    """
     masters, made = mapped(checkpoint, engine.state.masters(), mapping)
     wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made]
     checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
@@ -142,7 +165,9 @@ def initialize(checkpoint: Checkpoint, world: World, engine, mapping: Mapping[st
 
 
 def tokens_read(source: Source, config: Config) -> Callable[[int], int]:
-    """Tokens that the run has read after so many steps; those before a resume may have come in batches of another size."""
+    """Tokens that the run has read after so many steps; those before a resume may have come in batches of
+    another size.
+    """
     per_step = config.training.global_batch_size * config.training.sequence_length
     start = source.checkpoint.step if source.checkpoint else 0
     before = source.checkpoint.meta.data.get("tokens", start * per_step) if source.checkpoint else 0
@@ -150,21 +175,31 @@ def tokens_read(source: Source, config: Config) -> Callable[[int], int]:
 
 
 def contents(
-    config: Config, config_text: str, world: World, engine, plan: SampleSet, tokens: Callable[[int], int],
+    config: Config,
+    config_text: str,
+    world: World,
+    engine,
+    plan: SampleSet,
+    tokens: Callable[[int], int],
     ledger: Ledger | None = None,
 ) -> Callable[[int], tuple[Any, Meta]]:
-    """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`: the run's,
-    on rank 0, whose meta data are kept."""
+    """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`:
+    the run's, on rank 0, whose meta data are kept."""
     layout, state = world.mesh.layout, engine.state
     whole = config.checkpoint.optimizer_state
 
     def at(step: int) -> tuple[Any, Meta]:
         samples = step * config.training.global_batch_size
         meta = Meta(
-            step=step, config=config_text, optimizer=state.counters(), loss_scaler=state.loss_scaler(), resumable=whole,
+            step=step,
+            config=config_text,
+            optimizer=state.counters(),
+            loss_scaler=state.loss_scaler(),
+            resumable=whole,
             layout=layout.sizes,
             data={"samples": samples, "tokens": tokens(step), "last_sample": last_sample(plan, samples)},
-            ledger={} if ledger is None else {"bytes": ledger.position()})
+            ledger={} if ledger is None else {"bytes": ledger.position()},
+        )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 
     return at
@@ -182,20 +217,31 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet) -> list[str]:
     if before is None:
         return []
     if before != now:
-        return [f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has read "
-                f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")]
+        return [
+            f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
+            "read "
+            f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
+        ]
     told = meta.data.get("last_sample")
     if told is None or meta.step > plan.steps or told == last_sample(plan, now):
         return []
-    return ["warning: the data have another order than those that the checkpoint has read (data.*, training.steps, "
-            "training.sequence_length or the files have changed): samples may come again or be left out"]
+    return [
+        "warning: the data have another order than those that the checkpoint has read (data.*, training.steps, "
+        "training.sequence_length or the files have changed): samples may come again or be left out"
+    ]
 
 
 def changes(before: str, config: Config) -> list[str]:
-    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's configuration."""
+    """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's
+    configuration.
+    """
     values, _, _ = parse(before, lambda _line: None)
     old, new = _leaves(values), _leaves(config.model_dump(mode="json"))
-    keys = [key for key in sorted(old.keys() & new.keys()) if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)]
+    keys = [
+        key
+        for key in sorted(old.keys() & new.keys())
+        if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)
+    ]
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
 
 

@@ -75,8 +75,11 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         first = load(source, world, engine)
     costs = totals(config)
     layout = world.mesh.layout
-    say(f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline {layout.pipeline}, "
-        f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}")
+    say(
+        f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline "
+        f"{layout.pipeline}, "
+        f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
+    )
     say(describe_compile(config, world.device))
     for line in describe_kernels(config, world.device):
         say(line)
@@ -88,12 +91,26 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     inside = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger)
     saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside)
     hooks = standard_hooks(
-        config, flops_per_token=costs.training_flops, validation=validation, facts=source.facts, checkpoint=saving,
-        generate=sampler(config, engine, say))
+        config,
+        flops_per_token=costs.training_flops,
+        validation=validation,
+        facts=source.facts,
+        checkpoint=saving,
+        generate=sampler(config, engine, say),
+    )
     try:
         return Trainer(
-            config, engine=engine, loader=loader, mesh=world.mesh, hooks=hooks, sinks=sinks, ledger=ledger, start=first,
-            tokens=tokens, device=world.device).run()
+            config,
+            engine=engine,
+            loader=loader,
+            mesh=world.mesh,
+            hooks=hooks,
+            sinks=sinks,
+            ledger=ledger,
+            start=first,
+            tokens=tokens,
+            device=world.device,
+        ).run()
     finally:
         for each in (loader, *(which.loader for which in validation)):
             each.close()
@@ -134,7 +151,8 @@ def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
     sets = []
     for name in set_names(config, "validation"):
         loader: Loader = build_loader(
-            config, data_rank=world.mesh.data.rank, data_ranks=world.mesh.data.size, split="validation", name=name)
+            config, data_rank=world.mesh.data.rank, data_ranks=world.mesh.data.size, split="validation", name=name
+        )
         sets.append(ValidationSet(name, loader, loader.steps))
     return sets
 

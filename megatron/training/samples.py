@@ -11,13 +11,18 @@ from megatron.model.generate import Sampling, complete
 from .engine import PlainEngine
 
 
-def sampler(config: Config, engine, say: Callable[[str], object]) -> Callable[[list[str], object, int], list[str]] | None:
+def sampler(
+    config: Config, engine, say: Callable[[str], object]
+) -> Callable[[list[str], object, int], list[str]] | None:
     """What the samples hook calls, or None where this layout cannot sample or nothing asks for it."""
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
         return None
     if not isinstance(engine, PlainEngine) or config.zero.stage == 3:
-        say("no samples during training: with a pipeline or ZeRO 3 no rank has the whole model; use generate.py on a checkpoint")
+        say(
+            "no samples during training: with a pipeline or ZeRO 3 no rank has the whole model; use generate.py on a "
+            "checkpoint"
+        )
         return None
     if config.tokenizer.type == "none":
         say("no samples during training: tokenizer.type is none")
@@ -26,9 +31,21 @@ def sampler(config: Config, engine, say: Callable[[str], object]) -> Callable[[l
 
     def make(prompts: list[str], options, step: int) -> list[str]:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
-        return [tokenizer.decode(list(complete(
-            engine.model, tokenizer.encode(prompt), options.tokens, sampling, end=tokenizer.eod_id,
-            vocabulary=tokenizer.size, device=engine.device)))
-            for prompt in prompts]
+        return [
+            tokenizer.decode(
+                list(
+                    complete(
+                        engine.model,
+                        tokenizer.encode(prompt),
+                        options.tokens,
+                        sampling,
+                        end=tokenizer.eod_id,
+                        vocabulary=tokenizer.size,
+                        device=engine.device,
+                    )
+                )
+            )
+            for prompt in prompts
+        ]
 
     return make

@@ -80,7 +80,8 @@ class Schedule:
         if n < 0:
             raise ValueError(
                 f"schedule.start: the schedule begins at step {self.span.start} and has no rate for step {step}; "
-                "start the run from a checkpoint of that step or later, or lower schedule.start")
+                "start the run from a checkpoint of that step or later, or lower schedule.start"
+            )
         if self.options.compat == "neox-v1":
             return self._neox_v1(n, peak)
         n = min(n, self.span.length)
@@ -137,8 +138,11 @@ class Schedule:
         if 0 < warmup and n <= warmup:
             return peak * counted / warmup
         after = counted - warmup
-        rates = {"constant": peak, "linear": peak * (end - after) / end,
-                 "cosine": peak / 2 * (math.cos(math.pi * after / end) + 1)}
+        rates = {
+            "constant": peak,
+            "linear": peak * (end - after) / end,
+            "cosine": peak / 2 * (math.cos(math.pi * after / end) + 1),
+        }
         return max(rates[self.options.type], self.options.min_lr_ratio * peak)
 
 

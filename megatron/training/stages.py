@@ -1,4 +1,6 @@
-"""The model as DeepSpeed's pipeline engine wants it: a list of layers that map tuples of tensors to tuples of tensors."""
+"""The model as DeepSpeed's pipeline engine wants it: a list of layers that map tuples of tensors to tuples of
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ class HeadStage(nn.Module):
 class Pipeline(PipelineModule):
     """This rank's stage.
 
-    What several stages use (a tied embedding, weights that layers share), each of them has a copy of, with the same name
-    and so the same initial values; the gradients are summed over the copies once per step, and the norm counts the
+    What several stages use (a tied embedding, weights that layers share), each of them has a copy of, with the same
+    name and so the same initial values; the gradients are summed over the copies once per step, and the norm counts the
     first alone.
     """
 
@@ -76,8 +78,11 @@ class Pipeline(PipelineModule):
         specs += [LayerSpec(BlockStage, plan, index, shared) for index in range(len(plan.blocks))]
         specs += [LayerSpec(HeadStage, plan)]
         super().__init__(
-            specs, partition_method="uniform", activation_checkpoint_interval=0,
-            topology=PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data))
+            specs,
+            partition_method="uniform",
+            activation_checkpoint_interval=0,
+            topology=PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data),
+        )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """The stage's layers; between stages all floats of the stream are one tensor."""

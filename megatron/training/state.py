@@ -23,7 +23,9 @@ from megatron.parallel.shard import LogicalTensor
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + length) of the flattened shard `cut` (rank, ranks), which lie in `flat` from `place` on."""
+    """Elements [start, start + length) of the flattened shard `cut` (rank, ranks), which lie in `flat` from
+    `place` on.
+    """
 
     tensor: LogicalTensor
     cut: tuple[int, int]
@@ -48,8 +50,15 @@ class EngineState:
         kept: tensors that are saved and no optimizer sees (`ParameterFactory.kept`).
     """
 
-    def __init__(self, engine, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], mesh: Mesh, stage: int,
-                 kept: Sequence[Tensor] = ()):
+    def __init__(
+        self,
+        engine,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        mesh: Mesh,
+        stage: int,
+        kept: Sequence[Tensor] = (),
+    ):
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.kept = list(dict.fromkeys(parameters)), kept
 
@@ -117,7 +126,9 @@ class EngineState:
             yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
 
     def _of(self, owned: Owned) -> Iterator[Fragment]:
-        states = {name: value for name, value in self.optimizer.state[owned.flat].items() if _elementwise(value, owned.flat)}
+        states = {
+            name: value for name, value in self.optimizer.state[owned.flat].items() if _elementwise(value, owned.flat)
+        }
         for name, values in {MASTER: owned.flat, **states}.items():
             yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
 
@@ -125,20 +136,31 @@ class EngineState:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
         for parameter in self.parameters:
             tensor = parameter.logical
-            replica = (tensor.shard is None and self.mesh.tensor.rank > 0) or getattr(parameter, "ds_pipe_replicated", False)
+            replica = (tensor.shard is None and self.mesh.tensor.rank > 0) or getattr(
+                parameter, "ds_pipe_replicated", False
+            )
             yield from find(parameter, tensor, replica)
 
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         same = self.mesh.expert_data if is_spread(parameter) else self.mesh.data
-        yield Owned(tensor, parameter.cut, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0)
+        yield Owned(
+            tensor, parameter.cut, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0
+        )
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         mapping = parameter._hp_mapping
         if mapping is None:
             return
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
-        yield Owned(tensor, parameter.cut, shard_start(parameter) + mapping.lp_fragment_address.start,
-                    mapping.lp_fragment_address.numel, flat, mapping.hp_fragment_address.start, replica)
+        yield Owned(
+            tensor,
+            parameter.cut,
+            shard_start(parameter) + mapping.lp_fragment_address.start,
+            mapping.lp_fragment_address.numel,
+            flat,
+            mapping.hp_fragment_address.start,
+            replica,
+        )
 
     def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         zero = self.engine.optimizer

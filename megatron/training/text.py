@@ -58,11 +58,20 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write("an empty prompt has nothing to continue\n")
             continue
         if room(model, len(ids)) < options.tokens:
-            sys.stderr.write(f"the prompt has {len(ids)} tokens and the model {config.model.embedding.max_positions} learned "
-                             "positions: the text ends there\n")
-        made = complete(model, ids, options.tokens, Sampling(**{**vars(sampling), "seed": options.seed + number}),
-                        end=None if options.ignore_end else tokenizer.eod_id, vocabulary=tokenizer.size, device=device,
-                        cache=not options.no_cache)
+            sys.stderr.write(
+                f"the prompt has {len(ids)} tokens and the model {config.model.embedding.max_positions} learned "
+                "positions: the text ends there\n"
+            )
+        made = complete(
+            model,
+            ids,
+            options.tokens,
+            Sampling(**{**vars(sampling), "seed": options.seed + number}),
+            end=None if options.ignore_end else tokenizer.eod_id,
+            vocabulary=tokenizer.size,
+            device=device,
+            cache=not options.no_cache,
+        )
         if options.json:
             print(json.dumps({"prompt": prompt, "text": tokenizer.decode(list(made))}, ensure_ascii=False))
         else:
@@ -79,9 +88,9 @@ def _stream(prompt: str, made: Iterator[int], tokenizer: Tokenizer) -> None:
         ids.append(token)
         text = tokenizer.decode(ids)
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown):], end="", flush=True)
+            print(text[len(shown) :], end="", flush=True)
             shown = text
-    print(tokenizer.decode(ids)[len(shown):], flush=True)
+    print(tokenizer.decode(ids)[len(shown) :], flush=True)
 
 
 def _prompts(options: argparse.Namespace) -> Iterator[str]:
@@ -99,24 +108,35 @@ def _prompts(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="generate.py", description="Continue texts with a model of any run or checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description="Continue texts with a model of any run or checkpoint."
+    )
     parser.add_argument("path", type=Path, help="a run's directory, a folder of checkpoints, or a checkpoint")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", action="append", help="a text to continue; may be given several times (default: ask)")
+    source.add_argument(
+        "--prompt", action="append", help="a text to continue; may be given several times (default: ask)"
+    )
     source.add_argument("--file", type=Path, help="a file with one prompt per line")
     parser.add_argument("--tokens", type=int, default=128, help="length of the continuation (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="choose among the likeliest tokens of this probability together")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="choose among the likeliest tokens of this probability together"
+    )
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)"
+    )
     parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
     options = parser.parse_args(arguments)
     for name, sound, rule in (
-            ("tokens", options.tokens >= 1, "at least 1"), ("temperature", options.temperature >= 0, "at least 0"),
-            ("top-k", options.top_k >= 0, "at least 0; 0 is all"), ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1")):
+        ("tokens", options.tokens >= 1, "at least 1"),
+        ("temperature", options.temperature >= 0, "at least 0"),
+        ("top-k", options.top_k >= 0, "at least 0; 0 is all"),
+        ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
+    ):
         if not sound:
             parser.error(f"--{name} must be {rule}")
     return options

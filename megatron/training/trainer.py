@@ -41,9 +41,20 @@ class Trainer:
         device: where the engine's numbers are.
     """
 
-    def __init__(self, config, *, engine: Engine, loader, mesh, hooks: Sequence[Hook], sinks: Sinks,
-                 tokens: Callable[[int], int], ledger: Ledger | None = None, start: int = 0,
-                 device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config,
+        *,
+        engine: Engine,
+        loader,
+        mesh,
+        hooks: Sequence[Hook],
+        sinks: Sinks,
+        tokens: Callable[[int], int],
+        ledger: Ledger | None = None,
+        start: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
         self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()

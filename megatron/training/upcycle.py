@@ -30,7 +30,8 @@ def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
     """The stored tensor that one of ours is made of, `new`, or None where the map has nothing to say.
 
     Args:
-        mapping: patterns of our names -> patterns of stored ones; the n-th `*` of both (a word between dots) is the same.
+        mapping: patterns of our names -> patterns of stored ones; the n-th `*` of both (a word between dots) is the
+        same.
     """
     for ours, theirs in mapping.items():
         match = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)"), name)
@@ -43,7 +44,8 @@ def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
 def mapped(
     checkpoint: Checkpoint, targets: Iterable[Fragment], mapping: Mapping[str, str]
 ) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]]]:
-    """(the targets that the map says nothing of, those that are made of a stored tensor, with it); new ones are neither.
+    """(the targets that the map says nothing of, those that are made of a stored tensor, with it); new ones are
+    neither.
 
     Raises:
         CheckpointError: a stored tensor that the map names is missing.
@@ -57,7 +59,8 @@ def mapped(
             made.append((target, checkpoint.tensors[origin]))
         elif origin != NEW:
             raise CheckpointError(
-                checkpoint.path, f"it has no {origin}, which checkpoint.initialize_map names for {target.tensor.name}")
+                checkpoint.path, f"it has no {origin}, which checkpoint.initialize_map names for {target.tensor.name}"
+            )
     return rest, made
 
 
@@ -70,7 +73,10 @@ def upcycle(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor
     last, dense = None, None
     for target, origin in made:
         if origin.name != last:
-            last, dense = origin.name, checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data.view(origin.shape)
+            last, dense = (
+                origin.name,
+                checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data.view(origin.shape),
+            )
         fill(target, dense, checkpoint.path)
 
 

@@ -51,7 +51,8 @@ def choose_device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine")
+            "launch.device: cuda, but torch sees no GPU here; use launch.device=cpu, or a torch built for this machine"
+        )
     index = local_rank % torch.cuda.device_count()  # the launcher may show each rank only its own device
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -72,8 +73,13 @@ def join(config: Config, place: WorkerEnvironment) -> World:
         return World(device, Mesh.single(), SOLO, SOLO)
     store, rank, size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     dist.init_process_group(
-        _backend(device), store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=timeout,
-        device_id=device if device.type == "cuda" else None)
+        _backend(device),
+        store=dist.PrefixStore("ranks", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
     communicator = GroupCommunicator(device=device)
     check_agreement(place, communicator.gather)
     mesh = Mesh.build(Layout.of(config, place.world_size))

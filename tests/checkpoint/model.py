@@ -93,7 +93,8 @@ def fragments(model: Model, layout: Layout, rank: int, *, replicas: bool = False
     for state in sorted({state for _, state in model.values}):
         place = 0
         shards = [
-            (tensor, model.shard(tensor, state, at.tensor, layout.tensor)) for tensor in mine
+            (tensor, model.shard(tensor, state, at.tensor, layout.tensor))
+            for tensor in mine
             if (tensor.name, state) in model.values and (replicas or tensor.shard is not None or at.tensor == 0)
         ]
         total = sum(len(values) for _, values in shards)

@@ -30,7 +30,8 @@ LAYOUT = Layout(tensor=2, data=2, zero_stage=1)
 def write(directory: Path, step: int, layout: Layout = LAYOUT) -> Path:
     model = Model(seed=step)
     results = Together(layout.world_size).run(
-        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member))
+        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member)
+    )
     assert all(isinstance(result, Path) for result in results), results
     return results[0]
 
@@ -101,6 +102,7 @@ def die_at_call(number: int, work) -> None:
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*arguments, **named)
+
         return call
 
     for name in CALLS:
@@ -169,8 +171,7 @@ def test_disk_full_on_one_rank_is_an_error_on_all(tmp_path, monkeypatch):
         return original(handle, data)
 
     monkeypatch.setattr(os, "write", full)
-    results = Together(4).run(lambda member: save(
-        tmp_path, 2, fragments(model, LAYOUT, member.rank), meta(2), member))
+    results = Together(4).run(lambda member: save(tmp_path, 2, fragments(model, LAYOUT, member.rank), meta(2), member))
     assert all(isinstance(result, CheckpointError) for result in results)
     assert all("rank 2: " in str(result) and "No space left" in str(result) for result in results)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
@@ -196,11 +197,13 @@ def test_disk_full_while_committing(tmp_path, monkeypatch, name):
 
 def test_any_error_of_a_rank_reaches_all(tmp_path):
     """Even one that has nothing to do with the disk: nobody waits for a rank that gave up."""
+
     def work(member):
         def mine():
             yield from fragments(Model(), LAYOUT, member.rank)
             if member.rank == 3:
                 raise RuntimeError("device lost")
+
         return save(tmp_path, 1, mine(), meta(1), member)
 
     results = Together(4).run(work)
@@ -209,20 +212,38 @@ def test_any_error_of_a_rank_reaches_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda found: [replace(found[0], start=1, data=found[0].data[1:].clone()), *found[1:]],
-     "nobody wrote elements 0 to 1"),
-    (lambda found: [*found, found[0]], "same fragment twice"),
-    (lambda found: [*found, replace(found[0], data=found[0].data[:-1].clone())], "same fragment twice"),
-    (lambda found: [*found, replace(found[0], start=1, data=found[0].data[1:].clone())], "were written twice"),
-    (lambda found: [replace(found[0], data=found[0].data[:-2].clone()), *found[1:]], "nobody wrote elements"),
-    (lambda found: [*found, Fragment(LogicalTensor("norm.weight", (5,), Role.NORM), "weight", 0, 1, 1, torch.zeros(4))],
-     "two tensors"),
-    (lambda found: [*found, replace(found[0], tensor_ranks=2, start=99, data=found[0].data[:1].clone())],
-     "cut over 1 and over 2 tensor parallel ranks at once"),
-    (lambda found: [replace(found[0], data=found[0].data[:3].clone()),
-                    replace(found[0], start=3, data=found[0].data[3:].double()), *found[1:]], "different types"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda found: [replace(found[0], start=1, data=found[0].data[1:].clone()), *found[1:]],
+            "nobody wrote elements 0 to 1",
+        ),
+        (lambda found: [*found, found[0]], "same fragment twice"),
+        (lambda found: [*found, replace(found[0], data=found[0].data[:-1].clone())], "same fragment twice"),
+        (lambda found: [*found, replace(found[0], start=1, data=found[0].data[1:].clone())], "were written twice"),
+        (lambda found: [replace(found[0], data=found[0].data[:-2].clone()), *found[1:]], "nobody wrote elements"),
+        (
+            lambda found: [
+                *found,
+                Fragment(LogicalTensor("norm.weight", (5,), Role.NORM), "weight", 0, 1, 1, torch.zeros(4)),
+            ],
+            "two tensors",
+        ),
+        (
+            lambda found: [*found, replace(found[0], tensor_ranks=2, start=99, data=found[0].data[:1].clone())],
+            "cut over 1 and over 2 tensor parallel ranks at once",
+        ),
+        (
+            lambda found: [
+                replace(found[0], data=found[0].data[:3].clone()),
+                replace(found[0], start=3, data=found[0].data[3:].double()),
+                *found[1:],
+            ],
+            "different types",
+        ),
+    ],
+)
 def test_what_could_not_be_loaded_is_not_saved(tmp_path, change, message):
     found = [fragment for fragment in fragments(Model(), Layout(), 0) if fragment.data.numel() > 4]
     with pytest.raises(CheckpointError, match=message):
@@ -232,16 +253,20 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, change, message):
 
 def test_meta_data_that_json_cannot_hold(tmp_path):
     """Only rank 0 writes them, but no rank may wait for ever."""
-    results = Together(2).run(lambda member: save(
-        tmp_path, 1, fragments(Model(), Layout(tensor=2), member.rank), meta(1, extra={"path": tmp_path}), member))
+    results = Together(2).run(
+        lambda member: save(
+            tmp_path, 1, fragments(Model(), Layout(tensor=2), member.rank), meta(1, extra={"path": tmp_path}), member
+        )
+    )
     assert all("TypeError" in str(result) and isinstance(result, CheckpointError) for result in results)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_tensor_parallel_rank_that_wrote_nothing(tmp_path):
     model, layout = Model(), Layout(tensor=2)
-    results = Together(2).run(lambda member: save(
-        tmp_path, 1, [] if member.rank else fragments(model, layout, 0), meta(1), member))
+    results = Together(2).run(
+        lambda member: save(tmp_path, 1, [] if member.rank else fragments(model, layout, 0), meta(1), member)
+    )
     assert all("embedding.weight (weight): nobody wrote elements 0 to " in str(result) for result in results)
 
 
@@ -372,6 +397,7 @@ def test_the_newer_version_is_told(directory):
     path = directory / "step_00000002" / "manifest.json"
     outer = json.loads(path.read_text())
     from megatron.checkpoint.index import checksum
+
     outer["content"] = outer["content"].replace('"format": 1', '"format": 2')
     outer["checksum"] = checksum(outer["content"].encode())
     path.write_text(json.dumps(outer))

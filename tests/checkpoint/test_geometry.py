@@ -44,7 +44,7 @@ def numbers(tensor: LogicalTensor) -> np.ndarray:
 
 def values(spec: FragmentSpec) -> np.ndarray:
     """Logical flat indices of a fragment's elements."""
-    return local_shard(numbers(spec.tensor), spec.tensor, spec.tensor_rank, spec.tensor_ranks)[spec.start: spec.stop]
+    return local_shard(numbers(spec.tensor), spec.tensor, spec.tensor_rank, spec.tensor_ranks)[spec.start : spec.stop]
 
 
 def copied(pieces, source: np.ndarray, size: int) -> np.ndarray:
@@ -54,8 +54,8 @@ def copied(pieces, source: np.ndarray, size: int) -> np.ndarray:
         for run in range(piece.count):
             begin, place = piece.source + run * piece.source_stride, piece.target + run * piece.target_stride
             assert begin >= 0 and begin + piece.length <= len(source) and place >= 0
-            assert (target[place: place + piece.length] == -1).all()
-            target[place: place + piece.length] = source[begin: begin + piece.length]
+            assert (target[place : place + piece.length] == -1).all()
+            target[place : place + piece.length] = source[begin : begin + piece.length]
     return target
 
 

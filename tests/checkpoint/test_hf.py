@@ -221,7 +221,12 @@ def test_what_is_in_the_way_is_named(base: dict, change: dict, key: str):
     assert any(problem.startswith(key) for problem in error.value.problems), error.value
 
 
-HYBRID = {"hidden_size": 32, "vocab_size": 61, "norm": {"type": "rmsnorm"}, "mlp": {"gated": True, "activation": "silu"}}
+HYBRID = {
+    "hidden_size": 32,
+    "vocab_size": 61,
+    "norm": {"type": "rmsnorm"},
+    "mlp": {"gated": True, "activation": "silu"},
+}
 
 
 def test_a_hybrid_without_attention(tmp_path):
@@ -240,8 +245,12 @@ def test_a_hybrid_without_attention(tmp_path):
 
 def test_their_own_refusal_is_passed_on():
     """OLMo Hybrid has attention in some layer."""
-    model = {**HYBRID, "layers": "(gated_delta/mlp) x2", "gated_delta": {"heads": 4, "norm_epsilon": 1e-5},
-             "residual": {"norm": "hybrid"}}
+    model = {
+        **HYBRID,
+        "layers": "(gated_delta/mlp) x2",
+        "gated_delta": {"heads": 4, "norm_epsilon": 1e-5},
+        "residual": {"norm": "hybrid"},
+    }
     with pytest.raises(CheckpointError, match="at least one attention layer"):
         hf_config(run(model))
 

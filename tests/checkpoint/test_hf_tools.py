@@ -43,11 +43,15 @@ MODELS = {
     },
     "rwkv": {"layers": "(rwkv4/rwkv4_ffn) x2", "embedding": {"norm": True}, "rwkv4": {"init": "model"}},
     "mixtral": {
-        "layers": "(attention/moe) x2", "norm": {"type": "rmsnorm"}, "attention": {"heads": 4, "kv_heads": 2},
+        "layers": "(attention/moe) x2",
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "kv_heads": 2},
         "moe": {"experts": 4, "hidden_size": 24, "router": {"normalize": True}},
     },
     "olmoe": {
-        "layers": "(attention/moe) x2", "norm": {"type": "rmsnorm"}, "attention": {"heads": 4, "qk_norm": "full"},
+        "layers": "(attention/moe) x2",
+        "norm": {"type": "rmsnorm"},
+        "attention": {"heads": 4, "qk_norm": "full"},
         "moe": {"experts": 6, "top_k": 3, "hidden_size": 16, "losses": {"balance": 0.01}},
     },
     "olmo_hybrid": {
@@ -64,8 +68,12 @@ MODELS = {
         "residual": {"channel_scales": True},
         "embedding": {"tied": True},
         "cca": {"heads": 4, "kv_heads": 2, "head_dim": 4, "temperature": "linear", "rotary": {"fraction": 0.5}},
-        "moe": {"experts": 4, "top_k": 1, "hidden_size": 24,
-                "router": {"network": "mlp", "width": 8, "skip": True, "correction": "sign"}},
+        "moe": {
+            "experts": 4,
+            "top_k": 1,
+            "hidden_size": 24,
+            "router": {"network": "mlp", "width": 8, "skip": True, "correction": "sign"},
+        },
         "variants": {"first": {"router": {"average": False}}},
     },
     "gpt2": {
@@ -210,9 +218,14 @@ def test_published_forms_are_imported(case: str, tmp_path):
     theirs = hf.AutoModelForCausalLM.from_config(CASES[case]).eval()
     randomise(theirs, 3)
     theirs.save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    status = tool("from_hf").main(
-        [str(tmp_path / "model"), str(tmp_path / "ckpt"), "--sequence-length", str(S), "--verify", "--json"]
-    )
+    status = tool("from_hf").main([
+        str(tmp_path / "model"),
+        str(tmp_path / "ckpt"),
+        "--sequence-length",
+        str(S),
+        "--verify",
+        "--json",
+    ])
     assert status == 0
     model, _ = load_model(tmp_path / "ckpt", torch.device("cpu"))
     tokens = torch.randint(V, (2, S), generator=torch.Generator().manual_seed(0))
@@ -239,14 +252,22 @@ def test_the_tools_say_what_is_wrong(tmp_path, capsys):
 
 
 def test_an_index_that_is_not_true_is_an_error(tmp_path, capsys):
-    hf.AutoModelForCausalLM.from_config(CASES["neox parallel"]).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    hf.AutoModelForCausalLM.from_config(CASES["neox parallel"]).save_pretrained(
+        tmp_path / "model", max_shard_size="20KB"
+    )
     index = tmp_path / "model" / "model.safetensors.index.json"
     true = index.read_text()
     places = json.loads(true)["weight_map"]
     first, *_, last = sorted(places, key=places.get)
     cases = (
-        (json.dumps({"weight_map": {**places, "ghost": places[first]}}), f"says that ghost is in {places[first]}, and it is not"),
-        (json.dumps({"weight_map": {**places, first: places[last]}}), f"says that {first} is in {places[last]}, and it is not"),
+        (
+            json.dumps({"weight_map": {**places, "ghost": places[first]}}),
+            f"says that ghost is in {places[first]}, and it is not",
+        ),
+        (
+            json.dumps({"weight_map": {**places, first: places[last]}}),
+            f"says that {first} is in {places[last]}, and it is not",
+        ),
         (json.dumps({"weight_map": {**places, first: "none.safetensors"}}), "none.safetensors is lost"),
         (true[:100], "index.json: it is damaged"),
         ("{}", "index.json: it is damaged"),

@@ -30,7 +30,8 @@ LAYOUTS = {
 def write(directory: Path, model: Model, layout: Layout, step: int = 10) -> Path:
     together = Together(layout.world_size)
     results = together.run(
-        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member))
+        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member)
+    )
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -68,8 +69,11 @@ def test_any_layout_to_any_layout(checkpoints, model, source, target):
 def test_the_ranks_together_want_everything(checkpoints, model, name):
     checkpoint = open_checkpoint(checkpoints["tp2-pp2-dp2-zero1"], verify="checksums")
     layout = LAYOUTS[name]
-    results = Together(layout.world_size).run(lambda member: checkpoint.check(
-        [each.spec for each in fragments(model, layout, member.rank)], communicator=member))
+    results = Together(layout.world_size).run(
+        lambda member: checkpoint.check(
+            [each.spec for each in fragments(model, layout, member.rank)], communicator=member
+        )
+    )
     assert results == [None] * layout.world_size
 
 
@@ -86,7 +90,7 @@ def test_files_open_with_the_safetensors_library(checkpoints, model):
                 ranks, start = rest.split("@")
                 tensor = next(each for each in model.tensors if each.name == name)
                 values, begin = file.get_tensor(key), int(start)
-                expected = model.shard(tensor, state, int(rank), int(ranks))[begin: begin + len(values)]
+                expected = model.shard(tensor, state, int(rank), int(ranks))[begin : begin + len(values)]
                 assert torch.equal(values, expected)
                 seen += len(values)
     assert seen == sum(values.numel() for values in model.values.values())

@@ -34,10 +34,17 @@ def tool():
 
 def theirs(parallel: bool) -> hf.GPTNeoXForCausalLM:
     config = hf.GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        intermediate_size=4 * HIDDEN, max_position_embeddings=24, use_parallel_residual=parallel, hidden_act="gelu",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+        max_position_embeddings=24,
+        use_parallel_residual=parallel,
+        hidden_act="gelu",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        tie_word_embeddings=False)
+        tie_word_embeddings=False,
+    )
     model = hf.GPTNeoXForCausalLM(config).eval()
     randomise(model, 3)
     return model
@@ -55,8 +62,11 @@ def write(folder: Path, model: hf.GPTNeoXForCausalLM, ranks: int, *, new: bool) 
             torch.save(shard, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
 
     def cut(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        dim = 0 if name in ("word_embeddings.weight", "final_linear.weight") else next(
-            (dim for part, dim in CUT.items() if part in name), None)
+        dim = (
+            0
+            if name in ("word_embeddings.weight", "final_linear.weight")
+            else next((dim for part, dim in CUT.items() if part in name), None)
+        )
         if dim is not None:
             tensor = tensor.chunk(ranks, dim)[rank]
         elif parallel and name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):

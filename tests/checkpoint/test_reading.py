@@ -62,8 +62,10 @@ def test_mismatches_are_listed_all_at_once(tmp_path):
         "wrong shape: embedding.weight is (38, 12) in the run, (37, 12) in the checkpoint",
         "missing: embedding.weight (momentum_buffer) is in the run; the checkpoint has only "
         "exp_avg, exp_avg_sq, master, weight of it",
-        *(f"left over: layers.2.mlp.down.weight ({state}) is in the checkpoint, but not in the run"
-          for state in ("exp_avg", "exp_avg_sq", "master", "weight")),
+        *(
+            f"left over: layers.2.mlp.down.weight ({state}) is in the checkpoint, but not in the run"
+            for state in ("exp_avg", "exp_avg_sq", "master", "weight")
+        ),
     ])
     with pytest.raises(CheckpointError, match="extra.weight is in the run, but not in the checkpoint"):
         open_checkpoint(path).read_into([Fragment.empty(wanted[-3], torch.float32)])
@@ -76,15 +78,15 @@ def test_ranks_want_together(tmp_path):
 
     def work(member, leave="nothing"):
         specs = [each.spec for each in fragments(Model(), layout, member.rank)]
-        return checkpoint.check(
-            [spec for spec in specs if not spec.tensor.name.startswith(leave)], communicator=member)
+        return checkpoint.check([spec for spec in specs if not spec.tensor.name.startswith(leave)], communicator=member)
 
     assert Together(3).run(work) == [None] * 3
     results = Together(3).run(lambda member: work(member, "head"))
     assert len({str(result) for result in results}) == 1
     assert results[0].problems == [
         f"left over: head.weight ({state}) is in the checkpoint, but not in the run"
-        for state in ("exp_avg", "exp_avg_sq", "master", "weight")]
+        for state in ("exp_avg", "exp_avg_sq", "master", "weight")
+    ]
 
 
 def test_weights_alone_can_be_taken(tmp_path):
@@ -160,12 +162,15 @@ def test_another_cut_in_the_checkpoint(tmp_path):
     for number, shard in enumerate([None, Shard(0), Shard(1)]):
         stored = replace(MATRIX, shard=shard)
         pieces = [values.view(4, 6)] if shard is None else values.view(4, 6).chunk(2, shard.dim)
-        path = save(tmp_path / str(number), 1, [
-            Fragment(stored, "master", rank, len(pieces), 0, piece.reshape(-1)) for rank, piece in enumerate(pieces)
-        ], Meta(1))
+        path = save(
+            tmp_path / str(number),
+            1,
+            [Fragment(stored, "master", rank, len(pieces), 0, piece.reshape(-1)) for rank, piece in enumerate(pieces)],
+            Meta(1),
+        )
         for rank in range(3):
             found = open_checkpoint(path).read(FragmentSpec(MATRIX, "master", rank, 3, 1, 7))
-            assert torch.equal(found.data, values.view(4, 6)[:, rank * 2: rank * 2 + 2].reshape(-1)[1:])
+            assert torch.equal(found.data, values.view(4, 6)[:, rank * 2 : rank * 2 + 2].reshape(-1)[1:])
 
 
 def test_ranges_outside_a_shard_are_refused():
@@ -187,6 +192,7 @@ def test_no_code_is_executed_and_strange_headers_are_refused(tmp_path):
 
 def read_with_little(path: Path, report: Path) -> None:
     """Read the second half of a tensor's columns in a process that says how much memory that took."""
+
     def used() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -250,7 +256,8 @@ def test_one_process_writes_tensor_by_tensor(tmp_path):
     for tensor in model.tensors:
         assert torch.equal(
             checkpoint.read(FragmentSpec.whole(tensor, "weight"), torch.float32).data,
-            model.values[tensor.name, "master"].reshape(-1))
+            model.values[tensor.name, "master"].reshape(-1),
+        )
         with Stream(checkpoint) as stream:
             values_of = torch.cat([part.clone() for part in stream.values(FragmentSpec.whole(tensor, "weight"))])
         assert torch.equal(values_of, model.values[tensor.name, "master"].reshape(-1))
@@ -286,13 +293,19 @@ def test_over_a_torch_process_group(tmp_path):
 
 
 def test_a_message_has_an_end() -> None:
-    """Of a checkpoint of ten thousand ranks all files may be lost at once, and of a model of eighty layers all tensors wrong."""
+    """Of a checkpoint of ten thousand ranks all files may be lost at once, and of a model of eighty layers all tensors
+    wrong.
+    """
     text = str(CheckpointError("x", [f"data/{rank} is lost" for rank in range(10_000)]))
     assert len(text.splitlines()) == 102 and "x: 10000 problems" in text and text.endswith("and 9900 more")
-    layers = [f"missing: layers.{layer}.mlp.{name}.weight is in the run" for layer in (0, 1, 2, 4) for name in ("up", "down")]
+    layers = [
+        f"missing: layers.{layer}.mlp.{name}.weight is in the run" for layer in (0, 1, 2, 4) for name in ("up", "down")
+    ]
     assert by_layer(["missing: head.weight", *layers, layers[0]]) == [
-        "missing: head.weight", "missing: layers.0-2,4.mlp.up.weight is in the run",
-        "missing: layers.0-2,4.mlp.down.weight is in the run"]
+        "missing: head.weight",
+        "missing: layers.0-2,4.mlp.up.weight is in the run",
+        "missing: layers.0-2,4.mlp.down.weight is in the run",
+    ]
     assert brief(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more" and brief(["a"]) == "a"
 
 

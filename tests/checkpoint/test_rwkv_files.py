@@ -36,7 +36,9 @@ def test_there_and_back_through_another_layout(name: str, tmp_path, capsys):
     assert tool("to_rwkv").main([str(tmp_path / "step_00000008"), str(file), "--dtype", "float32"]) == 0
     tensors = torch.load(file, weights_only=True)
     tokens = torch.randint(61, (12,), generator=torch.Generator().manual_seed(0))
-    wanted = reference.logits({key: value.double() for key, value in tensors.items()}, tokens.tolist(), int(name[-1]), 2)
+    wanted = reference.logits(
+        {key: value.double() for key, value in tensors.items()}, tokens.tolist(), int(name[-1]), 2
+    )
     assert relative(model.eval().logits(tokens.unsqueeze(0))[0].double(), wanted) < 1e-5
 
     assert tool("from_rwkv").main([str(file), str(tmp_path / "again"), "--sequence-length", "24"]) == 0
@@ -54,7 +56,9 @@ def test_unused_tensors_of_the_first_layer_are_left_out(tmp_path):
     export_published(source, tmp_path / "model.pth")
     tensors = torch.load(tmp_path / "model.pth", weights_only=True)
     assert "blocks.1.att.v1" in tensors and "blocks.0.att.v1" not in tensors
-    torch.save({**tensors, **{f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}}, tmp_path / "more.pth")
+    torch.save(
+        {**tensors, **{f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}}, tmp_path / "more.pth"
+    )
     import_published(tmp_path / "more.pth", tmp_path / "again", sequence_length=24)
     torch.save({**tensors, "blocks.0.att.x_z": tensors["head.weight"]}, tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match="left over: blocks.0.att.x_z"):
@@ -62,12 +66,15 @@ def test_unused_tensors_of_the_first_layer_are_left_out(tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.parametrize("model, says", [
-    ({"layers": "(rwkv7/mlp) x2", "rwkv7": MODELS["rwkv7"]["rwkv7"]}, "in every layer"),
-    (change("rwkv6", embedding={}), "model.embedding.norm"),
-    (change("rwkv7", rwkv7={"head_dim": 16, "norm_epsilon": 1e-5, **LOW}), "model.rwkv7.norm_epsilon"),
-    (change("rwkv7", embedding={"norm": True, "tied": True}), "model.embedding.tied"),
-])
+@pytest.mark.parametrize(
+    "model, says",
+    [
+        ({"layers": "(rwkv7/mlp) x2", "rwkv7": MODELS["rwkv7"]["rwkv7"]}, "in every layer"),
+        (change("rwkv6", embedding={}), "model.embedding.norm"),
+        (change("rwkv7", rwkv7={"head_dim": 16, "norm_epsilon": 1e-5, **LOW}), "model.rwkv7.norm_epsilon"),
+        (change("rwkv7", embedding={"norm": True, "tied": True}), "model.embedding.tied"),
+    ],
+)
 def test_what_the_files_cannot_hold(model: dict, says: str, tmp_path):
     source, _ = checkpoint_of(tmp_path, model)
     with pytest.raises(CheckpointError, match=says):

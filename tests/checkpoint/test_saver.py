@@ -169,7 +169,9 @@ def test_upload_tries_again_and_the_manifest_goes_last(tmp_path, unreliable):
 
 
 def test_while_another_takes_its_place_there_is_no_manifest(tmp_path, unreliable):
-    """A step that was uploaded by a branch that is left: until the new files are all there, nobody may take it for whole."""
+    """A step that was uploaded by a branch that is left: until the new files are all there, nobody may take it for
+    whole.
+    """
     paths = [save(tmp_path / name, 1, [fragment(value)], Meta(1)) for name, value in (("old", 1.0), ("new", 2.0))]
     upload(paths[0], f"file://{tmp_path}/there")
     unreliable["failures"] = 10**6
@@ -187,15 +189,17 @@ def test_an_upload_that_arrives_in_part_is_noticed(tmp_path, monkeypatch):
     saver.save(1, [fragment(1.0)], Meta(1))
     (saved,) = saver.close()
     monkeypatch.setattr(
-        LocalFileSystem, "put_file", lambda self, source, target, **more: Path(target).write_bytes(b"x"))
+        LocalFileSystem, "put_file", lambda self, source, target, **more: Path(target).write_bytes(b"x")
+    )
     with pytest.raises(CheckpointError, match="1 of .* bytes arrived"):
         upload(saved.path, f"file://{tmp_path}/there", attempts=2, wait=0.001)
 
 
 def test_an_outage_is_told_made_good_and_not_lost(tmp_path, unreliable, monkeypatch):
     """A checkpoint that could not be copied is kept from retention, and copied after the next save."""
-    monkeypatch.setattr(saver_module, "upload", lambda *arguments, **more: upload(
-        *arguments, **{"attempts": 2, "wait": 0.001, **more}))
+    monkeypatch.setattr(
+        saver_module, "upload", lambda *arguments, **more: upload(*arguments, **{"attempts": 2, "wait": 0.001, **more})
+    )
     saver = Saver(tmp_path / "here", CheckpointSection(upload=f"file://{tmp_path}/there", keep_last=1))
     unreliable["failures"] = 10**6
     for step in (1, 2):

@@ -164,7 +164,8 @@ def test_a_folder_has_one_writer(tmp_path):
     """Until its process ends, however it ends: the next start must not wait for anything."""
     script = (
         "import sys, time\nfrom megatron.checkpoint.lock import sole_writer\n"
-        f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(60)")
+        f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
         assert other.stdout.readline() == "mine\n"
         both = Together(2)
@@ -194,5 +195,9 @@ def test_retention_looks_at_few_checkpoints(tmp_path, monkeypatch):
         return real(path, **options)
 
     monkeypatch.setattr(store_module, "open_checkpoint", look)
-    assert Store(tmp_path).retain(1, 20, protect={"step_00000010"}) == ["step_00000030", "step_00000050", "step_00000070"]
+    assert Store(tmp_path).retain(1, 20, protect={"step_00000010"}) == [
+        "step_00000030",
+        "step_00000050",
+        "step_00000070",
+    ]
     assert looked == ["step_00000090", "step_00000070", "step_00000050", "step_00000030"]

@@ -37,7 +37,8 @@ def tool(name: str) -> ModuleType:
 
 def write(directory: Path, model: Model, layout: Layout, step: int = 10) -> Path:
     return Together(layout.world_size).run(
-        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member))[0]
+        lambda member: save(directory, step, fragments(model, layout, member.rank), meta(step), member)
+    )[0]
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,25 @@ def test_script_starts_with_the_standard_library_intact(source):
     for name, arguments in (("inspect", [str(source), "--json"]), ("diff", [str(source), str(source)])):
         done = subprocess.run(
             [sys.executable, str(ROOT / "tools/checkpoint" / f"{name}.py"), *arguments],
-            capture_output=True, text=True, cwd="/", env={**os.environ, "OMP_NUM_THREADS": "1"})
+            capture_output=True,
+            text=True,
+            cwd="/",
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr
     assert "tensors are equal" in done.stdout
 
 
-@pytest.mark.parametrize("to", [
-    "tensor=4,pipeline=2,zero=1", "tensor=3,data=3,zero=3", "pipeline=3", "data=5,zero=2", "tensor=8,pipeline=2,data=2",
-])
+@pytest.mark.parametrize(
+    "to",
+    [
+        "tensor=4,pipeline=2,zero=1",
+        "tensor=3,data=3,zero=3",
+        "pipeline=3",
+        "data=5,zero=2",
+        "tensor=8,pipeline=2,data=2",
+    ],
+)
 def test_reshape(source, tmp_path, capsys, to):
     out = tmp_path / "out"
     assert tool("reshape").main([str(source), str(out), "--to", to, "--verify", "--json"]) == 0
@@ -85,7 +97,10 @@ def test_reshape_refuses(source, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     for arguments, message in (
         ([source, tmp_path / "there", "--to", "tensor=2"], "exists already"),
-        ([source, tmp_path / "new", "--to", "tensors=2"], "is not one of tensor=N, data=N, pipeline=N, zero=N, expert=N, "),
+        (
+            [source, tmp_path / "new", "--to", "tensors=2"],
+            "is not one of tensor=N, data=N, pipeline=N, zero=N, expert=N, ",
+        ),
         ([source, tmp_path / "new", "--to", "zero=4"], "ZeRO stages are 0 to 3"),
         ([tmp_path / "nothing", tmp_path / "new", "--to", "tensor=2"], "there is no such checkpoint"),
     ):
@@ -94,11 +109,14 @@ def test_reshape_refuses(source, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("layout", "biggest"), [
-    (Layout(data=4, zero_stage=1), {"master": 0.25, "weight": 1.0}),
-    (Layout(data=4, zero_stage=3), {"master": 0.25, "weight": 0.25}),
-    (Layout(tensor=2, data=2), {"master": 0.6, "weight": 0.6}),
-])
+@pytest.mark.parametrize(
+    ("layout", "biggest"),
+    [
+        (Layout(data=4, zero_stage=1), {"master": 0.25, "weight": 1.0}),
+        (Layout(data=4, zero_stage=3), {"master": 0.25, "weight": 0.25}),
+        (Layout(tensor=2, data=2), {"master": 0.6, "weight": 0.6}),
+    ],
+)
 def test_zero_shares_evenly(layout, biggest):
     """No rank has more than its share of a state, and together the ranks have each element once."""
     model = Model()
@@ -111,19 +129,27 @@ def test_zero_shares_evenly(layout, biggest):
         assert sum(sizes) == total and max(sizes) <= share * total + 2
 
 
-@pytest.mark.parametrize(("to", "experts"), [
-    ("data=4,expert=2,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
-    ("data=4,expert=4", [(0, 2), (2, 4), (4, 6), (6, 8)]),
-    ("tensor=2,data=2,expert=2,zero=2", [(0, 4), (0, 4), (4, 8), (4, 8)]),
-    ("tensor=2,data=2,expert=4,expert_tensor=1,zero=1", [(0, 2), (2, 4), (4, 6), (6, 8)]),
-    ("tensor=2,data=2,expert=2,expert_tensor=1,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
-])
+@pytest.mark.parametrize(
+    ("to", "experts"),
+    [
+        ("data=4,expert=2,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
+        ("data=4,expert=4", [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ("tensor=2,data=2,expert=2,zero=2", [(0, 4), (0, 4), (4, 8), (4, 8)]),
+        ("tensor=2,data=2,expert=4,expert_tensor=1,zero=1", [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ("tensor=2,data=2,expert=2,expert_tensor=1,zero=1", [(0, 4), (4, 8), (0, 4), (4, 8)]),
+    ],
+)
 def test_experts_fall_to_their_ranks(to, experts):
     """Each rank has elements of its experts alone, all ranks together each element of each tensor once."""
-    tensors = {tensor.name: tensor for tensor in (
-        LogicalTensor("moe.experts.down.weight", (8, 6, 4), Role.OUTPUT, Shard(2), matrices=(6,)),
-        LogicalTensor("moe.experts.gate_up.weight", (8, 8, 6), Role.HIDDEN, Shard(1, (4, 4)), matrices=(4, 4)),
-        LogicalTensor("mlp.up.weight", (10, 3), Role.HIDDEN, Shard(0)), LogicalTensor("norm.weight", (7,), Role.NORM))}
+    tensors = {
+        tensor.name: tensor
+        for tensor in (
+            LogicalTensor("moe.experts.down.weight", (8, 6, 4), Role.OUTPUT, Shard(2), matrices=(6,)),
+            LogicalTensor("moe.experts.gate_up.weight", (8, 8, 6), Role.HIDDEN, Shard(1, (4, 4)), matrices=(4, 4)),
+            LogicalTensor("mlp.up.weight", (10, 3), Role.HIDDEN, Shard(0)),
+            LogicalTensor("norm.weight", (7,), Role.NORM),
+        )
+    }
     stored = {(name, state): torch.float32 for name in tensors for state in ("master", "exp_avg")}
     counts = {key: np.zeros(tensors[key[0]].shape, int).reshape(-1) for key in stored}
     for rank, items in enumerate(owned(parse_layout(to), stored, tensors)):
@@ -143,9 +169,12 @@ def test_experts_that_do_not_divide():
     tensor = LogicalTensor("moe.experts.down.weight", (6, 4, 4), Role.OUTPUT, Shard(2), matrices=(4,))
     with pytest.raises(CheckpointError, match="6 experts do not divide over 4 ranks"):
         owned(parse_layout("data=4,expert=4"), {(tensor.name, "master"): torch.float32}, {tensor.name: tensor})
-    for to, message in (("data=4,expert=3", "4 ranks cannot be cut into groups of 3"), ("expert=0", "at least 1"),
-                        ("tensor=4,expert_tensor=2", "1 \\(folded\\) or that of tensor, 4"),
-                        ("data=2,expert=2,zero=3", "experts are not spread")):
+    for to, message in (
+        ("data=4,expert=3", "4 ranks cannot be cut into groups of 3"),
+        ("expert=0", "at least 1"),
+        ("tensor=4,expert_tensor=2", "1 \\(folded\\) or that of tensor, 4"),
+        ("data=2,expert=2,zero=3", "experts are not spread"),
+    ):
         with pytest.raises(ValueError, match=message):
             parse_layout(to)
 
@@ -169,7 +198,10 @@ def test_diff_equal_and_different(source, tmp_path, capsys):
     printed = json.loads(capsys.readouterr().out)
     unequal = {(item["tensor"], item["state"]): item for item in printed["tensors"] if not item["equal"]}
     assert set(unequal) == {
-        ("layers.1.mlp.down.weight", "master"), ("norm.weight", "exp_avg"), ("norm.weight", "weight")}
+        ("layers.1.mlp.down.weight", "master"),
+        ("norm.weight", "exp_avg"),
+        ("norm.weight", "weight"),
+    }
     found = unequal["layers.1.mlp.down.weight", "master"]
     assert found["differing"] == 2 and found["largest"] == pytest.approx(0.5, rel=1e-6)
     assert found["relative"] == pytest.approx(float((master - before).norm() / before.norm()), rel=1e-5)
@@ -236,7 +268,10 @@ def test_inspect_of_a_run_and_of_what_is_none(tmp_path, capsys):
     assert inspect.main([str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.startswith("step_00000010: intact")
     (tmp_path / "empty").mkdir()
-    for name, words in (("empty", "neither a checkpoint nor a folder with one"), ("nowhere", "there is no such checkpoint")):
+    for name, words in (
+        ("empty", "neither a checkpoint nor a folder with one"),
+        ("nowhere", "there is no such checkpoint"),
+    ):
         assert inspect.main([str(tmp_path / name)]) == 1
         error = capsys.readouterr().err
         assert words in error and error.count(str(tmp_path)) == 1
@@ -297,7 +332,11 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
     refuse = tool("reshape").refuse_illegal
     for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3"):
         refuse(text, parse_layout(fine))
-    for to, key in (("tensor=3", "parallel.tensor"), ("pipeline=99", "parallel.pipeline"), ("pipeline=2,zero=2", "zero.stage")):
+    for to, key in (
+        ("tensor=3", "parallel.tensor"),
+        ("pipeline=99", "parallel.pipeline"),
+        ("pipeline=2,zero=2", "zero.stage"),
+    ):
         with pytest.raises(ConfigError, match=key) as error:
             refuse(text, parse_layout(to))
         assert all(each.fatal for each in error.value.problems)

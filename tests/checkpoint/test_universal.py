@@ -43,8 +43,12 @@ def tool(name: str):
 
 def values_of(path: Path) -> dict[tuple[str, str], torch.Tensor]:
     checkpoint = open_checkpoint(path, verify="checksums")
-    return {(name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data.view(
-        checkpoint.tensors[name].shape) for name, state in checkpoint.stored}
+    return {
+        (name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data.view(
+            checkpoint.tensors[name].shape
+        )
+        for name, state in checkpoint.stored
+    }
 
 
 def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], list[tuple]]:
@@ -77,13 +81,23 @@ def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], l
     theirs.save_checkpoint(folder, tag="native", client_state={"universal_checkpoint_info": {}})
     dist.barrier()
     if mesh.rank == 0:
-        ds_to_universal.main(Namespace(
-            input_folder=f"{folder}/native", output_folder=f"{folder}/universal", num_extract_workers=1,
-            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False))
+        ds_to_universal.main(
+            Namespace(
+                input_folder=f"{folder}/native",
+                output_folder=f"{folder}/universal",
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+        )
     dist.barrier()
     names = {parameter.logical.name: name for name, parameter in theirs.module.named_parameters()}
-    return names, [(each.tensor.name, each.tensor.shape, each.state, each.start, each.data.numpy().copy())
-                   for each in engine.state.fragments()]
+    return names, [
+        (each.tensor.name, each.tensor.shape, each.state, each.start, each.data.numpy().copy())
+        for each in engine.state.fragments()
+    ]
 
 
 def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_path: Path, capsys) -> None:
@@ -106,7 +120,9 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
     words[1], words[3] = str(tmp_path / "again"), str(tmp_path / "resolved.yml")
     assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
     (tmp_path / "taken.yml").write_text(open_checkpoint(tmp_path / "again").meta.config)
-    assert read_resolved(tmp_path / "taken.yml").training.global_batch_size == resolved.config.training.global_batch_size
+    assert (
+        read_resolved(tmp_path / "taken.yml").training.global_batch_size == resolved.config.training.global_batch_size
+    )
 
 
 def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
@@ -123,8 +139,12 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 
     config = load([config_file], [f"run.dir={folder}", *overrides], ranks=ranks).config
     prepare_deepspeed(torch.device("cpu"))
-    world = World(torch.device("cpu"), Mesh.build(Layout.of(config, ranks)), GroupCommunicator(),
-                  GroupCommunicator(dist.new_group(backend="gloo")))
+    world = World(
+        torch.device("cpu"),
+        Mesh.build(Layout.of(config, ranks)),
+        GroupCommunicator(),
+        GroupCommunicator(dist.new_group(backend="gloo")),
+    )
     return str(write_native(config, world, lambda _: None))
 
 
@@ -132,7 +152,9 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, capsys) -> None:
     from tests.training.test_run import job
 
-    (tmp_path / "tiny.yml").write_text(TINY + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\n")
+    (tmp_path / "tiny.yml").write_text(
+        TINY + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\n"
+    )
     on_ranks(2, job, str(tmp_path), 2, "parallel.tensor=2")
     config, before = str(tmp_path / "tiny.yml"), tmp_path / "run" / "checkpoints" / "step_00000003"
     folder = on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")[0]
@@ -148,7 +170,10 @@ def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, cap
         on_ranks(2, written, f"{tmp_path}/run", config, 2, f"zero.stage={stage}")
     with pytest.raises(RuntimeError, match="do not say how tensors are cut"):
         on_ranks(2, written, f"{tmp_path}/run", config, 2, "parallel.tensor=2")
-    for experts, overrides, message in (("mixtral", ["parallel.expert=2"], "experts that are spread"), ("moe", [], "corrections")):
+    for experts, overrides, message in (
+        ("mixtral", ["parallel.expert=2"], "experts that are spread"),
+        ("moe", [], "corrections"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             on_ranks(2, written, f"{tmp_path}/{experts}", str(ROOT / f"configs/test/tiny_{experts}.yml"), 2, *overrides)
         assert not (tmp_path / experts).exists()
@@ -157,9 +182,14 @@ def test_native_files_there_and_back_are_bitwise(tmp_path: Path, stage: int, cap
 def test_corrections_go_there_and_back_for_a_run_with_spread_experts(tmp_path: Path, capsys) -> None:
     from tests.training.test_run import job
 
-    text = (ROOT / "configs/test/tiny_moe.yml").read_text().replace("extends: tiny.yml", f"extends: {ROOT}/configs/test/tiny.yml")
-    (tmp_path / "tiny.yml").write_text(text + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\n"
-                                       "parallel: {expert: 2}\n")
+    text = (
+        (ROOT / "configs/test/tiny_moe.yml")
+        .read_text()
+        .replace("extends: tiny.yml", f"extends: {ROOT}/configs/test/tiny.yml")
+    )
+    (tmp_path / "tiny.yml").write_text(
+        text + f"run: {{dir: {tmp_path}/run}}\nlogging: {{console: quiet, curve: false}}\nparallel: {{expert: 2}}\n"
+    )
     on_ranks(2, job, str(tmp_path), 2, "training.steps=2", "schedule.warmup_steps=1")
     before = tmp_path / "run" / "checkpoints" / "step_00000002"
     assert tool("to_deepspeed").main([str(before), str(tmp_path / "theirs")]) == 0
@@ -196,9 +226,12 @@ def test_no_room_leaves_nothing(tmp_path: Path, limit: int) -> None:
         "import resource, runpy, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
         f"sys.argv = ['to_deepspeed.py', {str(path)!r}, {str(tmp_path / 'theirs')!r}]\n"
-        f"runpy.run_path({str(ROOT / 'tools/checkpoint/to_deepspeed.py')!r}, run_name='__main__')")
+        f"runpy.run_path({str(ROOT / 'tools/checkpoint/to_deepspeed.py')!r}, run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and os.strerror(errno.EFBIG) in done.stderr, done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr and os.strerror(errno.EFBIG) in done.stderr, (
+        done.stderr
+    )
     assert [each.name for each in tmp_path.iterdir()] == ["step_00000007"]
 
 
@@ -233,7 +266,8 @@ def loaded(load, folder: Path, model: Model, tensor, rank: int, ranks: int):
     parameter = torch.nn.Parameter(torch.empty(shape))
     target = torch.empty(length)
     parameter._hp_mapping = SimpleNamespace(
-        lp_fragment_address=SimpleNamespace(start=1 if length else 0, numel=length), get_hp_fragment=lambda: target)
+        lp_fragment_address=SimpleNamespace(start=1 if length else 0, numel=length), get_hp_fragment=lambda: target
+    )
     step = MethodType(load, parameter)(str(folder / "zero" / tensor.name), rank, ranks)
     return {"fp32": target, **parameter._hp_mapping.optim_fragment}, step
 

@@ -21,15 +21,18 @@ def test_layers_with_experts(layers, interval):
     assert kinds == ["moe" if number % interval == 0 else "mlp" for number in range(layers)]
 
 
-@pytest.mark.parametrize("changes, width, gated, activation", [
-    ({}, 256, False, "gelu"),
-    ({"hidden_size": 192}, 768, False, "gelu"),
-    ({"hidden_size": 100, "num_attention_heads": 5, "mlp_multiple_of": 7}, 512, False, "gelu"),
-    ({"intermediate_size": 100, "mlp_multiple_of": 64, "activation": "silu"}, 100, False, "silu"),
-    ({"mlp_type": "llama", "activation": "swish"}, 256, True, "silu"),
-    ({"mlp_type": "llama", "activation": "silu", "intermediate_size": 96}, 96, True, "silu"),
-    ({"bias_gelu_fusion": True}, 256, False, "gelu"),
-])
+@pytest.mark.parametrize(
+    "changes, width, gated, activation",
+    [
+        ({}, 256, False, "gelu"),
+        ({"hidden_size": 192}, 768, False, "gelu"),
+        ({"hidden_size": 100, "num_attention_heads": 5, "mlp_multiple_of": 7}, 512, False, "gelu"),
+        ({"intermediate_size": 100, "mlp_multiple_of": 64, "activation": "silu"}, 100, False, "silu"),
+        ({"mlp_type": "llama", "activation": "swish"}, 256, True, "silu"),
+        ({"mlp_type": "llama", "activation": "silu", "intermediate_size": 96}, 96, True, "silu"),
+        ({"bias_gelu_fusion": True}, 256, False, "gelu"),
+    ],
+)
 def test_experts(changes, width, gated, activation):
     translation = flat(**MOE, **changes)
     assert translation.problems == []
@@ -38,13 +41,16 @@ def test_experts(changes, width, gated, activation):
     assert noted(translation, "bias_gelu_fusion is of MLPs") == ("bias_gelu_fusion" in changes)
 
 
-@pytest.mark.parametrize("changes, key, words", [
-    ({"activation": "swiglu"}, "activation", "not gated"),
-    ({"expansion_factor": 2.0}, "expansion_factor", "do not read it"),
-    ({"moe_router_type": "hash"}, "moe_router_type", "must be one of sinkhorn, topk"),
-    ({"moe_num_experts": 6, "model_parallel_size": 4}, "moe_num_experts", "the same number of whole experts"),
-    ({"moe_num_experts": "many"}, "moe_num_experts", "a whole number above 0"),
-])
+@pytest.mark.parametrize(
+    "changes, key, words",
+    [
+        ({"activation": "swiglu"}, "activation", "not gated"),
+        ({"expansion_factor": 2.0}, "expansion_factor", "do not read it"),
+        ({"moe_router_type": "hash"}, "moe_router_type", "must be one of sinkhorn, topk"),
+        ({"moe_num_experts": 6, "model_parallel_size": 4}, "moe_num_experts", "the same number of whole experts"),
+        ({"moe_num_experts": "many"}, "moe_num_experts", "a whole number above 0"),
+    ],
+)
 def test_what_gpt_neox_cannot_do(changes, key, words):
     assert words in problem_of(flat(**(MOE | changes)), key).rule
 
@@ -59,7 +65,10 @@ def test_what_is_repaired_is_told():
 def test_whole_experts_on_tensor_parallel_ranks():
     translation = flat(model_parallel_size=4, **MOE)
     assert {name: at(translation, f"parallel.{name}") for name in ("tensor", "expert", "expert_tensor")} == {
-        "tensor": 4, "expert": 4, "expert_tensor": 1}
+        "tensor": 4,
+        "expert": 4,
+        "expert_tensor": 1,
+    }
     alone = flat(**MOE).values["parallel"]
     assert "expert" not in alone and "expert_tensor" not in alone
 
@@ -73,7 +82,9 @@ def test_without_experts_nothing_reads_the_other_keys():
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_sinkhorn_chooses_what_gpt_neox_chooses(top_k):
-    """On as many tokens as a micro-batch has; its loop ends after one round only where a mean difference is above 1e-4."""
+    """On as many tokens as a micro-batch has; its loop ends after one round only where a mean difference is
+    above 1e-4.
+    """
     translation = flat(moe_top_k=top_k, **MOE)
     model = translation.values["model"] | {"vocab_size": 8}
     options = resolve({"model": model, "training": {"steps": 1, "sequence_length": 8}}).model.moe

@@ -122,7 +122,14 @@ def test_sets_may_have_any_name():
     names = {"web.v1": "a/b", "2024": "c", "0": "d", "": "e", "no": "f", "007": "g", "²": "h"}
     config = resolve(changed(data={"train": "x", "validation": names}))
     assert {name: members[0].name for name, members in config.data.validation.items()} == {
-        "web.v1": "b", "2024": "c", "0": "d", "": "e", "no": "f", "007": "g", "²": "h"}
+        "web.v1": "b",
+        "2024": "c",
+        "0": "d",
+        "": "e",
+        "no": "f",
+        "007": "g",
+        "²": "h",
+    }
     with pytest.raises(ConfigError) as error:
         resolve(changed(data={"train": "x", "validation": names}), check_inputs=True)
     assert "data.validation.web.v1.0.path = 'a/b'" in str(error.value) and len(error.value.problems) == 8
@@ -221,9 +228,19 @@ junk = st.one_of(
     st.integers(-3, 70000),
     st.floats(allow_nan=True),
     st.text(max_size=8),
-    st.sampled_from(
-        ["none", "auto", "bf16", "wsd", "muon", "cpu", "learned", "attention@x/mlp", "yarn", "infinite", "llama3"]
-    ),
+    st.sampled_from([
+        "none",
+        "auto",
+        "bf16",
+        "wsd",
+        "muon",
+        "cpu",
+        "learned",
+        "attention@x/mlp",
+        "yarn",
+        "infinite",
+        "llama3",
+    ]),
     st.lists(st.integers(-1, 9), max_size=3),
     st.dictionaries(st.sampled_from(["a", "path", "heads", "x"]), st.integers(-1, 9), max_size=2),
     st.just([{"path": "p"}]),

@@ -16,12 +16,19 @@ from tests.config.test_merge import BASE
 sections = st.fixed_dictionaries(
     {"type": st.sampled_from(["constant", "linear", "cosine", "wsd", "inverse_sqrt", "infinite"])},
     optional={
-        "warmup_steps": st.integers(0, 12), "warmup_tokens": st.integers(0, 400), "warmup_fraction": st.floats(0, 1),
-        "steps": st.integers(1, 20), "start": st.integers(0, 12), "min_lr_ratio": st.sampled_from([0.0, 0.1, 0.7]),
-        "initial_lr_ratio": st.sampled_from([0.0, 0.5]), "decay_steps": st.integers(1, 12),
-        "cooldown_steps": st.integers(0, 12), "constant_lr_ratio": st.sampled_from([0.2, 0.5]),
+        "warmup_steps": st.integers(0, 12),
+        "warmup_tokens": st.integers(0, 400),
+        "warmup_fraction": st.floats(0, 1),
+        "steps": st.integers(1, 20),
+        "start": st.integers(0, 12),
+        "min_lr_ratio": st.sampled_from([0.0, 0.1, 0.7]),
+        "initial_lr_ratio": st.sampled_from([0.0, 0.5]),
+        "decay_steps": st.integers(1, 12),
+        "cooldown_steps": st.integers(0, 12),
+        "constant_lr_ratio": st.sampled_from([0.2, 0.5]),
         "compat": st.sampled_from(["none", "neox-v1"]),
-    })
+    },
+)
 
 
 @settings(max_examples=300, deadline=None)

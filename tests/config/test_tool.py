@@ -169,8 +169,9 @@ def test_layers(tool):
     assert status == 0 and lines[0].split() == list(document["layers"][0])
     assert [line.split()[0] for line in lines[1:-2]] == [row["name"] for row in document["layers"]]
     assert lines[-2].startswith(f"parameters: {document['parameters']:,} (")
-    assert lines[-1] == (f"FLOPs per token: {document['forward_flops']:,} forward, "
-                         f"{document['training_flops']:,} forward and backward")
+    assert lines[-1] == (
+        f"FLOPs per token: {document['forward_flops']:,} forward, {document['training_flops']:,} forward and backward"
+    )
     status, out, _ = tool("layers", "a.yml", "training.activation_checkpointing.mode=full")
     assert status == 0 and out.splitlines()[-1].endswith("with recomputation")
     status, out, err = tool("layers", "a.yml", "model.vocab_size=null")
@@ -325,7 +326,9 @@ def test_vocabulary_follows_the_tokenizer(tool, tmp_path):
     assert config.model.vocab_size == 384, "301 ids, rounded up to a multiple of 128"
 
 
-@pytest.mark.parametrize("name, meant", [("optimiser.lr", "optimizer.lr"), ("model.atention.heads", "model.attention.heads")])
+@pytest.mark.parametrize(
+    "name, meant", [("optimiser.lr", "optimizer.lr"), ("model.atention.heads", "model.attention.heads")]
+)
 def test_explain_finds_the_key_that_is_meant(name, meant, capsys):
     assert main(["explain", name]) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err

@@ -311,7 +311,8 @@ def test_synthetic_copies(files):
     assert not torch.equal(validation.step(3).tokens, batch.tokens)
     assert batch.documents is None and batch.loss_mask is None
     config = configuration(
-        {"synthetic": "copy", "reset_attention_at_eod": True}, training={"sequence_length": 31}, tokenizer={"eod_id": 3})
+        {"synthetic": "copy", "reset_attention_at_eod": True}, training={"sequence_length": 31}, tokenizer={"eod_id": 3}
+    )
     apart = build_loader(config, data_rank=0, data_ranks=1).step(3)  # each sample is a document
     assert torch.equal(apart.tokens, batch.tokens) and apart.documents.max() == 0
     assert torch.equal(apart.positions, torch.arange(31).expand(apart.positions.shape))

@@ -74,9 +74,7 @@ def test_sequential_and_stream(tmp_path_factory, sizes, length, data):
     below = 2 * len(pieces) + 1
     for order in (sequential, stream):
         for document in (first, len(sizes) - 1):
-            seen = [
-                sample for sample in range(below) if any(span.document == document for span in order.spans(sample))
-            ]
+            seen = [sample for sample in range(below) if any(span.document == document for span in order.spans(sample))]
             assert list(order.find(document, below)) == seen
 
 

@@ -80,17 +80,13 @@ def test_a_step_traced_to_the_very_bytes(run):
             for piece in each.pieces:
                 record = json.loads(read_record(piece))
                 assert record["id"] == piece.document and piece.unit == "bytes"
-                built += [*tokenizer.encode(record["text"]), tokenizer.eod_id][
-                    piece.start : piece.start + piece.length
-                ]
+                built += [*tokenizer.encode(record["text"]), tokenizer.eod_id][piece.start : piece.start + piece.length]
                 sources.add(piece.source)
             assert (built, each.rank) == rows[each.number]
         assert step_hash(sequences) == sum(batch.hash for batch in batches) % MODULUS
         for rank in range(3):
             assert step_hash(provenance.step(step, rank)) == batches[rank].hash
-            assert [each.number for each in provenance.step(step, rank)] == batches[
-                rank
-            ].sample_ids.flatten().tolist()
+            assert [each.number for each in provenance.step(step, rank)] == batches[rank].sample_ids.flatten().tolist()
     assert sources == {"a", "b"}
 
 
@@ -130,9 +126,7 @@ def test_texts_are_found(run):
 
 
 def tool(name: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools/data" / name), *arguments], capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, str(ROOT / "tools/data" / name), *arguments], capture_output=True, text=True)
 
 
 def test_tools(run, tmp_path):

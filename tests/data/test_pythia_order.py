@@ -124,9 +124,7 @@ def test_digests_of_the_original(tmp_path, case):
         *(
             (f"split_s1234_{epochs}ep", part, *bounds, samples, None)
             for epochs, wanted in ((1, (300, 10, 2)), (2, (900, 25, 3)), (5, (3100, 100, 9)))
-            for part, bounds, samples in zip(
-                ("train_", "valid_", "test_"), ((0, 602), (602, 621), (621, 622)), wanted
-            )
+            for part, bounds, samples in zip(("train_", "valid_", "test_"), ((0, 602), (602, 621), (621, 622)), wanted)
         ),
         ("epochs1_s1234", "", 0, 622, None, 1),
     ],

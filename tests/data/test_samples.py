@@ -25,9 +25,7 @@ def array(*tokens: int) -> np.ndarray:
 
 def test_documents_and_positions_by_hand():
     """Documents end with their end-of-document token; a piece begins a document whether or not one stands before."""
-    sample = assemble(
-        [array(5, 6, EOD), array(7, EOD, 8, EOD), array(9, 10)], Options(8, eod=EOD, boundaries=True), 0
-    )
+    sample = assemble([array(5, 6, EOD), array(7, EOD, 8, EOD), array(9, 10)], Options(8, eod=EOD, boundaries=True), 0)
     documents, positions = documents_and_positions(sample.begins)
     assert sample.tokens.tolist() == [5, 6, EOD, 7, EOD, 8, EOD, 9, 10]
     assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 3]

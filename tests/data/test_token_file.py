@@ -124,10 +124,7 @@ def test_damage(tmp_path, what, match):
 
 
 def test_writer_refuses(tmp_path):
-    with (
-        pytest.raises(DataError, match="do not fit into uint16"),
-        TokenFileWriter(tmp_path / "a", np.uint16) as writer,
-    ):
+    with pytest.raises(DataError, match="do not fit into uint16"), TokenFileWriter(tmp_path / "a", np.uint16) as writer:
         writer.append([1, 65536])
     with pytest.raises(DataError, match="do not fill"), TokenFileWriter(tmp_path / "a", np.uint16) as writer:
         writer.extend([1, 2, 3], [2])

@@ -66,9 +66,7 @@ def test_the_gpt_neox_tokenizer():
 def test_training_byte_level(tmp_path, corpus, kind):
     made = trained(corpus, kind, 400, tmp_path / "t.json", ("<|fim_prefix|>",))
     tokenizer = build_tokenizer(section(path=made["path"]))
-    assert (
-        tokenizer.size == made["size"] <= 400 and tokenizer.eod_id == 0 and tokenizer.encode("<|fim_prefix|>") == [1]
-    )
+    assert tokenizer.size == made["size"] <= 400 and tokenizer.eod_id == 0 and tokenizer.encode("<|fim_prefix|>") == [1]
     for text in SAMPLES:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(CORPUS[5])) < len(CORPUS[5].encode()) / (
@@ -128,17 +126,13 @@ def test_hashes_tell_tokenizers_apart(tmp_path, corpus):
     trained(corpus, "bpe", 300, tmp_path / "a.json")
     content = json.loads((tmp_path / "a.json").read_text())
     (tmp_path / "same.json").write_text(
-        json.dumps(
-            {
-                **content,
-                "truncation": {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
-            }
-        )
+        json.dumps({
+            **content,
+            "truncation": {"max_length": 8, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
+        })
     )
     trained(corpus, "bpe", 301, tmp_path / "b.json")
-    first, same, other = (
-        build_tokenizer(section(path=str(tmp_path / f"{name}.json"))) for name in ("a", "same", "b")
-    )
+    first, same, other = (build_tokenizer(section(path=str(tmp_path / f"{name}.json"))) for name in ("a", "same", "b"))
     assert first.hash == same.hash != other.hash
     assert same.encode(CORPUS[0]) == first.encode(CORPUS[0])
 

@@ -103,10 +103,7 @@ def test_other_kinds(tmp_path):
     dat = b"".join(len(text.encode()).to_bytes(8, "big") + text.encode() for text in TEXTS)
     (tmp_path / "e.dat.zst").write_bytes(compressed(dat, ".zst"))
     with tarfile.open(tmp_path / "f.tar", "w") as archive:
-        for name, content in (
-            ("one.jsonl.zst", compressed(lines(TEXTS[:3]), ".zst")),
-            ("two.jsonl", lines(TEXTS[3:])),
-        ):
+        for name, content in (("one.jsonl.zst", compressed(lines(TEXTS[:3]), ".zst")), ("two.jsonl", lines(TEXTS[3:]))):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))

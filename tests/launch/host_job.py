@@ -32,8 +32,9 @@ def skip_without(runner: str) -> None:
         pytest.skip(f"needs {program} (tests/launch/debian-packages)")
 
 
-def looping(folder: Path, *own: str, options: Sequence[str] = (), overrides: Sequence[str] = (), hostfile: bool = True
-            ) -> list[str]:
+def looping(
+    folder: Path, *own: str, options: Sequence[str] = (), overrides: Sequence[str] = (), hostfile: bool = True
+) -> list[str]:
     """The command that starts tests/launch/gloo_worker.py by deepy.py, two ranks on each host of the cluster."""
     (folder / "a.yml").write_text(CONFIG)
     (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
@@ -51,15 +52,32 @@ class HostJob:
         environment: where not that of the tests.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, command: Sequence[str], host: str = "login",
-                 environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        command: Sequence[str],
+        host: str = "login",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.cluster, self.notes = cluster, folder / "notes"
         self.notes.mkdir(exist_ok=True)
-        self.environment = {**(environment or os.environ), "NOTES": str(self.notes), "OMP_NUM_THREADS": "1",
-                            "GLOO_TIMEOUT": "60", "PYTHONPATH": str(ROOT)}
+        self.environment = {
+            **(environment or os.environ),
+            "NOTES": str(self.notes),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_TIMEOUT": "60",
+            "PYTHONPATH": str(ROOT),
+        }
         self.process = subprocess.Popen(
-            cluster.enter(host, command, folder), env=self.environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+            cluster.enter(host, command, folder),
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def wait_for(self, path: Path, timeout: float = 60.0) -> Path:
         """Until a file is there."""

@@ -133,7 +133,8 @@ class Cluster:
         )
         (etc / "ssh" / "ssh_config").write_text(
             f"Host {' '.join(self.all)} 10.77.0.*\nPort {PORT}\nIdentityFile {self.folder}/user\nIdentitiesOnly yes\n"
-            f"BatchMode yes\nStrictHostKeyChecking yes\nGlobalKnownHostsFile {self.folder}/known_hosts\nConnectTimeout 5\n"
+            f"BatchMode yes\nStrictHostKeyChecking yes\nGlobalKnownHostsFile "
+            f"{self.folder}/known_hosts\nConnectTimeout 5\n"
         )
 
     def _host(self, name: str) -> None:
@@ -142,7 +143,10 @@ class Cluster:
         with open(self.folder / f"init-{name}.log", "wb") as log:
             self.inits[name] = subprocess.Popen(
                 ["unshare", *own, "bash", "-x", str(self.folder / "init.sh"), name, str(self.folder)],
-                start_new_session=True, preexec_fn=die_with_the_tests, stderr=log)
+                start_new_session=True,
+                preexec_fn=die_with_the_tests,
+                stderr=log,
+            )
         wait_for(lambda: self._children(name), 10, lambda: self._logs(name))
         inside = str(self.init_pid(name))
         self._in_switch("link", "add", "name", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", inside)
@@ -175,8 +179,9 @@ class Cluster:
         where = f"--wdns={folder or os.getcwd()}"
         return ["nsenter", "-t", str(self.init_pid(name)), "-m", "-u", "-i", "-n", "-p", where, *command]
 
-    def run(self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None,
-            **options) -> subprocess.CompletedProcess:
+    def run(
+        self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None, **options
+    ) -> subprocess.CompletedProcess:
         """Run a command on a host to its end."""
         limited = self.enter(name, ["timeout", "-k", "5", str(timeout), *command], folder)
         return subprocess.run(limited, capture_output=True, text=True, timeout=timeout + 10, **options)

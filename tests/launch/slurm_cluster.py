@@ -50,7 +50,8 @@ class Slurm:
     def __enter__(self) -> Slurm:
         (self.folder / "state").mkdir(parents=True)
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={self.cluster.addresses[name]} CPUs=4 RealMemory=8000" for name in self.cluster.names
+            f"NodeName={name} NodeAddr={self.cluster.addresses[name]} CPUs=4 RealMemory=8000"
+            for name in self.cluster.names
         )
         self.conf.write_text(_CONF.format(login=self.cluster.addresses["login"], folder=self.folder, nodes=nodes))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -83,14 +84,24 @@ class Slurm:
         wait_for(socket.exists, 10, lambda: "munged does not answer")
 
     def _all_idle(self) -> bool:
-        return self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() == str(len(self.cluster.names))
+        return self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() == str(
+            len(self.cluster.names)
+        )
 
     def _start(self, command: Sequence[str]) -> None:
         self.processes.append(
-            subprocess.Popen(command, env=self.environment, start_new_session=True, preexec_fn=die_with_the_tests,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            subprocess.Popen(
+                command,
+                env=self.environment,
+                start_new_session=True,
+                preexec_fn=die_with_the_tests,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
 
-    def run(self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None,
-            **variables: str) -> subprocess.CompletedProcess:
+    def run(
+        self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess:
         """Run a client on a host."""
         return self.cluster.run(name, command, timeout, folder, env={**self.environment, **variables})

@@ -51,11 +51,7 @@ NASTY = [
 
 def test_what_a_rank_is_given(tmp_path):
     job = Job(
-        tmp_path,
-        "describe",
-        *NASTY,
-        ranks=3,
-        overrides=("launch.bind=cores", "launch.environment.ODD='line1 $X `id`'"),
+        tmp_path, "describe", *NASTY, ranks=3, overrides=("launch.bind=cores", "launch.environment.ODD='line1 $X `id`'")
     )
     status, out, error = job.finish()
     assert status == 0, error
@@ -98,9 +94,11 @@ def test_everybody_speaks_if_asked_to(tmp_path):
     status, out, _ = Job(tmp_path, "describe", ranks=3, options=("--console", "all")).finish()
     assert status == 0
     host = os.uname().nodename
-    assert sorted(filter(None, out.splitlines())) == sorted(
-        ["hello from 0", f"[{host}:1] hello from 1", f"[{host}:2] hello from 2"]
-    )
+    assert sorted(filter(None, out.splitlines())) == sorted([
+        "hello from 0",
+        f"[{host}:1] hello from 1",
+        f"[{host}:2] hello from 2",
+    ])
 
 
 def test_rank_0_has_a_terminal_where_the_launcher_has_one(tmp_path):
@@ -262,9 +260,7 @@ def test_no_more_restarts_than_allowed(tmp_path):
 
 
 def test_mistakes_of_the_configuration_start_nothing_and_are_not_tried_again(tmp_path):
-    job = Job(
-        tmp_path, "describe", options=("--restarts", "5"), overrides=("training.stepz=3", "optimizer.lr=fast")
-    )
+    job = Job(tmp_path, "describe", options=("--restarts", "5"), overrides=("training.stepz=3", "optimizer.lr=fast"))
     status, out, error = job.finish()
     assert status == 2 and "stepz" in error and "optimizer.lr" in error
     assert not list(job.notes.iterdir()) and not (tmp_path / "runs").exists()

@@ -164,9 +164,7 @@ def test_the_shell_of_torchrun_gives_exact_arguments(tmp_path):
         "JOB_SLOTS": "2",
         "JOB_ADDRESS": "10.0.0.1",
     }
-    words = (
-        subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode().split("\0")[:-1]
-    )
+    words = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.decode().split("\0")[:-1]
     assert words[:3] == ["-u", "-m", "torch.distributed.run"] and words[-8:] == ["train.py", *nasty]
     assert {"--rdzv-endpoint=10.0.0.1:5", "--nproc-per-node=2", "--rdzv-conf=is_host=true"} <= set(words)
 
@@ -205,21 +203,19 @@ def place(tmp_path, monkeypatch):
 
 
 def test_options_stand_for_keys():
-    options = parser().parse_args(
-        [
-            "--ranks",
-            "4",
-            "--hostfile",
-            "my hosts",
-            "--master-address",
-            "10.0.0.1",
-            "--interface",
-            "ib0",
-            "t.py",
-            "--ranks",
-            "2",
-        ]
-    )
+    options = parser().parse_args([
+        "--ranks",
+        "4",
+        "--hostfile",
+        "my hosts",
+        "--master-address",
+        "10.0.0.1",
+        "--interface",
+        "ib0",
+        "t.py",
+        "--ranks",
+        "2",
+    ])
     assert overrides_of(options) == [
         "launch.ranks=4",
         "launch.hostfile='my hosts'",
@@ -257,19 +253,7 @@ def test_mistakes_end_with_2_and_a_message(place, capsys, words, part):
 
 def test_dry_run_tells_everything_but_secrets(place, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hushhush")
-    assert (
-        main(
-            [
-                "--dry-run",
-                "--hostfile",
-                "hosts",
-                "train.py",
-                "a.yml",
-                "launch.environment.A='1'",
-            ]
-        )
-        == 0
-    )
+    assert main(["--dry-run", "--hostfile", "hosts", "train.py", "a.yml", "launch.environment.A='1'"]) == 0
     out = capsys.readouterr().out
     for part in (
         "4 ranks on 2 hosts",
@@ -345,13 +329,11 @@ def test_pbs_job_script(place, capsys):
 
 def test_kubernetes_manifest(place, capsys):
     assert (
-        main(["--ranks", "8", "--print", "k8s", "train.py", "a.yml", *BATCH, "launch.environment.NCCL_DEBUG=INFO"])
-        == 0
+        main(["--ranks", "8", "--print", "k8s", "train.py", "a.yml", *BATCH, "launch.environment.NCCL_DEBUG=INFO"]) == 0
     )
     service, work = pyyaml.safe_load_all(capsys.readouterr().out)
     assert (
-        service["metadata"]["name"] == work["metadata"]["name"] == "launched"
-        and service["spec"]["clusterIP"] == "None"
+        service["metadata"]["name"] == work["metadata"]["name"] == "launched" and service["spec"]["clusterIP"] == "None"
     )
     pod = work["spec"]["template"]["spec"]
     assert work["spec"]["completions"] == 4 and pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
@@ -361,7 +343,16 @@ def test_kubernetes_manifest(place, capsys):
 
 def test_kubernetes_takes_variables_of_a_file_from_a_secret(place, capsys):
     (place / "variables").write_text("MY_TOKEN=x1y2\n")
-    words = ["--ranks", "8", "--print", "k8s", "train.py", "a.yml", *BATCH, f"launch.environment_file={place}/variables"]
+    words = [
+        "--ranks",
+        "8",
+        "--print",
+        "k8s",
+        "train.py",
+        "a.yml",
+        *BATCH,
+        f"launch.environment_file={place}/variables",
+    ]
     assert main(words) == 0
     out = capsys.readouterr().out
     _, work = pyyaml.safe_load_all(out)

@@ -24,7 +24,9 @@ def amd(folder, buses, cores):
         (node / "gpu_id").write_text("0\n" if not bus else f"{1000 + index}\n")
         domain, number, device, function = bus or (0, 0, 0, 0)
         location = number << 8 | device << 3 | function
-        (node / "properties").write_text(f"cpu_cores_count 0\nsimd_count 440\nlocation_id {location}\ndomain {domain}\n")
+        (node / "properties").write_text(
+            f"cpu_cores_count 0\nsimd_count 440\nlocation_id {location}\ndomain {domain}\n"
+        )
     for (domain, number, device, function), near in zip([bus for bus in buses if bus], cores):
         place = folder / "sys/bus/pci/devices" / f"{domain:04x}:{number:02x}:{device:02x}.{function}"
         place.mkdir(parents=True)

@@ -102,7 +102,9 @@ def test_this_machine():
 def test_a_folder_that_cannot_be_written_to_is_a_finding(monkeypatch):
     """/proc: not even root makes folders there."""
     monkeypatch.chdir("/proc")
-    doctor = Doctor(Choice("local", (Host("here", (0,)),), "a test"), lambda job: RUNNERS["local"](job, LaunchSection()))
+    doctor = Doctor(
+        Choice("local", (Host("here", (0,)),), "a test"), lambda job: RUNNERS["local"](job, LaunchSection())
+    )
     monkeypatch.setattr(doctor, "_networks", lambda *_: [])
     (finding,) = [each for each in doctor.examine() if each.check == "shared folder"]
     assert finding.grade == FAIL and finding.value.startswith("the current folder cannot be written to: ")

@@ -72,7 +72,10 @@ TORCHRUN = {
         ({**SLURM, "SLURM_RESTART_COUNT": "3", "MASTER_ADDR": "ib7"}, (5, 6, 1, 2, "ib7", "slurm", 3)),
         # A job that was queued again, whoever starts ranks in it.
         ({**OPENMPI, "SLURM_RESTART_COUNT": "1"}, (1, 2, 1, 2, "127.0.0.1", "openmpi", 1)),
-        ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"}, (3, 4, 1, 2, "n1", "environment", 1)),
+        (
+            {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "1"},
+            (3, 4, 1, 2, "n1", "environment", 1),
+        ),
         ({"SLURM_RESTART_COUNT": "1"}, (0, 1, 0, 1, "127.0.0.1", "single", 1)),
         (OPENMPI, (1, 2, 1, 2, "127.0.0.1", "openmpi", 0)),
         (MPICH, (2, 4, 0, 2, "n1", "mpich", 0)),
@@ -99,14 +102,21 @@ def test_the_place_of_a_worker(environment, expected):
 
 @pytest.mark.parametrize(
     ("environment", "why"),
-    [(SLURM, "inside a step of srun"), (OPENMPI, "inside mpirun"), (MPICH, "inside mpiexec"),
-     (TORCHRUN, "RANK and WORLD_SIZE are set")])
+    [
+        (SLURM, "inside a step of srun"),
+        (OPENMPI, "inside mpirun"),
+        (MPICH, "inside mpiexec"),
+        (TORCHRUN, "RANK and WORLD_SIZE are set"),
+    ],
+)
 def test_deepy_becomes_a_rank_where_others_have_started_it(yaml, tmp_path, environment, why):
     script = tmp_path / "a.py"
     script.write_text("")
     words, overrides = [yaml, "training.steps=9", "--", "own", "x=y"], ["launch.interface=ib0"]
-    first = {name: "0" if name.endswith(("RANK", "RANKID", "PROCID", "LOCALID")) else value
-             for name, value in environment.items()}
+    first = {
+        name: "0" if name.endswith(("RANK", "RANKID", "PROCID", "LOCALID")) else value
+        for name, value in environment.items()
+    }
     command, said = rank_command(str(script), words, overrides, first)
     assert command == [sys.executable, "-u", str(script), yaml, "training.steps=9", *overrides, "--", "own", "x=y"]
     assert why in said and f"{worker_environment(environment).world_size} ranks" in said
@@ -119,7 +129,13 @@ def test_ranks_are_not_told_the_place_of_their_agent():
     outside = {**OPENMPI, **MPICH, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "5", "JOB_TICKET": "s"}
     given = rank_environment({**outside, "PATH": "/bin"}, 3, 1, 2, 4, ("10.0.0.1", 5))
     assert set(given) - {"PATH", "SLURM_JOB_ID"} == {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
 
 
 def test_all_ranks_of_a_step_agree_on_where_to_meet():
@@ -172,9 +188,7 @@ def test_a_job_of_the_agent_is_read_from_its_file(yaml, tmp_path):
 
 
 def test_a_worker_started_otherwise_reads_the_files_itself(yaml):
-    config, place = read_job(
-        [yaml, "training.steps=9", "training.global_batch_size=16", "--prompt", "a.yml"], TORCHRUN
-    )
+    config, place = read_job([yaml, "training.steps=9", "training.global_batch_size=16", "--prompt", "a.yml"], TORCHRUN)
     assert config.training.steps == 9 and config.training.accumulation == 2, "resolved for the 4 ranks there are"
     assert place.own == ("--prompt", "a.yml")
     assert place.config_sha256 == config_hash(config)

@@ -40,8 +40,14 @@ def test_more_hosts_than_connections_at_once(tmp_path):
     keys = ["launch.master_address=127.0.0.1", "launch.interface=lo", "launch.device=cpu"]
     words = ["--hostfile", "hosts", "script.py", "a.yml", *keys, f"training.global_batch_size={2 * NUMBER}", "--", last]
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, ROOT / "deepy.py", *words], cwd=tmp_path, env=environment, text=True,
-                          capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, ROOT / "deepy.py", *words],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == 3, done.stderr
     assert f"first failure: rank {last} on node{NUMBER - 1:04d}, status 3" in done.stderr
     seen = {path.name: path.read_text().split() for path in (tmp_path / "seen").iterdir()}

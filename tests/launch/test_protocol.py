@@ -28,9 +28,7 @@ def test_text_of_any_kind_and_length(text):
 
 @given(st.binary(max_size=3000))
 def test_bytes_of_any_kind(data):
-    lines = encode_text(
-        {"type": "output", "host": 0, "rank": 0, "stream": 2}, data.decode("utf-8", "surrogateescape")
-    )
+    lines = encode_text({"type": "output", "host": 0, "rank": 0, "stream": 2}, data.decode("utf-8", "surrogateescape"))
     assert "".join(decode(line[:-1])["text"] for line in lines).encode("utf-8", "surrogateescape") == data
 
 

@@ -53,7 +53,10 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
         wait_for(partial(has_ended, run, stop), 120, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
     assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
-        ("start", 0, 4), ("resume", 2, 4), ("resume", 4, 4)]
+        ("start", 0, 4),
+        ("resume", 2, 4),
+        ("resume", 4, 4),
+    ]
     assert len(list((run / "logs").glob("rank_*.log"))) == 4
 
 

@@ -20,7 +20,8 @@ from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = pytest.mark.limit(120)
-# Which of the two that only differ in a program wait for `-m slow`; every runner starts, and is told to stop, without it.
+# Which of the two that only differ in a program wait for `-m slow`; every runner starts, and is told to stop, without
+# it.
 RUNNERS = ["ssh", "openmpi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pdsh", "mpich"))]
 
 
@@ -32,7 +33,8 @@ def start(cluster, tmp_path, jobs):
 
 @pytest.mark.parametrize(
     ("runner", "number"),
-    [("ssh", signal.SIGTERM), ("pdsh", signal.SIGUSR1), ("openmpi", signal.SIGTERM), ("mpich", signal.SIGUSR1)])
+    [("ssh", signal.SIGTERM), ("pdsh", signal.SIGUSR1), ("openmpi", signal.SIGTERM), ("mpich", signal.SIGUSR1)],
+)
 def test_four_ranks_meet_and_a_signal_reaches_them_all(start, runner, number):
     skip_without(runner)
     job = start(options=("--runner", runner))
@@ -126,13 +128,19 @@ def test_the_ssh_server_of_the_containers(cluster, tmp_path, jobs):
     variables = {**os.environ, "HOME": str(home), "AUTHORIZED_KEYS": f"{cluster.folder}/user.pub"}
     for name in cluster.names:
         jobs(cluster, tmp_path, [str(ROOT / "tools" / "sshd"), str(port)], host=name, environment=variables)
-        wait_for(lambda: (home / ".sshd" / "key.pub").exists(), 10, lambda: "no key")  # one home for all, as on clusters
+        wait_for(
+            lambda: (home / ".sshd" / "key.pub").exists(), 10, lambda: "no key"
+        )  # one home for all, as on clusters
     for name in cluster.names:
         wait_for(partial(listens, cluster, name, port), 10, lambda: f"{port} is closed")
     known = tmp_path / "known_hosts"
-    options = f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, -o, StrictHostKeyChecking=accept-new]"
-    job = jobs(cluster, tmp_path, looping(tmp_path, "steps", "2", overrides=(
-        f"launch.ssh_port={port}", f"launch.ssh_options={options}")))
+    options = f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, -o, "
+    "StrictHostKeyChecking=accept-new]"
+    job = jobs(
+        cluster,
+        tmp_path,
+        looping(tmp_path, "steps", "2", overrides=(f"launch.ssh_port={port}", f"launch.ssh_options={options}")),
+    )
     status, _, error = job.finish()
     assert status == 0, error
     assert known.read_text().count(f"]:{port} ") == 2

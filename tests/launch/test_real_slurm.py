@@ -36,7 +36,8 @@ def start(cluster, slurm, tmp_path, jobs):
 def test_an_allocation_needs_nothing_else_and_signals_reach_the_ranks(start):
     job = start()
     assert [(each["sum"], each["host"], each["starter"]) for each in job.up()] == [
-        (10.0, f"node{1 + rank // 2}", "agent") for rank in range(4)]
+        (10.0, f"node{1 + rank // 2}", "agent") for rank in range(4)
+    ]
     os.kill(job.launcher(), signal.SIGUSR1)
     status, _, error = job.finish()
     assert status == 128 + signal.SIGUSR1 and "inside Slurm job" in error, error
@@ -65,8 +66,8 @@ def test_a_killed_launcher_leaves_nothing(start):
 def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_by):
     """The whole cycle: job script, submission, warning before the end, save, requeue, second start, end.
 
-    Slurm may warn up to a minute before it was asked to, so a job of a minute can be warned before it is up. We send the
-    same signal the same way once it is; the other case waits for Slurm's own, for minutes.
+    Slurm may warn up to a minute before it was asked to, so a job of a minute can be warned before it is up. We send
+    the same signal the same way once it is; the other case waits for Slurm's own, for minutes.
     """
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -96,8 +97,10 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_b
     state = ["squeue", "-h", "-j", number, "-o", "%T"]
     wait_for(lambda: slurm.run("login", state).stdout.strip() == "PENDING", 30, said)
     time.sleep(2)  # slurmd refuses a job that it has ended in the same second
+
     def started_again() -> bool:
-        # A job that was queued again waits for two minutes, if nobody says otherwise (and once Slurm has said so itself).
+        # A job that was queued again waits for two minutes, if nobody says otherwise (and once Slurm has said so
+        # itself).
         if slurm.run("login", state).stdout.strip() == "PENDING":
             slurm.run("login", ["scontrol", "update", f"JobId={number}", "StartTime=now"])
         return (notes / "up.3").exists()

@@ -1,4 +1,6 @@
-"""Training on several hosts for real: the losses of one host, whatever starts the ranks and whatever dies on the way."""
+"""Training on several hosts for real: the losses of one host, whatever starts the ranks and whatever dies on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,13 @@ from .namespaces import Cluster
 
 pytestmark = pytest.mark.limit(300)
 STEPS = 16
-TRAIN = [str(ROOT / "train.py"), str(ROOT / "configs/test/tiny_neox.yml"), f"training.steps={STEPS}",
-         "training.global_batch_size=24", "launch.environment.OMP_NUM_THREADS='1'"]
+TRAIN = [
+    str(ROOT / "train.py"),
+    str(ROOT / "configs/test/tiny_neox.yml"),
+    f"training.steps={STEPS}",
+    "training.global_batch_size=24",
+    "launch.environment.OMP_NUM_THREADS='1'",
+]
 TENSOR = ["parallel.tensor=2", "checkpoint.every=null"]
 HOSTFILE = ["--hostfile", "hosts"]
 ROUNDING = {"rel": 1e-4}  # another number of ranks adds in another order
@@ -58,10 +65,26 @@ def started_by(way: str) -> list[str]:
         "torchrun": [*DEEPY, *HOSTFILE, "--runner", "torchrun"],
         "salloc": ["salloc", "-N2", "--ntasks-per-node=2", *DEEPY],
         "srun alone": ["srun", "-N2", "--ntasks-per-node=2", "--kill-on-bad-exit=1", python],
-        "mpirun alone": ["mpirun.openmpi", "--allow-run-as-root", "--host", "node1:2,node2:2", "-np", "4",
-                         "-x", "OMP_NUM_THREADS", *meet, python],
-        "torchrun alone": [*torchrun, "--nnodes=2", "--nproc-per-node=2", "--master-addr=10.77.0.10",
-                           "--master-port=29400", "--node-rank=%d"],
+        "mpirun alone": [
+            "mpirun.openmpi",
+            "--allow-run-as-root",
+            "--host",
+            "node1:2,node2:2",
+            "-np",
+            "4",
+            "-x",
+            "OMP_NUM_THREADS",
+            *meet,
+            python,
+        ],
+        "torchrun alone": [
+            *torchrun,
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            "--master-addr=10.77.0.10",
+            "--master-port=29400",
+            "--node-rank=%d",
+        ],
     }[way]
 
 
@@ -69,8 +92,19 @@ def slow(way: str):
     return pytest.param(way, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("way", [slow("pdsh"), "openmpi", slow("mpich"), slow("torchrun"), slow("salloc"), slow("srun alone"),
-                                 slow("mpirun alone"), "torchrun alone"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        slow("pdsh"),
+        "openmpi",
+        slow("mpich"),
+        slow("torchrun"),
+        slow("salloc"),
+        slow("srun alone"),
+        slow("mpirun alone"),
+        "torchrun alone",
+    ],
+)
 def test_whatever_starts_the_ranks_the_losses_are_those_of_one_host(request, cluster, reference, tmp_path, jobs, way):
     """Tensor parallel within a host, data parallel across; every loss equal, to the last digit."""
     skip_without("openmpi" if way.startswith("mpirun") else way)
@@ -79,8 +113,10 @@ def test_whatever_starts_the_ranks_the_losses_are_those_of_one_host(request, clu
     environment = request.getfixturevalue("slurm").environment if slurm else None
     command = [*started_by(way), *TRAIN, *TENSOR, f"run.dir={tmp_path}/run"]
     if way == "torchrun alone":
-        started = [jobs(cluster, tmp_path, [word.replace("%d", str(index)) for word in command], host=f"node{index + 1}")
-                   for index in range(2)]
+        started = [
+            jobs(cluster, tmp_path, [word.replace("%d", str(index)) for word in command], host=f"node{index + 1}")
+            for index in range(2)
+        ]
     else:
         started = [jobs(cluster, tmp_path, command, environment=environment)]
     for job in started:

@@ -190,10 +190,14 @@ def test_a_complaint_about_a_peer_does_not_come_before_the_peers_death(others, r
     assert outcome([fail(10.0, 0, 1, text=PEER), *others], [])[1].rank == rank
 
 
-@pytest.mark.parametrize("text", [
-    "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
-    "RuntimeError: [gloo/transport/tcp/pair.cc:534] Socket closed [10.0.0.2]:4321",
-    "RuntimeError: [gloo/transport/tcp/pair.cc:592] Read error [10.0.0.2]:4321: connection reset by peer"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Socket closed [10.0.0.2]:4321",
+        "RuntimeError: [gloo/transport/tcp/pair.cc:592] Read error [10.0.0.2]:4321: connection reset by peer",
+    ],
+)
 def test_other_words_for_a_lost_peer(text):
     assert outcome([fail(10.0, 0, 1, text=text), fail(18.0, 3, -9)], [])[1].rank == 3
 

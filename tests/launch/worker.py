@@ -93,19 +93,21 @@ def reacts() -> None:
     while not victim.exists():
         time.sleep(0.01)
     pid = json.loads(victim.read_text())
-    while (
-        Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    ):
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z":
         time.sleep(0.001)
     sys.exit(77)
 
 
 def complains() -> None:
-    """Rank 0 says that its peer has gone, before the peer's end is seen, and ends after it: how a busy host may show it."""
+    """Rank 0 says that its peer has gone, before the peer's end is seen, and ends after it: how a busy host may show
+    it.
+    """
     note("up", os.getpid())
     if RANK == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("Traceback (most recent call last):\n  RuntimeError: Connection closed by peer", file=sys.stderr, flush=True)
+        print(
+            "Traceback (most recent call last):\n  RuntimeError: Connection closed by peer", file=sys.stderr, flush=True
+        )
         time.sleep(1.0)
         sys.exit(1)
     time.sleep(0.5)

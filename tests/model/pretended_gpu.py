@@ -1,8 +1,8 @@
 """A program: runs small models on CUDA tensors that have no values, and prints what went wrong, as JSON.
 
-torch's fake tensors compute shapes, types and devices only. They refuse what a GPU refuses (operands on two devices) and
-what makes the host wait for it (reading a value). Where torch was built without CUDA two pieces are missing for them:
-a device guard, and the engine of backward passes. Both are put in place here, so this has a process of its own.
+torch's fake tensors compute shapes, types and devices only. They refuse what a GPU refuses (operands on two devices)
+and what makes the host wait for it (reading a value). Where torch was built without CUDA two pieces are missing for
+them: a device guard, and the engine of backward passes. Both are put in place here, so this has a process of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask, enable_gqa:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
 
 
-def gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], **_: object) -> list[Tensor | None]:
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], **_: object
+) -> list[Tensor | None]:
     """`torch.autograd.grad` of leaves, node by node: torch's engine wants a GPU for them."""
     gradients: dict[Node, dict[int, Tensor]] = {}
     for output, gradient in zip(outputs, given, strict=True):
@@ -89,8 +91,10 @@ def _edges_into(begin: Iterable[Node]) -> Counter[Node]:
 def _run(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a node's differentiable inputs, from those of its outputs."""
     if hasattr(node, "needs_input_grad"):  # a torch.autograd.Function
-        given = [torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if each is None else each
-                 for each, meta in zip(gradients, node._input_metadata)]
+        given = [
+            torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if each is None else each
+            for each, meta in zip(gradients, node._input_metadata)
+        ]
         results = node.apply(*given)
         needed = node.needs_input_grad
     else:
@@ -110,9 +114,11 @@ def train(config: Config) -> None:
     model = build_model(config, device=DEVICE, dtype=torch.bfloat16, values=False)
     length = config.training.sequence_length
     tokens = torch.zeros(2, length + 1, dtype=torch.int64, device=DEVICE)
-    channels = {name: torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-                for name, shape in {"positions": (2, length), "documents": (2, length), "samples": (2,)}.items()
-                if getattr(model.form, name)}
+    channels = {
+        name: torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+        for name, shape in {"positions": (2, length), "documents": (2, length), "samples": (2,)}.items()
+        if getattr(model.form, name)
+    }
     loss, losses = model(tokens[:, :-1], tokens[:, 1:], torch.ones(2, length, device=DEVICE), **channels)
     assert loss.device.type == losses.device.type == DEVICE
     parameters = list(model.parameters())
@@ -148,8 +154,11 @@ def configuration(file: str, overrides: tuple[str, ...]) -> Config:
 def main(files: list[str]) -> None:
     let_torch_handle_cuda_tensors()
     found: dict[str, str] = {}
-    cases = {f"{Path(file).stem}-{name}": (trial, configuration(file, overrides))
-             for file in files for name, (trial, overrides) in TRIALS.items()}
+    cases = {
+        f"{Path(file).stem}-{name}": (trial, configuration(file, overrides))
+        for file in files
+        for name, (trial, overrides) in TRIALS.items()
+    }
     with FakeTensorMode():
         for name, (trial, config) in cases.items():
             try:

@@ -85,8 +85,10 @@ class Reference:
             return x + mixer(x) + ffn(x)
         for each, kind in ((mixer, "mixer"), (ffn, "ffn")):
             if each is not None and residual.channel_scales:
-                a, b, c, d = (self.weights[f"{name}.{kind}_joint.{part}"] for part in (
-                    "branch_scale", "branch_shift", "stream_scale", "stream_shift"))
+                a, b, c, d = (
+                    self.weights[f"{name}.{kind}_joint.{part}"]
+                    for part in ("branch_scale", "branch_shift", "stream_scale", "stream_shift")
+                )
                 x = (each(x) + b) * a + (x + d) * c
             elif each is not None:
                 x = x + each(x)

@@ -1,4 +1,5 @@
-"""RWKV-5, 6 and 7 token by token in the type of the weights, written from the papers, on tensors under their published names.
+"""RWKV-5, 6 and 7 token by token in the type of the weights, written from the papers, on tensors under their published
+names.
 
 Peng et al. 2024 (Eagle and Finch) and Peng et al. 2025 (Goose). One sample at a time: a loop over tokens, then over
 layers, with all of an RWKV model's state in a dict.
@@ -28,8 +29,14 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def logits(z: Weights, tokens: list[int], version: int, heads: int, states: list[dict] | None = None,
-           starts: frozenset[int] = frozenset()) -> Tensor:
+def logits(
+    z: Weights,
+    tokens: list[int],
+    version: int,
+    heads: int,
+    states: list[dict] | None = None,
+    starts: frozenset[int] = frozenset(),
+) -> Tensor:
     """[S, V]; `starts` are positions at which everything is forgotten."""
     time_mix = {5: time_mix5, 6: time_mix6, 7: time_mix7}[version]
     channel_mix = {5: channel_mix5, 6: channel_mix6, 7: channel_mix7}[version]
@@ -88,7 +95,8 @@ def time_mix6(z: Weights, x: Tensor, state: dict, heads: int, layer: int, shared
     inner = torch.tanh((x + difference * z["time_maa_x"].flatten()) @ z["time_maa_w1"]).reshape(5, -1)
     mixed = {
         name: x + difference * (z[f"time_maa_{name}"].flatten() + inner[place] @ z["time_maa_w2"][place])
-        for place, name in enumerate("wkvrg")}
+        for place, name in enumerate("wkvrg")
+    }
     r, k, v = (z[f"{name}.weight"] @ mixed[name[0]] for name in ("receptance", "key", "value"))
     g = silu(z["gate.weight"] @ mixed["g"])
     moved = z["time_decay"].flatten() + torch.tanh(mixed["w"] @ z["time_decay_w1"]) @ z["time_decay_w2"]
@@ -131,13 +139,15 @@ def time_mix7(z: Weights, x: Tensor, state: dict, heads: int, layer: int, shared
 def channel_mix5(z: Weights, x: Tensor, last: Tensor) -> Tensor:
     xk, xr = (x * z[f"time_mix_{name}"].flatten() + last * (1 - z[f"time_mix_{name}"].flatten()) for name in "kr")
     return torch.sigmoid(z["receptance.weight"] @ xr) * (
-        z["value.weight"] @ (z["key.weight"] @ xk).clamp_min(0).square())
+        z["value.weight"] @ (z["key.weight"] @ xk).clamp_min(0).square()
+    )
 
 
 def channel_mix6(z: Weights, x: Tensor, last: Tensor) -> Tensor:
     xk, xr = (x + (last - x) * z[f"time_maa_{name}"].flatten() for name in "kr")
     return torch.sigmoid(z["receptance.weight"] @ xr) * (
-        z["value.weight"] @ (z["key.weight"] @ xk).clamp_min(0).square())
+        z["value.weight"] @ (z["key.weight"] @ xk).clamp_min(0).square()
+    )
 
 
 def channel_mix7(z: Weights, x: Tensor, last: Tensor) -> Tensor:

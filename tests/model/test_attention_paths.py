@@ -41,7 +41,9 @@ class Memo(dict):
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_equals_the_other_path(name: str, with_documents: bool):
-    """The functions that FlexAttention gets, run by its eager form (on CPU without a backward pass), against our own."""
+    """The functions that FlexAttention gets, run by its eager form (on CPU without a backward pass), against
+    our own.
+    """
     pattern, (q, k, v, documents) = PATTERNS[name], inputs()
     documents = documents if with_documents else None
     allowed, score = paths.flex_modifiers(pattern, documents, "cpu")

@@ -22,13 +22,17 @@ def test_joined_floats_come_apart_again(cut: int):
     form = StreamForm(documents=True, channels={"a": Channel(3), "b": Channel(6, whole=True)})
     b, whole = 2, 8
     stream = Stream(
-        torch.randn(b, whole // cut, 5), documents=torch.ones(b, whole, dtype=torch.int64),
-        channels={"a": torch.randn(b, whole // cut, 3), "b": torch.randn(b, whole, 6), "over": torch.randn(b)})
+        torch.randn(b, whole // cut, 5),
+        documents=torch.ones(b, whole, dtype=torch.int64),
+        channels={"a": torch.randn(b, whole // cut, 3), "b": torch.randn(b, whole, 6), "over": torch.randn(b)},
+    )
     joined = form.join(form.pack(stream))
     assert len(joined) == 2 and joined[0].shape == (b, whole // cut * 8 + whole * 6)
     back = form.unpack(form.split(joined, 5, cut))
     assert back.hidden.equal(stream.hidden) and back.documents.equal(stream.documents)
-    assert sorted(back.channels) == ["a", "b"] and all(back.channels[name].equal(stream.channels[name]) for name in "ab")
+    assert sorted(back.channels) == ["a", "b"] and all(
+        back.channels[name].equal(stream.channels[name]) for name in "ab"
+    )
 
 
 def test_without_channels_nothing_is_copied():

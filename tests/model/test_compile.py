@@ -14,11 +14,21 @@ V, S = 61, 24
 
 def settings(mode: str = "layer", recompute: str = "none", model: dict | None = None, **sections: dict):
     return resolve({
-        "model": {"layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": V, "attention": {"heads": 2},
-                  **(model or {})},
-        "training": {"steps": 1, "sequence_length": S, "compile": mode,
-                     "activation_checkpointing": {"mode": recompute}},
-        **sections})
+        "model": {
+            "layers": "(attention/mlp) x2",
+            "hidden_size": 32,
+            "vocab_size": V,
+            "attention": {"heads": 2},
+            **(model or {}),
+        },
+        "training": {
+            "steps": 1,
+            "sequence_length": S,
+            "compile": mode,
+            "activation_checkpointing": {"mode": recompute},
+        },
+        **sections,
+    })
 
 
 def gradients(model: Model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -41,15 +51,18 @@ def test_compiled_is_plain():
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("config, device, chosen, word", [
-    (settings("off"), "cuda", False, "off"),
-    (settings("auto"), "cpu", False, "CPU"),
-    (settings("auto"), "cuda", True, "GPU"),
-    (settings("layer"), "cpu", True, "layer"),
-    (settings("layer", "selective"), "cuda", False, "selective"),
-    (settings("auto", model={"dropout": 0.1}), "cuda", False, "dropout"),
-    (settings("auto", zero={"stage": 3}), "cuda", False, "ZeRO 3"),
-])
+@pytest.mark.parametrize(
+    "config, device, chosen, word",
+    [
+        (settings("off"), "cuda", False, "off"),
+        (settings("auto"), "cpu", False, "CPU"),
+        (settings("auto"), "cuda", True, "GPU"),
+        (settings("layer"), "cpu", True, "layer"),
+        (settings("layer", "selective"), "cuda", False, "selective"),
+        (settings("auto", model={"dropout": 0.1}), "cuda", False, "dropout"),
+        (settings("auto", zero={"stage": 3}), "cuda", False, "ZeRO 3"),
+    ],
+)
 def test_the_choice_and_its_reason(config, device, chosen, word):
     assert choose(config, device)[0] is chosen
     assert word in describe_compile(config, device)

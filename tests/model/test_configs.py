@@ -50,10 +50,20 @@ PUBLISHED = {
     "gpt2/medium": 354_823_168,
     "gpt2/large": 774_030_080,
     "gpt2/xl": 1_557_611_200,
-    "mamba/130m": 129_135_360, "mamba/370m": 371_516_416, "mamba/790m": 793_204_224, "mamba/1.4b": 1_372_178_432,
-    "mamba/2.8b": 2_768_345_600, "mamba2/130m": 128_989_632, "mamba2/370m": 368_346_624, "mamba2/780m": 780_161_280,
-    "mamba2/1.3b": 1_343_757_312, "mamba2/2.7b": 2_702_599_680,
-    "zamba/7b": 7_232_490_496, "zamba2/1.2b": 1_215_064_704, "zamba2/2.7b": 2_662_214_560, "zamba2/7b": 7_356_749_648,
+    "mamba/130m": 129_135_360,
+    "mamba/370m": 371_516_416,
+    "mamba/790m": 793_204_224,
+    "mamba/1.4b": 1_372_178_432,
+    "mamba/2.8b": 2_768_345_600,
+    "mamba2/130m": 128_989_632,
+    "mamba2/370m": 368_346_624,
+    "mamba2/780m": 780_161_280,
+    "mamba2/1.3b": 1_343_757_312,
+    "mamba2/2.7b": 2_702_599_680,
+    "zamba/7b": 7_232_490_496,
+    "zamba2/1.2b": 1_215_064_704,
+    "zamba2/2.7b": 2_662_214_560,
+    "zamba2/7b": 7_356_749_648,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -99,15 +109,26 @@ def mamba(layers, hidden):
 
 
 def mamba2(layers, hidden):
-    return hf.Mamba2Config(vocab_size=50288, num_hidden_layers=layers, hidden_size=hidden, num_heads=hidden // 32, n_groups=1,
-                           tie_word_embeddings=True)
+    return hf.Mamba2Config(
+        vocab_size=50288,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_heads=hidden // 32,
+        n_groups=1,
+        tie_word_embeddings=True,
+    )
 
 
 def zamba2(layers, hidden, calls, blocks, **more):
     kinds = ["hybrid" if layer in calls else "linear_attention" for layer in range(layers)]
     return hf.Zamba2Config(
-        num_hidden_layers=layers, hidden_size=hidden, layers_block_type=kinds, num_mem_blocks=blocks,
-        n_mamba_heads=hidden // 32, **{"mamba_d_state": 64, **more})
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        layers_block_type=kinds,
+        num_mem_blocks=blocks,
+        n_mamba_heads=hidden // 32,
+        **{"mamba_d_state": 64, **more},
+    )
 
 
 # The shapes, written down a second time for transformers.
@@ -144,13 +165,20 @@ THEIRS = {
     "gpt2/medium": gpt2(24, 1024, 16),
     "gpt2/large": gpt2(36, 1280, 20),
     "gpt2/xl": gpt2(48, 1600, 25),
-    "mamba/130m": mamba(24, 768), "mamba/370m": mamba(48, 1024), "mamba/790m": mamba(48, 1536),
-    "mamba/1.4b": mamba(48, 2048), "mamba/2.8b": mamba(64, 2560),
-    "mamba2/130m": mamba2(24, 768), "mamba2/370m": mamba2(48, 1024), "mamba2/780m": mamba2(48, 1536),
-    "mamba2/1.3b": mamba2(48, 2048), "mamba2/2.7b": mamba2(64, 2560),
+    "mamba/130m": mamba(24, 768),
+    "mamba/370m": mamba(48, 1024),
+    "mamba/790m": mamba(48, 1536),
+    "mamba/1.4b": mamba(48, 2048),
+    "mamba/2.8b": mamba(64, 2560),
+    "mamba2/130m": mamba2(24, 768),
+    "mamba2/370m": mamba2(48, 1024),
+    "mamba2/780m": mamba2(48, 1536),
+    "mamba2/1.3b": mamba2(48, 2048),
+    "mamba2/2.7b": mamba2(64, 2560),
     "zamba/7b": hf.ZambaConfig(),
-    "zamba2/1.2b": zamba2(38, 2048, range(5, 38, 6), 1, use_mem_rope=True, use_shared_attention_adapter=True,
-                          mamba_d_state=128),
+    "zamba2/1.2b": zamba2(
+        38, 2048, range(5, 38, 6), 1, use_mem_rope=True, use_shared_attention_adapter=True, mamba_d_state=128
+    ),
     "zamba2/2.7b": zamba2(54, 2560, (*range(6, 43, 6), 47, 51), 2),
     "zamba2/7b": zamba2(81, 3584, (6, *range(11, 78, 6)), 2, use_mem_rope=True, mamba_ngroups=2),
 }
@@ -167,8 +195,13 @@ def files(folder: str = "*") -> list[str]:
 
 
 OURS_ALONE = {  # no class of transformers computes them
-    "test/tiny_moe", "test/tiny_blackmamba", "test/tiny_cca",
-    "test/tiny_rwkv5", "test/tiny_rwkv6", "test/tiny_rwkv7", "test/tiny_rwkv7_hybrid",
+    "test/tiny_moe",
+    "test/tiny_blackmamba",
+    "test/tiny_cca",
+    "test/tiny_rwkv5",
+    "test/tiny_rwkv6",
+    "test/tiny_rwkv7",
+    "test/tiny_rwkv7_hybrid",
 }
 TINY, LAYOUTS = files("test"), [path.stem for path in sorted((CONFIGS / "layouts").glob("*.yml"))]
 
@@ -208,10 +241,30 @@ def test_published_models_open_in_transformers(name: str):
     architecture, config = hf_config(settings(name).config, THEIRS[name].model_type)
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings"):
         assert getattr(config, key) == getattr(THEIRS[name], key), key
-    for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "use_parallel_residual",
-                "layers_block_type", "num_mem_blocks", "adapter_rank", "use_shared_attention_adapter", "use_mem_rope",
-                "mamba_d_state", "mamba_headdim", "mamba_ngroups", "n_mamba_heads", "mamba_dt_rank", "attention_head_dim",
-                "state_size", "conv_kernel", "time_step_rank", "num_heads", "n_groups", "expand"):
+    for key in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "use_parallel_residual",
+        "layers_block_type",
+        "num_mem_blocks",
+        "adapter_rank",
+        "use_shared_attention_adapter",
+        "use_mem_rope",
+        "mamba_d_state",
+        "mamba_headdim",
+        "mamba_ngroups",
+        "n_mamba_heads",
+        "mamba_dt_rank",
+        "attention_head_dim",
+        "state_size",
+        "conv_kernel",
+        "time_step_rank",
+        "num_heads",
+        "n_groups",
+        "expand",
+    ):
         if getattr(THEIRS[name], key, None) is not None:
             assert getattr(config, key) == getattr(THEIRS[name], key), key
 
@@ -277,7 +330,9 @@ def test_tiny_models_learn_in_seconds(name: str):
     assert sum(p.numel() for p in model.parameters()) == totals(config).parameters < 40_000
     if name not in OURS_ALONE:
         own = name.split("tiny_")[1]
-        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv", "gated_delta": "olmo_hybrid"}.get(own, own)
+        assert hf_config(config)[0].name == {"neox": "gpt_neox", "rwkv4": "rwkv", "gated_delta": "olmo_hybrid"}.get(
+            own, own
+        )
     tokens = torch.randint(
         config.model.vocab_size, (4, config.training.sequence_length + 1), generator=torch.Generator().manual_seed(0)
     )

@@ -52,7 +52,9 @@ def test_values_and_gradients(taps, with_bias, with_past, documents):
     assert relative(found, wanted) < 1e-6
     upstream = torch.randn(B, S, C, generator=generator)
     gradients = torch.autograd.grad(found, list(given.values()), upstream)
-    for name, gradient, expected in zip(given, gradients, torch.autograd.grad(wanted, list(double.values()), upstream.double())):
+    for name, gradient, expected in zip(
+        given, gradients, torch.autograd.grad(wanted, list(double.values()), upstream.double())
+    ):
         assert relative(gradient, expected) < 1e-6, name
 
 

@@ -102,7 +102,9 @@ def test_who_may_be_chosen():
     assert filtered(logits, Sampling(top_p=0.6))[0].tolist() == pytest.approx([5 / 7, 2 / 7, 0, 0, 0])
     assert filtered(logits, Sampling(top_p=0.4))[0].tolist() == pytest.approx([1, 0, 0, 0, 0])
     squares = [0.25, 0.04, 0.0225, 0.01, 0.0025]
-    assert filtered(logits, Sampling(temperature=0.5))[0].tolist() == pytest.approx([each / sum(squares) for each in squares])
+    assert filtered(logits, Sampling(temperature=0.5))[0].tolist() == pytest.approx([
+        each / sum(squares) for each in squares
+    ])
 
 
 def test_draws_follow_the_probabilities(monkeypatch):
@@ -110,7 +112,9 @@ def test_draws_follow_the_probabilities(monkeypatch):
     logits = torch.tensor([[-float("inf"), 0.25, 0.75]]).double()
     logits[0, 1:] = logits[0, 1:].log()
     for draw, wanted in ((0.0, 1), (0.2499, 1), (0.25, 2), (0.999999, 2)):
-        monkeypatch.setattr("megatron.model.generate.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64))
+        monkeypatch.setattr(
+            "megatron.model.generate.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64)
+        )
         assert choose(logits, Sampling(), 0).tolist() == [wanted]
 
 
@@ -121,7 +125,8 @@ def test_ids_that_the_tokenizer_has_not_are_never_made(cache):
     randomise(model, 2)
     prompt = torch.zeros(8, 3, dtype=torch.int64)
     free, bound = (
-        torch.stack(list(generate(model, prompt, 20, Sampling(), vocabulary=size, cache=cache))) for size in (None, 5))
+        torch.stack(list(generate(model, prompt, 20, Sampling(), vocabulary=size, cache=cache))) for size in (None, 5)
+    )
     assert int(free.max()) >= 5 > int(bound.max())
 
 

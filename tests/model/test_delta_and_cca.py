@@ -1,4 +1,6 @@
-"""Gated DeltaNet and compressed convolutional attention: recurrences in float64, transformers' layers, values at the start."""
+"""Gated DeltaNet and compressed convolutional attention: recurrences in float64, transformers' layers, values at the
+start.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def mixer_of(layers: str, **section):
     """The mixer of the only block, all parameters drawn."""
     config = resolve({
         "model": {"layers": layers, "hidden_size": H, "vocab_size": 11, "norm": {"type": "rmsnorm"}, layers: section},
-        "training": {"steps": 1, "sequence_length": S}})
+        "training": {"steps": 1, "sequence_length": S},
+    })
     mixer = build_model(config).blocks[0].mixer
     return mixer, {name.split(".", 3)[-1]: p for name, p in named(mixer).items()}, config
 
@@ -42,9 +45,12 @@ def mixer_of(layers: str, **section):
 def test_delta_rule(chunk: int, documents: str | None, decay: float):
     g, h, K, V = 2, 4, 3, 5
     inputs = [
-        draw(Bs, S, g, K, seed=0), draw(Bs, S, g, K, seed=1), draw(Bs, S, h, V, seed=2),
+        draw(Bs, S, g, K, seed=0),
+        draw(Bs, S, g, K, seed=1),
+        draw(Bs, S, h, V, seed=2),
         -decay * torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(3)),
-        2 * torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(4)), draw(Bs, h, K, V, seed=5),
+        2 * torch.rand(Bs, S, h, generator=torch.Generator().manual_seed(4)),
+        draw(Bs, h, K, V, seed=5),
     ]
     doubles = [each.double().requires_grad_() for each in inputs]
     inputs = [each.requires_grad_() for each in inputs]
@@ -54,8 +60,15 @@ def test_delta_rule(chunk: int, documents: str | None, decay: float):
     q, k = (each / (each.square().sum(-1, keepdim=True) + LENGTH_EPSILON).sqrt() for each in (q, k))
     each = [
         [
-            delta_head(q[b, :, i // 2] / math.sqrt(K), k[b, :, i // 2], v[b, :, i], rate[b, :, i], beta[b, :, i],
-                       initial[b, i], places(starts, b))
+            delta_head(
+                q[b, :, i // 2] / math.sqrt(K),
+                k[b, :, i // 2],
+                v[b, :, i],
+                rate[b, :, i],
+                beta[b, :, i],
+                initial[b, i],
+                places(starts, b),
+            )
             for i in range(h)
         ]
         for b in range(Bs)
@@ -74,8 +87,15 @@ def test_equal_keys_do_not_blow_up():
     v, beta = draw(1, tokens, 1, 8, seed=2), torch.full((1, tokens, 1), 1.99)
     y, state = gated_delta_rule(k, k, v, torch.zeros(1, tokens, 1), beta, chunk=64)
     key = (k / (k.square().sum(-1, keepdim=True) + LENGTH_EPSILON).sqrt()).double()[0, :, 0]
-    wanted, last = delta_head(key / math.sqrt(8), key, v[0, :, 0].double(), torch.zeros(tokens), beta[0, :, 0].double(),
-                              torch.zeros(8, 8).double(), [-1] * tokens)
+    wanted, last = delta_head(
+        key / math.sqrt(8),
+        key,
+        v[0, :, 0].double(),
+        torch.zeros(tokens),
+        beta[0, :, 0].double(),
+        torch.zeros(8, 8).double(),
+        [-1] * tokens,
+    )
     assert relative(y[0, :, 0].double(), wanted) < 1e-4 and relative(state[0, 0].double(), last) < 1e-4
 
 
@@ -100,12 +120,22 @@ def compared(mixer, forward, theirs: torch.nn.Module, pairs: dict[str, torch.Ten
 def test_qwen3_next_layer(key_heads: int):
     """Its projections are fused by heads of keys: q, k, v and z of the first, then of the next; beta before decay."""
     heads, K, V = 4, 6, 8
-    theirs = Qwen3NextGatedDeltaNet(hf.Qwen3NextConfig(
-        hidden_size=H, linear_num_value_heads=heads, linear_num_key_heads=key_heads, linear_key_head_dim=K,
-        linear_value_head_dim=V, rms_norm_eps=1e-4, num_hidden_layers=4), 0)
+    theirs = Qwen3NextGatedDeltaNet(
+        hf.Qwen3NextConfig(
+            hidden_size=H,
+            linear_num_value_heads=heads,
+            linear_num_key_heads=key_heads,
+            linear_key_head_dim=K,
+            linear_value_head_dim=V,
+            rms_norm_eps=1e-4,
+            num_hidden_layers=4,
+        ),
+        0,
+    )
     randomise(theirs, 3)
     mixer, ours, _ = mixer_of(
-        "gated_delta", heads=heads, key_heads=key_heads, key_dim=K, value_dim=V, norm_epsilon=1e-4, chunk=8)
+        "gated_delta", heads=heads, key_heads=key_heads, key_dim=K, value_dim=V, norm_epsilon=1e-4, chunk=8
+    )
 
     def pairs(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         share = heads // key_heads
@@ -115,8 +145,12 @@ def test_qwen3_next_layer(key_heads: int):
         return {
             "query_key.weight": torch.cat([q.flatten(0, 1), k.flatten(0, 1)]),
             "value_gate.weight": torch.cat([v.flatten(0, 1), z.flatten(0, 1)]),
-            "decay_beta.weight": torch.cat([a.flatten(0, 1), b.flatten(0, 1)]), "query_key_conv.weight": qk,
-            "value_conv.weight": value, "A_log": t["A_log"], "dt_bias": t["dt_bias"], "norm.weight": t["norm.weight"],
+            "decay_beta.weight": torch.cat([a.flatten(0, 1), b.flatten(0, 1)]),
+            "query_key_conv.weight": qk,
+            "value_conv.weight": value,
+            "A_log": t["A_log"],
+            "dt_bias": t["dt_bias"],
+            "norm.weight": t["norm.weight"],
             "output.weight": t["out_proj.weight"],
         }
 
@@ -126,30 +160,53 @@ def test_qwen3_next_layer(key_heads: int):
     compared(mixer, theirs, theirs, pairs)
 
 
-@pytest.mark.parametrize("heads, kv_heads, bias, taps, fraction", [
-    (4, 2, False, (2, 2), 0.5), (4, 4, True, (3, 4), 1.0), (6, 1, True, (2, 3), 0.5), (6, 3, False, (4, 1), 0.5)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, bias, taps, fraction",
+    [(4, 2, False, (2, 2), 0.5), (4, 4, True, (3, 4), 1.0), (6, 1, True, (2, 3), 0.5), (6, 3, False, (4, 1), 0.5)],
+)
 def test_zaya_attention(heads: int, kv_heads: int, bias: bool, taps: tuple[int, int], fraction: float):
     """With one or three key/value heads the delayed values begin inside a head."""
     D = 8
     rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": fraction}
     config = hf.ZayaConfig(
-        hidden_size=H, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=D, attention_bias=bias,
-        cca_time0=taps[0], cca_time1=taps[1], num_hidden_layers=1, rope_parameters={"hybrid": rope})
+        hidden_size=H,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=D,
+        attention_bias=bias,
+        cca_time0=taps[0],
+        cca_time1=taps[1],
+        num_hidden_layers=1,
+        rope_parameters={"hybrid": rope},
+    )
     config._attn_implementation = "eager"
     theirs = ZayaAttention(config, 0)
     randomise(theirs, 4)
     mixer, ours, _ = mixer_of(
-        "cca", heads=heads, kv_heads=kv_heads, head_dim=D, qkv_bias=bias, output_bias=bias, depthwise=taps[0],
-        grouped=taps[1], temperature="linear", rotary={"base": 500.0, "fraction": fraction})
+        "cca",
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=D,
+        qkv_bias=bias,
+        output_bias=bias,
+        depthwise=taps[0],
+        grouped=taps[1],
+        temperature="linear",
+        rotary={"base": 500.0, "fraction": fraction},
+    )
 
     def pairs(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found = {"temperature": t["qk_norm.temp"]}
         for part in ("weight", "bias"):
-            q, k, now, later = (t.get(f"qkv_proj.{each}.{part}") for each in (
-                "q_proj", "k_proj", "v_proj_current", "v_proj_delayed"))
+            q, k, now, later = (
+                t.get(f"qkv_proj.{each}.{part}") for each in ("q_proj", "k_proj", "v_proj_current", "v_proj_delayed")
+            )
             if q is not None:
-                found |= {f"query_key.{part}": torch.cat([q, k]), f"value.{part}": torch.cat([now, later]),
-                          f"output.{part}": t[f"o_proj.{part}"]}
+                found |= {
+                    f"query_key.{part}": torch.cat([q, k]),
+                    f"value.{part}": torch.cat([now, later]),
+                    f"output.{part}": t[f"o_proj.{part}"],
+                }
             found |= {f"{each}.{part}": t[f"qkv_proj.conv_qk_{each}.{part}"] for each in ("depthwise", "grouped")}
         return found
 
@@ -163,15 +220,24 @@ def test_zaya_attention(heads: int, kv_heads: int, bias: bool, taps: tuple[int, 
 
 def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None):
     """What flash-linear-attention documents of its function: all [1 or B, T, heads, ...], as many heads of all."""
-    assert use_qk_l2norm_in_kernel and q.shape[2] == v.shape[2] and all(each.is_contiguous() for each in (q, k, v, g, beta))
+    assert (
+        use_qk_l2norm_in_kernel
+        and q.shape[2] == v.shape[2]
+        and all(each.is_contiguous() for each in (q, k, v, g, beta))
+    )
     assert cu_seqlens is None or (q.shape[0] == 1 and cu_seqlens.dtype == torch.int64)
     q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
     starts = [-1] * q.shape[1]
     for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:]) if cu_seqlens is not None else ():
         starts[begin:end] = [int(begin)] * int(end - begin)
     zero = torch.zeros(q.shape[-1], v.shape[-1], dtype=v.dtype)
-    y = [[delta_head(scale * q[b, :, i], k[b, :, i], v[b, :, i], g[b, :, i], beta[b, :, i], zero, starts)[0]
-          for i in range(q.shape[2])] for b in range(q.shape[0])]
+    y = [
+        [
+            delta_head(scale * q[b, :, i], k[b, :, i], v[b, :, i], g[b, :, i], beta[b, :, i], zero, starts)[0]
+            for i in range(q.shape[2])
+        ]
+        for b in range(q.shape[0])
+    ]
     return torch.stack([torch.stack(each, 1) for each in y]), None
 
 
@@ -179,9 +245,16 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel
 def test_the_adapter_hands_over_what_the_package_documents(documents: str | None, monkeypatch):
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", chunk_gated_delta_rule, False)
-    inputs = [draw(Bs, S, 2, 3, seed=0), draw(Bs, S, 2, 3, seed=1), draw(Bs, S, 4, 5, seed=2),
-              -draw(Bs, S, 4, seed=3).abs(), draw(Bs, S, 4, seed=4).sigmoid()]
+    monkeypatch.setattr(
+        sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", chunk_gated_delta_rule, False
+    )
+    inputs = [
+        draw(Bs, S, 2, 3, seed=0),
+        draw(Bs, S, 2, 3, seed=1),
+        draw(Bs, S, 4, 5, seed=2),
+        -draw(Bs, S, 4, seed=3).abs(),
+        draw(Bs, S, 4, seed=4).sigmoid(),
+    ]
     starts = starts_of(documents)
     wanted, _ = gated_delta_rule(*inputs, chunk=8, starts_BS=starts)
     monkeypatch.setattr(delta_kernels.delta_rule, "gated_delta_rule", None)
@@ -237,17 +310,25 @@ def test_decoding_state_of_cca(window: int | None):
 def test_initial_values_are_the_published_ones():
     config = resolve({
         "model": {
-            "layers": "gated_delta cca", "hidden_size": 256, "vocab_size": 11,
-            "gated_delta": {"heads": 512, "key_dim": 2, "value_dim": 2}, "cca": {"heads": 16, "kv_heads": 4, "head_dim": 8}},
-        "training": {"steps": 1, "sequence_length": S}})
+            "layers": "gated_delta cca",
+            "hidden_size": 256,
+            "vocab_size": 11,
+            "gated_delta": {"heads": 512, "key_dim": 2, "value_dim": 2},
+            "cca": {"heads": 16, "kv_heads": 4, "head_dim": 8},
+        },
+        "training": {"steps": 1, "sequence_length": S},
+    })
     weights = {name: p.detach() for name, p in named(build_model(config)).items()}
     rates, steps = weights["layers.0.gated_delta.A_log"].exp(), F.softplus(weights["layers.0.gated_delta.dt_bias"])
     assert 0 < rates.min() < 0.2 and 15.8 < rates.max() <= 16.01 and abs(rates.mean() - 8) < 0.8
     assert 0.001 <= steps.min() < 0.00105 and 0.095 < steps.max() <= 0.1001
     assert abs(((steps.log() - math.log(0.001)) / math.log(100)).mean() - 0.5) < 0.04
     assert (weights["layers.0.gated_delta.norm.weight"] == 1).all()
-    for name, limit in (("layers.0.gated_delta.value_conv", 0.5), ("layers.1.cca.depthwise", 2**-0.5),
-                        ("layers.1.cca.grouped", 0.25)):
+    for name, limit in (
+        ("layers.0.gated_delta.value_conv", 0.5),
+        ("layers.1.cca.depthwise", 2**-0.5),
+        ("layers.1.cca.grouped", 0.25),
+    ):
         values = weights[f"{name}.weight"]
         assert 0.97 * limit < values.abs().max() <= limit and abs(values.std() / limit - 3**-0.5) < 0.05, name
     assert (weights["layers.1.cca.temperature"] == 0).all()

@@ -131,12 +131,10 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_kept_activations_of_a_block(name: str):
     config = config_of(name)
-    less = resolve(
-        {
-            "model": {**merged(merged(BASE, {"hidden_size": 48}), CASES[name]), "layers": "attention/mlp"},
-            "training": {"steps": 1, "sequence_length": S, "micro_batch_size": B},
-        }
-    )
+    less = resolve({
+        "model": {**merged(merged(BASE, {"hidden_size": 48}), CASES[name]), "layers": "attention/mlp"},
+        "training": {"steps": 1, "sequence_length": S, "micro_batch_size": B},
+    })
     found = kept_bytes(config) - kept_bytes(less)
     row, attention = layers(config)[1], config.model.attention
     elements = row.counts.activations + 2 * decomposed_norms(config)
@@ -147,7 +145,8 @@ def test_kept_activations_of_a_block(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "dropout", "tied", "channel scales", "embedding norm and multiplier", "head multiplier, bias, softcap"]
+    "name",
+    ["plain", "dropout", "tied", "channel scales", "embedding norm and multiplier", "head multiplier, bias, softcap"],
 )
 def test_kept_activations_of_the_ends(name: str):
     """What the layers count is all there is, but for what they share."""
@@ -157,7 +156,8 @@ def test_kept_activations_of_the_ends(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout", "channel scales"]
+    "name",
+    ["plain", "biases", "parallel", "llama", "olmo2", "qk norm by head", "silu gated", "dropout", "channel scales"],
 )
 @pytest.mark.parametrize("mode", [{"mode": "selective"}, {"mode": "full"}, {"mode": "full", "every": 2}])
 def test_kept_activations_with_recomputation(name: str, mode: dict):

@@ -14,14 +14,21 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(ROOT.glob("configs/test/tiny_*.yml"))
 
-pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA: its own guard and engine are there")
+pytestmark = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="this torch has CUDA: its own guard and engine are there"
+)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     program = Path(__file__).with_name("pretended_gpu.py")
-    done = subprocess.run([sys.executable, program, *FILES], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, program, *FILES],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

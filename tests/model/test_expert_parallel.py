@@ -21,8 +21,12 @@ OPTIONS = {
     "top_k": {"experts": 8, "top_k": 3, "hidden_size": 16, "shared_size": 8, "router": {"bias": True}},
     "capacity": {"experts": 4, "top_k": 2, "hidden_size": 16, "capacity_factor": 1.0},
     "expert choice": {"experts": 4, "top_k": 2, "hidden_size": 16, "router": {"select": "expert_choice"}},
-    "no expert": {"experts": 4, "top_k": 1, "hidden_size": 16, "router": {
-        "network": "mlp", "width": 8, "average": False, "skip": True, "correction": "sign"}},
+    "no expert": {
+        "experts": 4,
+        "top_k": 1,
+        "hidden_size": 16,
+        "router": {"network": "mlp", "width": 8, "average": False, "skip": True, "correction": "sign"},
+    },
     # Logits are large and the same for all tokens: every token takes expert 1, so most ranks get nothing.
     "one for all": {"experts": 4, "top_k": 1, "hidden_size": 16, "router": {"bias": True}},
 }
@@ -30,12 +34,18 @@ OPTIONS = {
 
 def layer(mesh: Mesh, case: str) -> MoE:
     """The layer on this rank, with random values that no layout changes."""
-    config = resolve({"model": {"layers": "moe", "hidden_size": H, "vocab_size": 8, "moe": OPTIONS[case]},
-                      "training": {"steps": 1, "sequence_length": S}})
-    made = MoE(ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, Initialisation(config.model.init, H, 1))
+    config = resolve({
+        "model": {"layers": "moe", "hidden_size": H, "vocab_size": 8, "moe": OPTIONS[case]},
+        "training": {"steps": 1, "sequence_length": S},
+    })
+    made = MoE(
+        ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, Initialisation(config.model.init, H, 1)
+    )
     with torch.no_grad():
         for name, parameter in named(made).items():
-            whole = torch.randn(parameter.logical.shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 2
+            whole = (
+                torch.randn(parameter.logical.shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 2
+            )
             parameter.copy_(cut(whole, parameter))
         if case == "one for all":
             made.router.weight.zero_()
@@ -56,7 +66,8 @@ def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(layout: Layout, case: str, everything: bool = False):
-    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run), traffic.
+    """Of this rank: output, gradients of the input and the parameters (whole by data rank, those of experts by run),
+    traffic.
 
     Args:
         everything: tensor parallel ranks send all their tokens.
@@ -83,7 +94,9 @@ def outputs_of(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(case: str, ranks: int):
-    """The same for each data parallel rank's tokens, on a layer that has all experts; gradients of parameters summed."""
+    """The same for each data parallel rank's tokens, on a layer that has all experts; gradients of parameters
+    summed.
+    """
     outputs, total = [], {}
     for data in range(ranks):
         moe, (x, weight) = layer(Mesh.single(), case), batch(data)
@@ -95,13 +108,31 @@ def whole(case: str, ranks: int):
     return outputs, total
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(data=2, expert=2), Layout(data=4, expert=4), Layout(data=4, expert=2), Layout(data=2, tensor=2, expert=2),
-    Layout(data=2, tensor=2, expert=2, sequence=True), Layout(data=2, tensor=2, expert=4, folded=True),
-    Layout(data=2, tensor=2, expert=2, folded=True, sequence=True), Layout(data=1, tensor=2, expert=1, folded=True),
-    Layout(data=1, tensor=4, expert=2, folded=True),
-], ids=["ep2", "ep4", "dp4 ep2", "tp2 ep2", "tp2 ep2 sequence", "tp2 folded ep4", "tp2 folded ep2 sequence", "tp2 folded ep1",
-        "tp4 folded ep2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, expert=2),
+        Layout(data=4, expert=4),
+        Layout(data=4, expert=2),
+        Layout(data=2, tensor=2, expert=2),
+        Layout(data=2, tensor=2, expert=2, sequence=True),
+        Layout(data=2, tensor=2, expert=4, folded=True),
+        Layout(data=2, tensor=2, expert=2, folded=True, sequence=True),
+        Layout(data=1, tensor=2, expert=1, folded=True),
+        Layout(data=1, tensor=4, expert=2, folded=True),
+    ],
+    ids=[
+        "ep2",
+        "ep4",
+        "dp4 ep2",
+        "tp2 ep2",
+        "tp2 ep2 sequence",
+        "tp2 folded ep4",
+        "tp2 folded ep2 sequence",
+        "tp2 folded ep1",
+        "tp4 folded ep2",
+    ],
+)
 def test_equals_the_whole_layer(layout: Layout):
     for case in OPTIONS:
         outputs, total = whole(case, layout.data)
@@ -109,7 +140,11 @@ def test_equals_the_whole_layer(layout: Layout):
         summed: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for rank, (y, x_grad, gradients, _) in enumerate(answers):
             at = layout.coordinates(rank)
-            own = slice(at.tensor * S // layout.tensor, (at.tensor + 1) * S // layout.tensor) if layout.sequence else slice(None)
+            own = (
+                slice(at.tensor * S // layout.tensor, (at.tensor + 1) * S // layout.tensor)
+                if layout.sequence
+                else slice(None)
+            )
             assert relative(y, outputs[at.data][0][:, own]) < 1e-5, (case, rank)
             assert relative(x_grad, outputs[at.data][1][:, own]) < 1e-5, (case, rank)
             for name, (gradient, experts) in gradients.items():
@@ -153,7 +188,9 @@ def crossing(place, share=lambda token: 0) -> int:
 
 
 def test_no_token_crosses_the_expert_axis_twice():
-    """Two data parallel ranks send as much whether each is one rank or two tensor parallel ones, which have the same tokens."""
+    """Two data parallel ranks send as much whether each is one rank or two tensor parallel ones, which have the same
+    tokens.
+    """
     one, two = sent(Layout(data=2, expert=2)), sent(Layout(data=2, tensor=2, expert=2))
     assert all(each.exchanges == 4 for each in (*one, *two)), "two exchanges forward and two backward"
     way = crossing(lambda expert: (expert // 4, 0))
@@ -162,7 +199,9 @@ def test_no_token_crosses_the_expert_axis_twice():
 
 
 def test_what_dropping_duplicates_saves():
-    """Half of the bytes of the all-to-all, where two ranks have the same tokens; what arrives goes over the tensor axis instead."""
+    """Half of the bytes of the all-to-all, where two ranks have the same tokens; what arrives goes over the tensor axis
+    instead.
+    """
     layout = Layout(data=2, tensor=2, expert=2)
     everything, share = (run(4, step, layout, "top_k", how) for how in (True, False))
     for one, other in zip(everything, share):
@@ -173,7 +212,9 @@ def test_what_dropping_duplicates_saves():
         for data in range(2):
             for token, experts in enumerate(choices(data).tolist()):
                 arrived[token * 2 // (B * S)] += sum(expert // 4 == expert_rank for expert in experts)
-        assert answer[3].gathered == 4 * max(arrived) * H * 4, "a gather and a sum each way, of as many rows as one has at most"
+        assert answer[3].gathered == 4 * max(arrived) * H * 4, (
+            "a gather and a sum each way, of as many rows as one has at most"
+        )
     assert all(answer[3].gathered == 0 for answer in everything)
 
 
@@ -192,7 +233,9 @@ def choices(data: int) -> torch.Tensor:
 
 
 def test_axes():
-    """Neighbours on the data axis share the experts; every expert-th rank holds the same ones (16 ranks, tensor 2, expert 4)."""
+    """Neighbours on the data axis share the experts; every expert-th rank holds the same ones (16 ranks, tensor 2,
+    expert 4).
+    """
     layout = Layout(tensor=2, data=8, expert=4)
     at = layout.coordinates(5)
     assert at == Coordinates(tensor=1, data=2)

@@ -14,7 +14,10 @@ from tests.model.test_recomputation import Allocations
 
 V, S, B, H = 61, 24, 2, 32
 MODEL = {
-    "hidden_size": H, "vocab_size": V, "norm": {"type": "layernorm"}, "attention": {"heads": 4},
+    "hidden_size": H,
+    "vocab_size": V,
+    "norm": {"type": "layernorm"},
+    "attention": {"heads": 4},
     "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2, "chunk": 8},
     "shared_attention": {"heads": 4, "mlp": {"hidden_size": 40}},
     "rwkv7": {"head_dim": 16, "decay_rank": 4, "rate_rank": 4, "value_rank": 4, "gate_rank": 4},
@@ -34,11 +37,21 @@ STACKS = {
 def settings(name: str, wide: bool = True, mode: str = "none"):
     stack = STACKS[name]
     model = {**MODEL, **{key: value for key, value in stack.items() if key not in MODEL}}
-    kinds = {"variants": "@first", **{kind: kind for kind in ("mamba2", "shared_attention", "rwkv7", "moe", "attention")}}
+    kinds = {
+        "variants": "@first",
+        **{kind: kind for kind in ("mamba2", "shared_attention", "rwkv7", "moe", "attention")},
+    }
     used = {key: value for key, value in model.items() if kinds.get(key, "") in stack["layers"]}
     return resolve({
-        "model": {**used, "residual": {**stack.get("residual", {}), "fp32": wide}}, "precision": {"compute": "bf16"},
-        "training": {"steps": 1, "sequence_length": S, "micro_batch_size": B, "activation_checkpointing": {"mode": mode}}})
+        "model": {**used, "residual": {**stack.get("residual", {}), "fp32": wide}},
+        "precision": {"compute": "bf16"},
+        "training": {
+            "steps": 1,
+            "sequence_length": S,
+            "micro_batch_size": B,
+            "activation_checkpointing": {"mode": mode},
+        },
+    })
 
 
 def inputs():
@@ -69,11 +82,19 @@ def test_the_stream_is_fp32_and_layers_read_their_own_type(name):
 
 def test_additions_below_a_digit_of_bf16_are_not_lost():
     """64 branches of about a thousandth of the stream each: less than bf16's last digit of it."""
+
     def hidden(wide: bool, dtype: torch.dtype) -> torch.Tensor:
         config = resolve({
-            "model": {"layers": "(mlp) x64", "hidden_size": H, "vocab_size": V, "residual": {"fp32": wide, "multiplier": 1e-3},
-                      "init": {"embedding": "normal", "hidden": "fan_in_uniform", "output": "fan_in_uniform", "std": 1.0}},
-            "precision": {"compute": "bf16"}, "training": {"steps": 1, "sequence_length": S}})
+            "model": {
+                "layers": "(mlp) x64",
+                "hidden_size": H,
+                "vocab_size": V,
+                "residual": {"fp32": wide, "multiplier": 1e-3},
+                "init": {"embedding": "normal", "hidden": "fan_in_uniform", "output": "fan_in_uniform", "std": 1.0},
+            },
+            "precision": {"compute": "bf16"},
+            "training": {"steps": 1, "sequence_length": S},
+        })
         model = build_model(config, dtype=dtype)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -106,6 +127,7 @@ def test_decoding():
 @pytest.mark.parametrize("name", ["parallel", "parallel, one norm", "post norm", "scaled"])
 def test_what_it_keeps_is_counted(name, mode):
     """Bytes between forward and backward that it adds, and the count of them."""
+
     def kept(wide: bool) -> int:
         model = build_model(settings(name, wide, mode), dtype=torch.bfloat16)
         with Allocations(model.parameters()) as allocations:
@@ -124,8 +146,16 @@ def test_what_it_keeps_is_counted(name, mode):
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_transformers_knows_it_for_mamba(kind, wide):
     config = resolve({
-        "model": {"layers": f"{kind} x2", "hidden_size": H, "vocab_size": V, "residual": {"fp32": wide},
-                  "norm": {"type": "rmsnorm"}, "mamba2": {"head_dim": 8}}, "training": {"steps": 1, "sequence_length": S}})
+        "model": {
+            "layers": f"{kind} x2",
+            "hidden_size": H,
+            "vocab_size": V,
+            "residual": {"fp32": wide},
+            "norm": {"type": "rmsnorm"},
+            "mamba2": {"head_dim": 8},
+        },
+        "training": {"steps": 1, "sequence_length": S},
+    })
     _, theirs = hf_config(config, kind)
     assert theirs.residual_in_fp32 is wide
     assert model_values(theirs)["residual"]["fp32"] is wide

@@ -24,20 +24,30 @@ S, V, WIDTH = 64, 37, 64
 
 def settings(name: str, wanted: str = "auto"):
     return resolve({
-        "model": {"hidden_size": WIDTH, "vocab_size": V, "norm": {"type": "rmsnorm"}, "kernels": wanted, **MODELS[name]},
-        "training": {"steps": 1, "sequence_length": S}})
+        "model": {
+            "hidden_size": WIDTH,
+            "vocab_size": V,
+            "norm": {"type": "rmsnorm"},
+            "kernels": wanted,
+            **MODELS[name],
+        },
+        "training": {"steps": 1, "sequence_length": S},
+    })
 
 
-@pytest.mark.parametrize("wanted, kind, device, there, choice, reason", [
-    ("torch", "mamba2", "cuda", True, "torch", "model.kernels: torch"),
-    ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm needs a GPU"),
-    ("auto", "mamba2", "cuda", True, "mamba_ssm", "model.kernels: auto"),
-    ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
-    ("mamba_ssm", "mamba", "cuda", True, "mamba_ssm", "model.kernels: mamba_ssm"),
-    ("mamba_ssm", "mamba", "meta", False, "torch", "mamba_ssm needs a GPU"),
-    ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of attention to mamba_ssm"),
-    ("auto", "mlp", "cuda", True, "torch", "no adapter of mlp to any package"),
-])
+@pytest.mark.parametrize(
+    "wanted, kind, device, there, choice, reason",
+    [
+        ("torch", "mamba2", "cuda", True, "torch", "model.kernels: torch"),
+        ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm needs a GPU"),
+        ("auto", "mamba2", "cuda", True, "mamba_ssm", "model.kernels: auto"),
+        ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
+        ("mamba_ssm", "mamba", "cuda", True, "mamba_ssm", "model.kernels: mamba_ssm"),
+        ("mamba_ssm", "mamba", "meta", False, "torch", "mamba_ssm needs a GPU"),
+        ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of attention to mamba_ssm"),
+        ("auto", "mlp", "cuda", True, "torch", "no adapter of mlp to any package"),
+    ],
+)
 def test_the_choice_and_its_reason(monkeypatch, wanted, kind, device, there, choice, reason):
     monkeypatch.setattr(kernels, "installed", lambda package: there)
     assert kernels.choose(wanted, kind, device) == (choice, reason)
@@ -51,8 +61,10 @@ def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
 
 def test_a_run_says_what_it_uses():
     assert kernels.describe_kernels(settings("mamba2"), "cpu") == ["kernels of mamba2: torch (mamba_ssm needs a GPU)"]
-    dense = resolve({"model": {"layers": "attention/mlp", "hidden_size": 8, "vocab_size": 9, "attention": {"heads": 2}},
-                     "training": {"steps": 1, "sequence_length": 4}})
+    dense = resolve({
+        "model": {"layers": "attention/mlp", "hidden_size": 8, "vocab_size": 9, "attention": {"heads": 2}},
+        "training": {"steps": 1, "sequence_length": 4},
+    })
     assert kernels.describe_kernels(dense, "cuda") == []
 
 
@@ -83,8 +95,21 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
     return torch.stack(rows, -1) * F.silu(z)
 
 
-def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
-                              dt_softplus=False, dt_limit=(0.0, float("inf"))):
+def mamba_chunk_scan_combined(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+):
     """x [batch, length, heads, channels]; dt [batch, length, heads]; B, C [batch, length, groups, state]."""
     assert dt_softplus and chunk_size >= 16 and chunk_size & (chunk_size - 1) == 0
     share = x.shape[2] // B.shape[2]
@@ -118,7 +143,9 @@ def packages(monkeypatch):
 
 def loss_and_gradients(model, documents):
     model.zero_grad()
-    tokens = torch.randint(V, (2, S + 1), generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).device)
+    tokens = torch.randint(V, (2, S + 1), generator=torch.Generator().manual_seed(1)).to(
+        next(model.parameters()).device
+    )
     numbers = None
     if documents:
         numbers = torch.tensor([[0] * 5 + [1] * (S - 5), [0] * 20 + [1] * 3 + [2] * (S - 23)], device=tokens.device)

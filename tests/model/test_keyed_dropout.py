@@ -24,12 +24,10 @@ def config_of(mode: str = "none", seed: int = 1, **model):
         "dropout": 0.3,
         **model,
     }
-    return resolve(
-        {
-            "model": values,
-            "training": {"steps": 1, "sequence_length": S, "seed": seed, "activation_checkpointing": {"mode": mode}},
-        }
-    )
+    return resolve({
+        "model": values,
+        "training": {"steps": 1, "sequence_length": S, "seed": seed, "activation_checkpointing": {"mode": mode}},
+    })
 
 
 def batch(samples: list[int]):

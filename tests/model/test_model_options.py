@@ -140,13 +140,11 @@ def test_documents_are_apart(name: str):
     """Packed documents compute what each computes alone: no attention across, positions from 0."""
     documents = torch.tensor([[0] * 5 + [1] * 1 + [2] * 6, [0] * 12])
     positions = torch.tensor([[*range(5), 0, *range(6)], [*range(12)]])
-    config = resolve(
-        {
-            "model": merged(BASE, OPTIONS[name]),
-            "training": {"steps": 1, "sequence_length": S},
-            "data": {"reset_attention_at_eod": True},
-        }
-    )
+    config = resolve({
+        "model": merged(BASE, OPTIONS[name]),
+        "training": {"steps": 1, "sequence_length": S},
+        "data": {"reset_attention_at_eod": True},
+    })
     compare(config, positions, documents)
     model, _ = make(config)
     tokens, _, _ = batch()

@@ -27,7 +27,14 @@ H = 16
 
 
 def config_of(moe: dict, **model):
-    values = {"layers": "attention/moe", "hidden_size": H, "vocab_size": 37, "attention": {"heads": 2}, "moe": moe, **model}
+    values = {
+        "layers": "attention/moe",
+        "hidden_size": H,
+        "vocab_size": 37,
+        "attention": {"heads": 2},
+        "moe": moe,
+        **model,
+    }
     return resolve({"model": values, "training": {"steps": 1, "sequence_length": 24}})
 
 
@@ -70,19 +77,40 @@ def same_gradients(moe: MoE, x: Tensor, wanted_y: Tensor, wanted_x: Tensor, pair
 def test_deepseek_v3_block(groups):
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    theirs = DeepseekV3MoE(hf.DeepseekV3Config(
-        hidden_size=H, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, n_shared_experts=2,
-        n_group=groups[0], topk_group=groups[1], routed_scaling_factor=1.7))
+    theirs = DeepseekV3MoE(
+        hf.DeepseekV3Config(
+            hidden_size=H,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=12,
+            n_shared_experts=2,
+            n_group=groups[0],
+            topk_group=groups[1],
+            routed_scaling_factor=1.7,
+        )
+    )
     randomise(theirs, 1)
     with torch.no_grad():
         theirs.gate.e_score_correction_bias.copy_(0.3 * torch.randn(8, generator=torch.Generator().manual_seed(2)))
-    ours = layer(top_k=3, shared_size=24, router={
-        "score": "sigmoid", "normalize": True, "scale": 1.7, "groups": groups[0], "top_groups": groups[1],
-        "correction": "sign"})
+    ours = layer(
+        top_k=3,
+        shared_size=24,
+        router={
+            "score": "sigmoid",
+            "normalize": True,
+            "scale": 1.7,
+            "groups": groups[0],
+            "top_groups": groups[1],
+            "correction": "sign",
+        },
+    )
     shared, parameters = theirs.shared_experts, named(ours)
     pairs = {
-        "moe.router.weight": theirs.gate.weight, "moe.experts.gate_up.weight": theirs.experts.gate_up_proj,
-        "moe.experts.down.weight": theirs.experts.down_proj, "moe.shared.down.weight": shared.down_proj.weight}
+        "moe.router.weight": theirs.gate.weight,
+        "moe.experts.gate_up.weight": theirs.experts.gate_up_proj,
+        "moe.experts.down.weight": theirs.experts.down_proj,
+        "moe.shared.down.weight": shared.down_proj.weight,
+    }
     with torch.no_grad():
         for name, value in pairs.items():
             parameters[name].copy_(value)
@@ -98,8 +126,13 @@ def test_granite_shared_block():
     from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP, GraniteMoeSharedMoE
 
     config = hf.GraniteMoeSharedConfig(
-        hidden_size=H, num_local_experts=8, num_experts_per_tok=3, intermediate_size=12, shared_intermediate_size=20,
-        num_attention_heads=2)
+        hidden_size=H,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=12,
+        shared_intermediate_size=20,
+        num_attention_heads=2,
+    )
     experts, shared = GraniteMoeSharedMoE(config), GraniteMoeSharedMLP(config)
     randomise(experts, 1)
     randomise(shared, 2)
@@ -107,9 +140,12 @@ def test_granite_shared_block():
     theirs = dict(experts.named_parameters())
     router = next(value for name, value in theirs.items() if value.shape == (8, H))
     pairs = {
-        "moe.router.weight": router, "moe.experts.gate_up.weight": experts.experts.gate_up_proj,
-        "moe.experts.down.weight": experts.experts.down_proj, "moe.shared.gate_up.weight": shared.input_linear.weight,
-        "moe.shared.down.weight": shared.output_linear.weight}
+        "moe.router.weight": router,
+        "moe.experts.gate_up.weight": experts.experts.gate_up_proj,
+        "moe.experts.down.weight": experts.experts.down_proj,
+        "moe.shared.gate_up.weight": shared.input_linear.weight,
+        "moe.shared.down.weight": shared.output_linear.weight,
+    }
     with torch.no_grad():
         for name, value in pairs.items():
             named(ours)[name].copy_(value)
@@ -122,12 +158,22 @@ def test_zaya_blocks():
     from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
 
     theirs_config = hf.ZayaConfig(
-        hidden_size=H, num_experts=4, moe_intermediate_size=12, router_hidden_size=8, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, num_hidden_layers=2)
+        hidden_size=H,
+        num_experts=4,
+        moe_intermediate_size=12,
+        router_hidden_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_hidden_layers=2,
+    )
     router = {"network": "mlp", "width": 8, "skip": True, "correction": "sign"}
     config = config_of(
-        {"experts": 4, "top_k": 1, "hidden_size": 12, "router": router}, layers="moe@first moe",
-        norm={"type": "rmsnorm", "epsilon": theirs_config.rms_norm_eps}, variants={"first": {"router": {"average": False}}})
+        {"experts": 4, "top_k": 1, "hidden_size": 12, "router": router},
+        layers="moe@first moe",
+        norm={"type": "rmsnorm", "epsilon": theirs_config.rms_norm_eps},
+        variants={"first": {"router": {"average": False}}},
+    )
     theirs = [ZayaSparseMoeBlock(theirs_config, index) for index in range(2)]
     ours = [block.ffn for block in build_model(config).blocks]
     pairs = {}
@@ -138,11 +184,17 @@ def test_zaya_blocks():
         mine.balance.correction.copy_(bias)
         gate, own = block.gate, named(mine)
         names = {
-            "router.down.weight": gate.down_proj.weight, "router.down.bias": gate.down_proj.bias,
-            "router.norm.weight": gate.router_mlp.norm.weight, "router.fc1.weight": gate.router_mlp.fc1.weight,
-            "router.fc1.bias": gate.router_mlp.fc1.bias, "router.fc2.weight": gate.router_mlp.fc2.weight,
-            "router.fc2.bias": gate.router_mlp.fc2.bias, "router.out.weight": gate.router_mlp.out_proj.weight,
-            "experts.gate_up.weight": block.experts.gate_up_proj, "experts.down.weight": block.experts.down_proj}
+            "router.down.weight": gate.down_proj.weight,
+            "router.down.bias": gate.down_proj.bias,
+            "router.norm.weight": gate.router_mlp.norm.weight,
+            "router.fc1.weight": gate.router_mlp.fc1.weight,
+            "router.fc1.bias": gate.router_mlp.fc1.bias,
+            "router.fc2.weight": gate.router_mlp.fc2.weight,
+            "router.fc2.bias": gate.router_mlp.fc2.bias,
+            "router.out.weight": gate.router_mlp.out_proj.weight,
+            "experts.gate_up.weight": block.experts.gate_up_proj,
+            "experts.down.weight": block.experts.down_proj,
+        }
         if index:
             names["router.state_scale"] = gate.router_states_scale
         assert {f"layers.{index}.moe.{name}" for name in names} == set(own)
@@ -186,7 +238,11 @@ def by_loops(moe: MoE, x: Tensor) -> Tensor:
     """The layer, token by token; capacity by counting."""
     own, parameters = moe.options, {name: p.double() for name, p in named(moe).items()}
     tokens, taken, rows = x.double().flatten(0, 1), [0] * own.experts, []
-    room = math.inf if own.capacity_factor is None else math.ceil(own.capacity_factor * len(tokens) * own.top_k / own.experts)
+    room = (
+        math.inf
+        if own.capacity_factor is None
+        else math.ceil(own.capacity_factor * len(tokens) * own.top_k / own.experts)
+    )
     for token in tokens:
         logits = parameters["moe.router.weight"] @ token
         if own.router.bias:
@@ -213,7 +269,10 @@ def by_loops(moe: MoE, x: Tensor) -> Tensor:
 OPTIONS = {
     "softmax": {"top_k": 2},
     "one expert, sigmoid, bias, erf (BlackMamba)": {
-        "top_k": 1, "activation": "gelu", "router": {"score": "sigmoid", "bias": True}},
+        "top_k": 1,
+        "activation": "gelu",
+        "router": {"score": "sigmoid", "bias": True},
+    },
     "all experts": {"top_k": 8, "router": {"normalize": True}},
     "plain experts": {"top_k": 3, "gated": False, "activation": "relu2"},
     "gated shared expert": {"top_k": 2, "shared_size": 20, "shared_gate": True},
@@ -272,9 +331,14 @@ def test_expert_choice():
 
 @pytest.mark.parametrize("start", ["load", "ones"])
 def test_sinkhorn(start: str):
-    """The factors of the definition in float64; 4096 skewed tokens are balanced as published, and evaluation is greedy."""
-    own = config_of({"experts": 8, "top_k": 1, "router": {
-        "select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": start}}).model.moe
+    """The factors of the definition in float64; 4096 skewed tokens are balanced as published, and evaluation
+    is greedy.
+    """
+    own = config_of({
+        "experts": 8,
+        "top_k": 1,
+        "router": {"select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": start},
+    }).model.moe
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4096, 8, generator=generator) + torch.linspace(0, 1.5, 8)
     cost = logits.double().exp()
@@ -295,8 +359,11 @@ def test_sinkhorn(start: str):
 
 def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
     """What is added to all logits of a token is taken out by its row's factor: it moves nobody, were it 100."""
-    own = config_of({"experts": 8, "top_k": 1, "router": {
-        "select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": "ones"}}).model.moe
+    own = config_of({
+        "experts": 8,
+        "top_k": 1,
+        "router": {"select": "sinkhorn", "sinkhorn_iterations": 3, "sinkhorn_start": "ones"},
+    }).model.moe
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2048, 8, generator=generator) + torch.linspace(0, 1.5, 8)
     level = 50 * torch.randn(2048, 1, generator=generator)
@@ -306,7 +373,9 @@ def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
 
 def test_each_expert_is_a_matrix_of_its_own():
     """Orthogonal initial values and Muon treat gate, up and down of every expert alone."""
-    model = build_model(config_of({"experts": 3, "hidden_size": 8}, init={"hidden": "orthogonal", "output": "orthogonal"}))
+    model = build_model(
+        config_of({"experts": 3, "hidden_size": 8}, init={"hidden": "orthogonal", "output": "orthogonal"})
+    )
     weights = named(model)
     update = torch.randn(3, 16, H, generator=torch.Generator().manual_seed(0))
     found = muon_direction(update, (8, 8))
@@ -318,23 +387,38 @@ def test_each_expert_is_a_matrix_of_its_own():
         for mine, one in zip(found[e].split(8), update[e].split(8)):
             assert torch.equal(mine, muon_direction(one, None))
     assert weights["layers.0.moe.experts.down.weight"].unique().numel() > 300
-    groups = parameter_groups(resolve({
-        "model": {"layers": "attention/moe", "hidden_size": H, "vocab_size": 37, "attention": {"heads": 2}},
-        "training": {"steps": 1, "sequence_length": 24}, "optimizer": {"type": "muon"}}), model.parameters())
+    groups = parameter_groups(
+        resolve({
+            "model": {"layers": "attention/moe", "hidden_size": H, "vocab_size": 37, "attention": {"heads": 2}},
+            "training": {"steps": 1, "sequence_length": 24},
+            "optimizer": {"type": "muon"},
+        }),
+        model.parameters(),
+    )
     names = {p.logical.name for group in groups if group["matrix"] for p in group["params"]}
     assert {name for name in weights if ".experts." in name} <= names and not any("router" in name for name in names)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_auxiliary_losses(top_k: int):
-    """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and does
-    not divide by k, so it is asked layer by layer), the others against their formulas; what is added, and its gradient."""
+    """Of two layers with coefficients of their own: the balancing loss against transformers' (which pools layers and
+    does not divide by k, so it is asked layer by layer), the others against their formulas; what is added, and its
+    gradient.
+    """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     coefficients = ({"balance": 0.3, "sequence": 0.2, "z": 0.05}, {"balance": 0.1})
-    config = config_of({"experts": 8, "top_k": top_k, "hidden_size": 8, "losses": coefficients[0]}, layers="moe moe@b",
-                       norm={"type": "rmsnorm"}, variants={"b": {"losses": {**coefficients[1], "sequence": 0.0, "z": 0.0}}})
-    model, tokens, logits = build_model(config), torch.randint(37, (3, 24), generator=torch.Generator().manual_seed(1)), []
+    config = config_of(
+        {"experts": 8, "top_k": top_k, "hidden_size": 8, "losses": coefficients[0]},
+        layers="moe moe@b",
+        norm={"type": "rmsnorm"},
+        variants={"b": {"losses": {**coefficients[1], "sequence": 0.0, "z": 0.0}}},
+    )
+    model, tokens, logits = (
+        build_model(config),
+        torch.randint(37, (3, 24), generator=torch.Generator().manual_seed(1)),
+        [],
+    )
     randomise(model, 4)
     for block in model.blocks:
         block.ffn.router.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
@@ -343,13 +427,18 @@ def test_auxiliary_losses(top_k: int):
     weights, wanted = [block.ffn.router.weight for block in model.blocks], 0.0
     for own, each in zip(coefficients, logits):
         balance = load_balancing_loss_func((each,), 8, top_k) / top_k
-        probabilities, chosen = each.softmax(-1).view(3, 24, 8), F.one_hot(each.topk(top_k).indices, 8).view(3, 24, top_k, 8)
+        probabilities, chosen = (
+            each.softmax(-1).view(3, 24, 8),
+            F.one_hot(each.topk(top_k).indices, 8).view(3, 24, top_k, 8),
+        )
         share = chosen.sum((1, 2)) / (24 * top_k)
         sequence = torch.stack([8 * (share[b] * probabilities[b].mean(0)).sum() for b in range(3)]).mean()
         z = sum(torch.log(torch.exp(row).sum()) ** 2 for row in each) / len(each)
         wanted = wanted + own["balance"] * balance + own.get("sequence", 0.0) * sequence + own.get("z", 0.0) * z
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
-    for mine, theirs in zip(torch.autograd.grad(found, weights, retain_graph=True), torch.autograd.grad(wanted, weights)):
+    for mine, theirs in zip(
+        torch.autograd.grad(found, weights, retain_graph=True), torch.autograd.grad(wanted, weights)
+    ):
         assert theirs.abs().max() > 0 and relative(mine, theirs) < 1e-5
 
 
@@ -360,8 +449,10 @@ def test_no_size_depends_on_the_data(name: str):
 
     others = {
         "groups": {"router": {"groups": 4, "top_groups": 2}, "losses": {"balance": 0.1, "sequence": 0.1, "z": 0.1}},
-        "sinkhorn": {"router": {"select": "sinkhorn"}}, "expert choice": {"router": {"select": "expert_choice"}},
-        "no expert": {"top_k": 1, "router": {"network": "mlp", "average": False, "skip": True, "correction": "sign"}}}
+        "sinkhorn": {"router": {"select": "sinkhorn"}},
+        "expert choice": {"router": {"select": "expert_choice"}},
+        "no expert": {"top_k": 1, "router": {"network": "mlp", "average": False, "skip": True, "correction": "sign"}},
+    }
     model = config_of({"experts": 8, **{**OPTIONS, **others}[name], "hidden_size": 16}).model
     with FakeTensorMode():
         make = ParameterFactory(Mesh.single(), dtype=torch.bfloat16, values=False)
@@ -373,8 +464,12 @@ def test_no_size_depends_on_the_data(name: str):
 
 @pytest.mark.parametrize("dtype, scale, near", [(torch.bfloat16, 1.0, 2e-3), (torch.float16, 2.0**17, 1e-3)])
 def test_auxiliary_gradients_in_half_precision(dtype: torch.dtype, scale: float, near: float):
-    """Gradients of auxiliary losses are as large as in fp32 where the stream is narrow, and finite where fp16 scales losses."""
-    config = config_of({"experts": 4, "hidden_size": 16, "losses": {"z": 0.7}}, layers="moe moe", norm={"type": "rmsnorm"})
+    """Gradients of auxiliary losses are as large as in fp32 where the stream is narrow, and finite where fp16 scales
+    losses.
+    """
+    config = config_of(
+        {"experts": 4, "hidden_size": 16, "losses": {"z": 0.7}}, layers="moe moe", norm={"type": "rmsnorm"}
+    )
     tokens = torch.randint(37, (3, 25), generator=torch.Generator().manual_seed(1))
 
     def gradients(dtype: torch.dtype, scale: float) -> list[Tensor]:
@@ -390,13 +485,18 @@ def test_auxiliary_gradients_in_half_precision(dtype: torch.dtype, scale: float,
 def test_variants_and_dense_layers():
     """A dense first layer by the pattern, and layers with more and smaller experts by a variant."""
     config = config_of(
-        {"experts": 4, "hidden_size": 24}, layers="attention/mlp attention/moe attention/moe@fine",
-        variants={"fine": {"experts": 12, "hidden_size": 8, "top_k": 8}})
+        {"experts": 4, "hidden_size": 24},
+        layers="attention/mlp attention/moe attention/moe@fine",
+        variants={"fine": {"experts": 12, "hidden_size": 8, "top_k": 8}},
+    )
     model = build_model(config, device="meta")
     shapes = {name: tuple(p.shape) for name, p in named(model).items() if "experts" in name}
     assert shapes == {
-        "layers.1.moe.experts.gate_up.weight": (4, 48, H), "layers.1.moe.experts.down.weight": (4, H, 24),
-        "layers.2.moe.experts.gate_up.weight": (12, 16, H), "layers.2.moe.experts.down.weight": (12, H, 8)}
+        "layers.1.moe.experts.gate_up.weight": (4, 48, H),
+        "layers.1.moe.experts.down.weight": (4, H, 24),
+        "layers.2.moe.experts.gate_up.weight": (12, 16, H),
+        "layers.2.moe.experts.down.weight": (12, H, 8),
+    }
     kinds = [block.ffn.name for block in model.plan.blocks]
     assert kinds == ["mlp", "moe", "moe"]
     assert options(config, model.plan.blocks[2].ffn).top_k == 8

@@ -25,13 +25,30 @@ SIZES = {
 }
 LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
 THEIRS = {
-    "mixtral/8x7b": hf.MixtralConfig(**LARGE, vocab_size=32000, num_hidden_layers=32, num_local_experts=8, num_experts_per_tok=2),
+    "mixtral/8x7b": hf.MixtralConfig(
+        **LARGE, vocab_size=32000, num_hidden_layers=32, num_local_experts=8, num_experts_per_tok=2
+    ),
     "olmoe/1b_7b": hf.OlmoeConfig(
-        vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=16,
-        num_experts=64, num_experts_per_tok=8),
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+    ),
     "qwen3_moe/30b_a3b": hf.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+        vocab_size=151936,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
     "zaya1/8b": hf.ZayaConfig(),
     "jamba/52b": hf.JambaConfig(),
 }
@@ -46,11 +63,14 @@ def test_sizes(name: str):
     assert counts.parameters == sum(p.numel() for p in model.parameters())
     moe = resolved.config.model.moe
     experts = {p.logical.name: p.numel() for p in model.parameters() if ".experts." in p.logical.name}
-    assert counts.parameters - counts.active_parameters == sum(experts.values()) * (moe.experts - moe.top_k) // moe.experts
+    assert (
+        counts.parameters - counts.active_parameters == sum(experts.values()) * (moe.experts - moe.top_k) // moe.experts
+    )
     # a multiply-add per active parameter in a matrix, and attention's or the scan's own
     matrices = counts.active_parameters - counts.embedding_parameters
     own = sum(row.counts.flops for row in layers(resolved.config)) - 2 * resolved.config.model.vocab_size * (
-        resolved.config.model.hidden_size)
+        resolved.config.model.hidden_size
+    )
     assert 0.98 < own / (2 * matrices + attention(resolved.config)) < 1.03
 
 
@@ -71,10 +91,29 @@ def test_transformers_agrees(name: str):
     assert sum(p.numel() for p in theirs.parameters()) == SIZES[name][0]
     architecture, written = hf_config(settings(name).config)
     assert architecture.name == THEIRS[name].model_type
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads",
-                "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok",
-                "norm_topk_prob", "head_dim", "router_hidden_size", "cca_time0", "cca_time1", "tie_word_embeddings",
-                "attn_layer_period", "attn_layer_offset", "expert_layer_period", "expert_layer_offset", "mamba_dt_rank"):
+    for key in (
+        "hidden_size",
+        "num_hidden_layers",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "head_dim",
+        "router_hidden_size",
+        "cca_time0",
+        "cca_time1",
+        "tie_word_embeddings",
+        "attn_layer_period",
+        "attn_layer_offset",
+        "expert_layer_period",
+        "expert_layer_offset",
+        "mamba_dt_rank",
+    ):
         if getattr(THEIRS[name], key, None) is not None and (key, name) != ("intermediate_size", "qwen3_moe/30b_a3b"):
             assert getattr(written, key) == getattr(THEIRS[name], key), key
 
@@ -82,4 +121,9 @@ def test_transformers_agrees(name: str):
 @pytest.mark.parametrize("name", SIZES)
 def test_only_data_are_missing(name: str):
     """With something to read, a start on one CPU is refused for nothing."""
-    settings(name, "layouts/cpu", overrides=("data.synthetic=copy", "tokenizer.type=none", "tokenizer.path=null"), inputs=True)
+    settings(
+        name,
+        "layouts/cpu",
+        overrides=("data.synthetic=copy", "tokenizer.type=none", "tokenizer.path=null"),
+        inputs=True,
+    )

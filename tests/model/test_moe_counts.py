@@ -15,10 +15,20 @@ from tests.model.test_describe import B, S, inputs, kept_bytes
 CASES = {
     "gated": {"experts": 8, "top_k": 2, "hidden_size": 24},
     "plain": {"experts": 8, "top_k": 1, "hidden_size": 24, "activation": "gelu", "gated": False},
-    "shared": {"experts": 8, "top_k": 4, "hidden_size": 24, "shared_size": 32, "shared_gate": True,
-               "router": {"score": "sigmoid", "normalize": True, "bias": True}},
+    "shared": {
+        "experts": 8,
+        "top_k": 4,
+        "hidden_size": 24,
+        "shared_size": 32,
+        "shared_gate": True,
+        "router": {"score": "sigmoid", "normalize": True, "bias": True},
+    },
     "router with a state": {
-        "experts": 4, "top_k": 1, "hidden_size": 24, "router": {"network": "mlp", "width": 16, "average": False}},
+        "experts": 4,
+        "top_k": 1,
+        "hidden_size": 24,
+        "router": {"network": "mlp", "width": 16, "average": False},
+    },
 }
 
 

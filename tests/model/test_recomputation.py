@@ -33,13 +33,11 @@ VARIANTS = {
 
 def setting(name: str, mode: str = "none", every: int = 1, documents: bool = False):
     """A model and its inputs."""
-    config = resolve(
-        {
-            "model": {"layers": f"(attention/mlp) x{L}", "hidden_size": 32, "vocab_size": V, **VARIANTS[name]},
-            "data": {"reset_attention_at_eod": documents},
-            "training": {"steps": 1, "sequence_length": S, "activation_checkpointing": {"mode": mode, "every": every}},
-        }
-    )
+    config = resolve({
+        "model": {"layers": f"(attention/mlp) x{L}", "hidden_size": 32, "vocab_size": V, **VARIANTS[name]},
+        "data": {"reset_attention_at_eod": documents},
+        "training": {"steps": 1, "sequence_length": S, "activation_checkpointing": {"mode": mode, "every": every}},
+    })
     tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(0))
     extra = {}
     if documents:

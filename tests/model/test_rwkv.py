@@ -40,8 +40,10 @@ def values_of(name: str, **model) -> dict:
 
 def config_of(name: str, documents: bool = False, model: dict | None = None, **training):
     return resolve({
-        "model": values_of(name, **(model or {})), "data": {"reset_attention_at_eod": documents},
-        "training": {"steps": 1, "sequence_length": S, **training}})
+        "model": values_of(name, **(model or {})),
+        "data": {"reset_attention_at_eod": documents},
+        "training": {"steps": 1, "sequence_length": S, **training},
+    })
 
 
 def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
@@ -57,7 +59,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
     with torch.no_grad():
         wanted, state, begin, found = model.logits(tokens), model.new_state(), 0, []
         for piece in pieces:
-            found.append(model.decode(tokens[:, begin: begin + piece], state, begin))
+            found.append(model.decode(tokens[:, begin : begin + piece], state, begin))
             begin += piece
     assert relative(torch.cat(found, 1), wanted) < 1e-5
 
@@ -76,7 +78,9 @@ def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...],
         model.zero_grad()
         state, parts = model.new_state(), []
         for begin, end in zip(bounds, bounds[1:]):
-            stream = model.embedding(tokens_of()[:, begin:end], documents=None if numbers is None else numbers[:, begin:end])
+            stream = model.embedding(
+                tokens_of()[:, begin:end], documents=None if numbers is None else numbers[:, begin:end]
+            )
             for block, own in zip(model.blocks, state):
                 stream = block(stream, own)
             parts.append(stream.hidden)
@@ -85,7 +89,9 @@ def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...],
         return y.detach(), {key: p.grad for key, p in named(model).items() if p.grad is not None}
 
     whole, gradients = outputs([0, S])
-    assert relative(model.stream(tokens_of(), documents=numbers).hidden.detach(), whole) < 1e-6  # a state changes nothing
+    assert (
+        relative(model.stream(tokens_of(), documents=numbers).hidden.detach(), whole) < 1e-6
+    )  # a state changes nothing
     found, own = outputs([0, *cuts, S])
     assert relative(found, whole) < 1e-5
     for key in gradients:
@@ -136,7 +142,11 @@ def test_recomputing_a_block_changes_no_bit(name: str, mode: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_counts_of_parameters_and_flops(name: str):
     """FLOPs are what torch counts, with chunks that divide the sequence."""
-    own = {kind: {**MODELS[name][kind], "chunk": 8} for kind in MODELS[name] if kind.startswith("rwkv") and "ffn" not in kind}
+    own = {
+        kind: {**MODELS[name][kind], "chunk": 8}
+        for kind in MODELS[name]
+        if kind.startswith("rwkv") and "ffn" not in kind
+    }
     config = config_of(name, model=own)
     model = build_model(config).eval()
     for block, row in zip(model.blocks, layers_table(config)[1:-1]):
@@ -152,11 +162,13 @@ def test_counts_of_parameters_and_flops(name: str):
 def test_activations_kept_by_a_block(name: str, mode: str):
     """Bytes that exist between forward and backward: what one more block adds. Scans by pieces also keep one fp32
     state per piece."""
+
     def kept(blocks: int) -> tuple[int, int]:
         own = {**MODELS[name][name], "chunk": 8}
         config = resolve({
             "model": values_of(name, layers=f"({name}/{name}_ffn) x{blocks}", **{name: own}),
-            "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}}})
+            "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}},
+        })
         model = build_model(config)
         with Allocations(model.parameters()) as allocations:
             loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
@@ -179,9 +191,15 @@ def test_size_of_the_decoding_state(name: str):
         with torch.no_grad():
             model.decode(tokens_of(length=length), state, 0)
         sizes.append([
-            sum(tensor[0].numel() for part in (own.mixer, own.ffn) if part is not None
-                and type(part).__name__ != "KeyValueCache" for tensor in vars(part).values() if tensor is not None)
-            for own in state])
+            sum(
+                tensor[0].numel()
+                for part in (own.mixer, own.ffn)
+                if part is not None and type(part).__name__ != "KeyValueCache"
+                for tensor in vars(part).values()
+                if tensor is not None
+            )
+            for own in state
+        ])
     assert sizes[0] == sizes[1]
     for size, block, row in zip(sizes[0], model.blocks, layers(config)[1:-1]):
         if "attention" not in str(block.pattern):
@@ -226,7 +244,9 @@ def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str)
 
 
 STATES = {
-    "rwkv4": {"decay", "bonus"}, "rwkv5": {"decay", "bonus"}, "rwkv6": {"decay", "bonus"},
+    "rwkv4": {"decay", "bonus"},
+    "rwkv5": {"decay", "bonus"},
+    "rwkv6": {"decay", "bonus"},
     "rwkv7": {"decay_base", "rate_base", "blend_base", "key_scale", "rate_scale", "bonus"},
 }
 
@@ -253,10 +273,14 @@ def test_decays_can_learn_at_a_rate_of_their_own(name: str):
     """Twice the rate for the base of the decays alone, as in the authors' training code, and no weight decay."""
     model = build_model(config_of(name), device="meta")
     config = resolve({
-        "model": values_of(name), "optimizer": {"groups": {"decay": {"lr_scale": 2.0}}},
-        "training": {"steps": 1, "sequence_length": S}})
+        "model": values_of(name),
+        "optimizer": {"groups": {"decay": {"lr_scale": 2.0}}},
+        "training": {"steps": 1, "sequence_length": S},
+    })
     groups = parameter_groups(config, model.parameters())
-    faster = {p.logical.name: group["weight_decay"] for group in groups if group["lr_scale"] == 2.0 for p in group["params"]}
+    faster = {
+        p.logical.name: group["weight_decay"] for group in groups if group["lr_scale"] == 2.0 for p in group["params"]
+    }
     base = "decay_base" if name == "rwkv7" else "decay"
     assert faster == {f"layers.{layer}.{name}.{base}": 0.0 for layer in range(len(model.blocks))}
 

@@ -12,23 +12,31 @@ from megatron.model.stack import build_model
 from tests.model.test_configs import files, settings
 
 RWKV4 = {  # Peng et al. 2023, table of the models
-    "169m": (12, 768, 169_342_464), "430m": (24, 1024, 430_397_440), "1.5b": (24, 2048, 1_515_106_304),
-    "3b": (32, 2560, 2_984_627_200), "7b": (32, 4096, 7_392_649_216), "14b": (40, 5120, 14_148_597_760),
+    "169m": (12, 768, 169_342_464),
+    "430m": (24, 1024, 430_397_440),
+    "1.5b": (24, 2048, 1_515_106_304),
+    "3b": (32, 2560, 2_984_627_200),
+    "7b": (32, 4096, 7_392_649_216),
+    "14b": (40, 5120, 14_148_597_760),
 }
 RWKV6 = {
-    "1.6b": (24, 2048, 32, 64, 1_599_873_024), "3b": (32, 2560, 32, 64, 3_099_863_040),
+    "1.6b": (24, 2048, 32, 64, 1_599_873_024),
+    "3b": (32, 2560, 32, 64, 3_099_863_040),
     "7b": (32, 4096, 64, 128, 7_635_746_816),
 }
 RWKV7 = {  # of the released weights, whose first layer has no matrix that blends values
-    "0.1b": (12, 768, 64, 32, 128, 191_034_624), "0.4b": (24, 1024, 64, 32, 128, 450_767_872),
-    "1.5b": (24, 2048, 96, 64, 256, 1_527_404_544), "2.9b": (32, 2560, 96, 64, 320, 2_947_735_040),
+    "0.1b": (12, 768, 64, 32, 128, 191_034_624),
+    "0.4b": (24, 1024, 64, 32, 128, 450_767_872),
+    "1.5b": (24, 2048, 96, 64, 256, 1_527_404_544),
+    "2.9b": (32, 2560, 96, 64, 320, 2_947_735_040),
 }
 
 
 def test_every_file_is_tested():
     ours = {name for family in ("rwkv4", "rwkv6", "rwkv7") for name in files(family)}
-    assert ours == {f"{family}/{size}" for family, sizes in (("rwkv4", RWKV4), ("rwkv6", RWKV6), ("rwkv7", RWKV7))
-                    for size in sizes} | {"rwkv7/hybrid"}
+    assert ours == {
+        f"{family}/{size}" for family, sizes in (("rwkv4", RWKV4), ("rwkv6", RWKV6), ("rwkv7", RWKV7)) for size in sizes
+    } | {"rwkv7/hybrid"}
 
 
 def size_of(name: str) -> int:
@@ -50,11 +58,14 @@ def test_rwkv4(size: str):
 
 @pytest.mark.parametrize("size", RWKV6)
 def test_rwkv6(size: str):
-    """The embedding and head, three norms outside the blocks (of the embedding and before the head), and in each block 13
-    square matrices, matrices of low rank and 16 vectors."""
+    """The embedding and head, three norms outside the blocks (of the embedding and before the head), and in each block
+    13 square matrices, matrices of low rank and 16 vectors."""
     layers, C, mix, decay, published = RWKV6[size]
-    assert size_of(f"rwkv6/{size}") == published == 2 * 65536 * C + 4 * C + layers * (
-        13 * C * C + 2 * C * (5 * mix + decay) + 16 * C)
+    assert (
+        size_of(f"rwkv6/{size}")
+        == published
+        == 2 * 65536 * C + 4 * C + layers * (13 * C * C + 2 * C * (5 * mix + decay) + 16 * C)
+    )
 
 
 @pytest.mark.parametrize("size", RWKV7)
@@ -66,7 +77,12 @@ def test_rwkv7(size: str):
 
 def test_ranks_of_the_authors_current_code():
     """They follow from the width; the authors' code has the blend in the first layer, too."""
-    for size, wanted in (("0.1b", 191_084_544), ("0.4b", 453_980_160), ("1.5b", 1_530_814_464), ("2.9b", 2_953_308_160)):
+    for size, wanted in (
+        ("0.1b", 191_084_544),
+        ("0.4b", 453_980_160),
+        ("1.5b", 1_530_814_464),
+        ("2.9b", 2_953_308_160),
+    ):
         free = [f"model.rwkv7.{name}_rank=null" for name in ("decay", "rate", "value", "gate")]
         config = settings(f"rwkv7/{size}", overrides=tuple(free)).config
         C = config.model.hidden_size

@@ -16,21 +16,26 @@ from tests.model import rwkv_reference as reference
 from tests.model.parity import named, relative
 
 V, H, S = 29, 24, 13
-# Norms of heads whose values are nearly equal magnify rounding, of the recurrences token by token too (see the last test); with
-# these seeds there are none such.
+# Norms of heads whose values are nearly equal magnify rounding, of the recurrences token by token too (see the last
+# test); with these seeds there are none such.
 SEEDS = {"rwkv5": 0, "rwkv6": 0, "rwkv7": 5}
 MODELS = {
     "rwkv5": {"layers": "(rwkv5/rwkv5_ffn) x2", "rwkv5": {"head_dim": 12, "chunk": 9}},
     "rwkv6": {"layers": "(rwkv6/rwkv6_ffn) x2", "rwkv6": {"head_dim": 12, "chunk": 9, "mix_rank": 3, "decay_rank": 4}},
-    "rwkv7": {"layers": "(rwkv7/rwkv7_ffn) x3", "rwkv7": {
-        "head_dim": 12, "chunk": 5, "decay_rank": 3, "rate_rank": 4, "value_rank": 2, "gate_rank": 5}},
+    "rwkv7": {
+        "layers": "(rwkv7/rwkv7_ffn) x3",
+        "rwkv7": {"head_dim": 12, "chunk": 5, "decay_rank": 3, "rate_rank": 4, "value_rank": 2, "gate_rank": 5},
+    },
 }
 
 
 def config_of(name: str, documents: bool = False):
     model = {"hidden_size": H, "vocab_size": V, "embedding": {"norm": True}, **MODELS[name]}
-    return resolve({"model": model, "data": {"reset_attention_at_eod": documents},
-                    "training": {"steps": 1, "sequence_length": S}})
+    return resolve({
+        "model": model,
+        "data": {"reset_attention_at_eod": documents},
+        "training": {"steps": 1, "sequence_length": S},
+    })
 
 
 def randomised(model: Model, seed: int) -> None:
@@ -68,9 +73,13 @@ def test_equals_the_recurrence(name: str, documents: bool):
 
     heads = H // MODELS[name][name]["head_dim"]
     wanted = torch.stack([
-        reference.logits(theirs, row.tolist(), int(name[-1]), heads, starts=begins) for row, begins in zip(tokens, starts)])
+        reference.logits(theirs, row.tolist(), int(name[-1]), heads, starts=begins)
+        for row, begins in zip(tokens, starts)
+    ])
     assert relative(model.logits(tokens, positions, numbers).double(), wanted) < 1e-5
-    loss, _ = model(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel()), positions=positions, documents=numbers)
+    loss, _ = model(
+        tokens, labels, torch.full(labels.shape, 1.0 / labels.numel()), positions=positions, documents=numbers
+    )
     mean = F.cross_entropy(wanted.flatten(0, 1), labels.flatten())
     assert abs(loss - mean) < 1e-5 * mean
     loss.backward()
@@ -86,7 +95,9 @@ def test_equals_the_recurrence(name: str, documents: bool):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_as_exact_as_the_recurrence_in_fp32(name: str):
-    """Over several models, hard ones too: the largest errors of gradients, beside those of the papers' form in the same type."""
+    """Over several models, hard ones too: the largest errors of gradients, beside those of the papers' form in the same
+    type.
+    """
     config, ratios = config_of(name), []
     heads = H // MODELS[name][name]["head_dim"]
     tokens, labels = torch.randint(V, (2, 1, S), generator=torch.Generator().manual_seed(1))
@@ -101,7 +112,9 @@ def test_as_exact_as_the_recurrence_in_fp32(name: str):
         model(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel()))[0].backward()
         gradients = {own: parameter.grad for own, parameter in named(model).items()}
         mine = {key: each for step in steps for key, each in step.to_hf(gradients.__getitem__)}
-        errors = [max(relative(each[key].double(), exact[key].grad) for key in exact)
-                  for each in (mine, {key: value.grad for key, value in single.items()})]
+        errors = [
+            max(relative(each[key].double(), exact[key].grad) for key in exact)
+            for each in (mine, {key: value.grad for key, value in single.items()})
+        ]
         ratios.append(math.log(errors[0] / errors[1]))
     assert sum(ratios) / len(ratios) < math.log(2.5)

@@ -94,7 +94,9 @@ def test_the_gradient_of_wkv7_is_exact(documents: str | None, of: str):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bool):
-    """128 tokens with one and the same key that each removes what the last wrote: powers of the scores would be binomials."""
+    """128 tokens with one and the same key that each removes what the last wrote: powers of the scores would be
+    binomials.
+    """
     key = F.normalize(draw(1, 1, 1, N, seed=1), dim=-1).repeat(1, 128, 1, 1)
     log_w = torch.full((1, 128, 1, N), -0.6065 if fast else 0.0)
     inputs = [draw(1, 128, 1, N, seed=2), log_w, key, draw(1, 128, 1, N, seed=3), -key, key.clone()]
@@ -124,19 +126,29 @@ def test_wkv6(chunk: int, documents: str | None, shift: float):
     inputs = [each.requires_grad_() for each in inputs]
     starts = starts_of(documents)
     found = wkv6(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
-    check(list(found), list(loop6(*doubles, starts)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
+    check(
+        list(found),
+        list(loop6(*doubles, starts)),
+        inputs,
+        doubles,
+        ["r", "k", "v", "moved", "decay", "bonus", "initial"],
+    )
 
 
 @pytest.mark.parametrize("move", [10.0, 36.0, 100.0])
 def test_wkv6_of_a_token_that_forgets_everything(move: float):
-    """Its rate is e^move: beside it in a sum the rates of other tokens have no digits left, and e^100 fp32 has not at all."""
+    """Its rate is e^move: beside it in a sum the rates of other tokens have no digits left, and e^100 fp32 has not at
+    all.
+    """
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)] + [draw(Bs, S, h, N, seed=3) - 2.0]
     inputs[3][:, 7, :, 1:] = move
     inputs += [draw(h, N, seed=4), draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
     doubles = [each.double().requires_grad_() for each in inputs]
     inputs = [each.requires_grad_() for each in inputs]
     found = wkv6(*inputs[:6], chunk=64, initial_BhNN=inputs[6])
-    check(list(found), list(loop6(*doubles, None)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
+    check(
+        list(found), list(loop6(*doubles, None)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"]
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -162,8 +174,13 @@ def test_wkv4(chunk: int, documents: str | None, shift: float):
     starts = starts_of(documents)
     y, (above, below, largest) = wkv4(*inputs[:4], chunk=chunk, initial=tuple(inputs[4:]), starts_BS=starts)
     scale = largest.exp()
-    check([y, above * scale, below * scale], list(loop4(*doubles, starts)), inputs[:6], doubles[:6],
-          ["k", "v", "decay", "bonus", "numerator", "denominator"])
+    check(
+        [y, above * scale, below * scale],
+        list(loop4(*doubles, starts)),
+        inputs[:6],
+        doubles[:6],
+        ["k", "v", "decay", "bonus", "numerator", "denominator"],
+    )
 
 
 def test_wkv4_of_huge_keys():

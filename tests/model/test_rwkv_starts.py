@@ -18,10 +18,16 @@ def weights_of(kind: str, init: str = "published", layers: int | None = None) ->
     options = {} if kind == "rwkv4" else {"head_dim": N}
     config = resolve({
         "model": {
-            "layers": f"({kind}/{kind}_ffn) x{L}", "hidden_size": H, "vocab_size": 400, "embedding": {"norm": True},
-            kind: {**options, "init": init}, f"{kind}_ffn": {"init": init},
-            "init": {"embedding": "tiny_uniform", "head": "half_orthogonal", "layers": layers}},
-        "training": {"steps": 1, "sequence_length": 8}})
+            "layers": f"({kind}/{kind}_ffn) x{L}",
+            "hidden_size": H,
+            "vocab_size": 400,
+            "embedding": {"norm": True},
+            kind: {**options, "init": init},
+            f"{kind}_ffn": {"init": init},
+            "init": {"embedding": "tiny_uniform", "head": "half_orthogonal", "layers": layers},
+        },
+        "training": {"steps": 1, "sequence_length": 8},
+    })
     return {name: p.detach() for name, p in named(build_model(config)).items()}
 
 
@@ -43,8 +49,11 @@ def test_rwkv7_starts_as_published(layer: int):
     zigzag = z * z.abs()
     expected = {
         "decay_base": -6 + 6 * (n / (H - 1)) ** (1 + ratio**0.3) + 0.5 + 2.5 * zigzag,
-        "rate_base": -0.19 + 0.3 * zigzag + 0.4 * linear, "key_scale": 0.71 - 0.1 * linear,
-        "rate_scale": torch.full((H,), 1.02), "bonus": torch.full((H,), -0.04), "norm.bias": torch.zeros(H),
+        "rate_base": -0.19 + 0.3 * zigzag + 0.4 * linear,
+        "key_scale": 0.71 - 0.1 * linear,
+        "rate_scale": torch.full((H,), 1.02),
+        "bonus": torch.full((H,), -0.04),
+        "norm.bias": torch.zeros(H),
         "norm.weight": torch.full((H,), ((1 + layer) / L) ** 0.7),
     }
     if layer > 0:
@@ -76,12 +85,17 @@ def test_earlier_ones_start_as_published(kind: str, layer: int):
     bonus = math.log(0.3) + 0.5 * zigzag if kind == "rwkv4" else ratio * (1 - n / (H - 1)) + 0.1 * zigzag
     torch.testing.assert_close(own["bonus"], bonus.float())
     x, half = (n / H).pow(rest), (n / H).pow(0.5 * rest)
-    shares = {"rwkv4": [x, x + 0.3 * ratio, half], "rwkv5": [x, x + 0.3 * ratio, half, half],
-              "rwkv6": [1 - x, 1 - x, 1 - x - 0.3 * ratio, 1 - half, 1 - half]}[kind]
+    shares = {
+        "rwkv4": [x, x + 0.3 * ratio, half],
+        "rwkv5": [x, x + 0.3 * ratio, half, half],
+        "rwkv6": [1 - x, 1 - x, 1 - x - 0.3 * ratio, 1 - half, 1 - half],
+    }[kind]
     torch.testing.assert_close(own["mix"], torch.stack(shares).float())
     zero = ["output", "key", "receptance"] if kind == "rwkv4" else ["output"]
     assert not any(own[f"{name}.weight"].any() for name in zero)
-    for name, gain in {"rwkv4": {"value": 1.0}}.get(kind, {"receptance": 1.0, "value": 1.0, "key": 0.1, "gate": 0.1}).items():
+    for name, gain in {"rwkv4": {"value": 1.0}}.get(
+        kind, {"receptance": 1.0, "value": 1.0, "key": 0.1, "gate": 0.1}
+    ).items():
         orthogonal(own[f"{name}.weight"], gain)
     orthogonal(found[f"layers.{layer}.{kind}_ffn.key.weight"], 2.0 if kind == "rwkv4" else 1.0)
     assert not found[f"layers.{layer}.{kind}_ffn.value.weight"].any()

@@ -18,12 +18,22 @@ S, V = 32, 37
 
 def config_of(pattern: str, shared: dict | None = None, **sections):
     model, ranks = sections.pop("model", {}), sections.pop("ranks", 1)
-    return resolve({
-        "model": {
-            "layers": pattern, "hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"},
-            "mamba2": {"head_dim": 4, "state_size": 6, "groups": 2, "chunk": 8},
-            "shared_attention": {"heads": 4, "kv_heads": 2, "adapter_rank": 3, **(shared or {})}, **model},
-        "training": {"steps": 1, "sequence_length": S, **sections.pop("training", {})}, **sections}, ranks=ranks)
+    return resolve(
+        {
+            "model": {
+                "layers": pattern,
+                "hidden_size": 24,
+                "vocab_size": V,
+                "norm": {"type": "rmsnorm"},
+                "mamba2": {"head_dim": 4, "state_size": 6, "groups": 2, "chunk": 8},
+                "shared_attention": {"heads": 4, "kv_heads": 2, "adapter_rank": 3, **(shared or {})},
+                **model,
+            },
+            "training": {"steps": 1, "sequence_length": S, **sections.pop("training", {})},
+            **sections,
+        },
+        ranks=ranks,
+    )
 
 
 def tokens_of(seed: int) -> torch.Tensor:
@@ -37,12 +47,17 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def test_calls_are_numbered_by_kind():
-    pattern = "mamba2+shared_attention mamba2 mamba2+shared_attention@a (mamba2+shared_attention mamba2+shared_attention@a) x2"
+    pattern = (
+        "mamba2+shared_attention mamba2 mamba2+shared_attention@a (mamba2+shared_attention "
+        "mamba2+shared_attention@a) x2"
+    )
     assert call_numbers(pattern) == [(0,), (), (0,), (1,), (1,), (2,), (2,)]
 
 
 def test_a_shared_block_is_the_sum_of_its_uses():
-    """With one block per call, equal in value, the gradients of the blocks add up to those of the one that is shared."""
+    """With one block per call, equal in value, the gradients of the blocks add up to those of the one that is
+    shared.
+    """
     one = build_model(config_of("mamba2+shared_attention x3", {"blocks": 1}))
     three = build_model(config_of("mamba2+shared_attention x3", {"blocks": 3}))
     randomise(one, 3)
@@ -62,15 +77,23 @@ def test_a_shared_block_is_the_sum_of_its_uses():
             assert relative(apart[name], gradient) < 1e-5, name
 
 
-@pytest.mark.parametrize("split, tied, wanted", [
-    ([1, 1, 1, 1], False, {"shared_attention.0": (0, 2), "shared_attention.1": (1, 3)}),
-    ([1, 2, 1], True, {"embedding.tokens": (0, 2), "shared_attention.0": (0, 1), "shared_attention.1": (1, 2)}),
-    ([3, 1], False, {"shared_attention.1": (0, 1)}),
-    ([4], True, {}),
-])
+@pytest.mark.parametrize(
+    "split, tied, wanted",
+    [
+        ([1, 1, 1, 1], False, {"shared_attention.0": (0, 2), "shared_attention.1": (1, 3)}),
+        ([1, 2, 1], True, {"embedding.tokens": (0, 2), "shared_attention.0": (0, 1), "shared_attention.1": (1, 2)}),
+        ([3, 1], False, {"shared_attention.1": (0, 1)}),
+        ([4], True, {}),
+    ],
+)
 def test_copies_on_stages(split: list[int], tied: bool, wanted: dict):
-    config = config_of("mamba2+shared_attention x4", {"blocks": 2}, model={"embedding": {"tied": tied}},
-                       parallel={"pipeline": len(split), "pipeline_split": split}, ranks=len(split))
+    config = config_of(
+        "mamba2+shared_attention x4",
+        {"blocks": 2},
+        model={"embedding": {"tied": tied}},
+        parallel={"pipeline": len(split), "pipeline_split": split},
+        ranks=len(split),
+    )
     found = copies(config)
     assert {name: stages for name, stages in found.items() if len(set(stages)) > 1} == wanted
 
@@ -80,9 +103,13 @@ def test_copies_on_stages(split: list[int], tied: bool, wanted: dict):
 def test_kept_activations(mode: str, adapters: bool):
     """Bytes that exist between forward and backward: what a second call adds to a layer. RMSNorm on CPU also keeps the
     normalised vector."""
+
     def kept(pattern: str) -> tuple[int, int]:
-        config = config_of(pattern, {"attention_adapters": adapters, "position": "none"},
-                           training={"activation_checkpointing": {"mode": mode}})
+        config = config_of(
+            pattern,
+            {"attention_adapters": adapters, "position": "none"},
+            training={"activation_checkpointing": {"mode": mode}},
+        )
         model = build_model(config)
         with Allocations(model.parameters()) as allocations:
             loss, _ = model(tokens_of(1), tokens_of(2), torch.ones(2, S))

@@ -99,13 +99,11 @@ SINGLE = [name for name in MODELS if name not in ("mixed", "zamba2")]
 
 def config_of(name: str, **training):
     documents = training.pop("documents", False)
-    return resolve(
-        {
-            "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **MODELS[name]},
-            "data": {"reset_attention_at_eod": documents},
-            "training": {"steps": 1, "sequence_length": S, **training},
-        }
-    )
+    return resolve({
+        "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **MODELS[name]},
+        "data": {"reset_attention_at_eod": documents},
+        "training": {"steps": 1, "sequence_length": S, **training},
+    })
 
 
 def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
@@ -208,20 +206,18 @@ def flops_of_a_triangular_system(matrix, sides, *_, out_shape=None, **__) -> int
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_flops(name: str):
     """FLOPs are what torch counts, with chunks that divide the sequence."""
-    config = resolve(
-        {
-            **config_of(name).model_dump(exclude_unset=True, include={"training"}),
-            "model": {
-                "hidden_size": 24,
-                "vocab_size": V,
-                "norm": {"type": "rmsnorm"},
-                **MODELS[name],
-                "mamba2": {**MODELS[name].get("mamba2", {}), "chunk": 8},
-                "mamba": {**MODELS[name].get("mamba", {}), "chunk": 4},
-                "gated_delta": {**MODELS[name].get("gated_delta", {}), "chunk": 8},
-            },
-        }
-    )
+    config = resolve({
+        **config_of(name).model_dump(exclude_unset=True, include={"training"}),
+        "model": {
+            "hidden_size": 24,
+            "vocab_size": V,
+            "norm": {"type": "rmsnorm"},
+            **MODELS[name],
+            "mamba2": {**MODELS[name].get("mamba2", {}), "chunk": 8},
+            "mamba": {**MODELS[name].get("mamba", {}), "chunk": 4},
+            "gated_delta": {**MODELS[name].get("gated_delta", {}), "chunk": 8},
+        },
+    })
     model = build_model(config).eval()
     for block, row in zip(model.blocks, layers_table(config)[1:-1]):
         assert row["parameters"] == sum(p.numel() for p in block.parameters())
@@ -243,12 +239,10 @@ def test_kept_activations(name: str, mode: str):
         kind = values["layers"].split(" ")[0]
         if kind != "cca":
             values[kind] = {**values[kind], "chunk": 8}
-        config = resolve(
-            {
-                "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **values},
-                "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}},
-            }
-        )
+        config = resolve({
+            "model": {"hidden_size": 24, "vocab_size": V, "norm": {"type": "rmsnorm"}, **values},
+            "training": {"steps": 1, "sequence_length": 64, "activation_checkpointing": {"mode": mode}},
+        })
         model = build_model(config)
         with Allocations(model.parameters()) as allocations:
             loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
@@ -275,14 +269,12 @@ def test_decoding_state_does_not_grow(name: str):
         state = model.new_state()
         with torch.no_grad():
             model.decode(tokens_of(length=length), state, 0)
-        sizes.append(
-            [
-                0
-                if type(own.mixer).__name__ == "KeyValueCache"
-                else sum(tensor[0].numel() for tensor in vars(own.mixer).values() if isinstance(tensor, torch.Tensor))
-                for own in state
-            ]
-        )
+        sizes.append([
+            0
+            if type(own.mixer).__name__ == "KeyValueCache"
+            else sum(tensor[0].numel() for tensor in vars(own.mixer).values() if isinstance(tensor, torch.Tensor))
+            for own in state
+        ])
     assert sizes[0] == sizes[1]
     for size, block, row in zip(sizes[0], model.blocks, layers(config)[1:-1]):
         if "attention" not in str(block.pattern) and "cca" not in str(block.pattern):  # whose caches grow

@@ -49,18 +49,16 @@ MODELS = {
 def step(model_values: dict, layout: Layout, mode: str, move: bool = True):
     """(loss, this rank's gradients by name, logits) of one step of the model on this rank of the layout."""
     mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
-    config = resolve(
-        {
-            "model": {"layers": "(attention/mlp) x2", "hidden_size": 24, "vocab_size": V, **model_values},
-            "training": {
-                "steps": 1,
-                "sequence_length": S,
-                "z_loss": 0.1,
-                "loss_chunk": 7,
-                "activation_checkpointing": {"mode": mode},
-            },
-        }
-    )
+    config = resolve({
+        "model": {"layers": "(attention/mlp) x2", "hidden_size": 24, "vocab_size": V, **model_values},
+        "training": {
+            "steps": 1,
+            "sequence_length": S,
+            "z_loss": 0.1,
+            "loss_chunk": 7,
+            "activation_checkpointing": {"mode": mode},
+        },
+    })
     model = build_model(config, mesh)
     shake(model, layout)
     tokens, labels = torch.randint(V, (2, 2, S), generator=torch.Generator().manual_seed(0))

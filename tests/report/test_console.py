@@ -8,8 +8,19 @@ import pytest
 
 from megatron.report.console import Console, duration, short, training_line
 
-RECORD = {"step": 41, "loss": 3.14159, "lr": 3e-4, "grad_norm": 0.5, "tokens": 42 * 1024, "tokens_per_second": 12345.6,
-          "tflops": 407.2, "mfu": 0.4117, "peak_tflops": 989.0, "memory_bytes": 3 * 2**29, "eta_seconds": 3723.0}
+RECORD = {
+    "step": 41,
+    "loss": 3.14159,
+    "lr": 3e-4,
+    "grad_norm": 0.5,
+    "tokens": 42 * 1024,
+    "tokens_per_second": 12345.6,
+    "tflops": 407.2,
+    "mfu": 0.4117,
+    "peak_tflops": 989.0,
+    "memory_bytes": 3 * 2**29,
+    "eta_seconds": 3723.0,
+}
 
 
 class Terminal(io.StringIO):
@@ -19,15 +30,26 @@ class Terminal(io.StringIO):
 
 def test_a_line_says_it_all():
     line = training_line(RECORD, 1000)
-    for text in ("step   41", "4.2%", "loss 3.1416", "lr 3.000e-04", "grad 0.500", "12.3k tok/s", "407 TFLOP/s",
-                 "MFU 41.2% of 989 TFLOP/s", "mem 1.50 GiB", "ETA 1:02:03"):
+    for text in (
+        "step   41",
+        "4.2%",
+        "loss 3.1416",
+        "lr 3.000e-04",
+        "grad 0.500",
+        "12.3k tok/s",
+        "407 TFLOP/s",
+        "MFU 41.2% of 989 TFLOP/s",
+        "mem 1.50 GiB",
+        "ETA 1:02:03",
+    ):
         assert text in line
     without = training_line({**RECORD, "mfu": None, "grad_norm": None}, 1000)
     assert "MFU" not in without and "grad" not in without
 
 
-@pytest.mark.parametrize("number, text", [
-    (0.5, "0.5"), (999, "999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (2e12, "2T")])
+@pytest.mark.parametrize(
+    "number, text", [(0.5, "0.5"), (999, "999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (2e12, "2T")]
+)
 def test_short(number, text):
     assert short(number) == text
 
@@ -45,7 +67,10 @@ def test_plain_lines_where_there_is_no_terminal():
     console.say("a message")
     console.close()
     assert out.getvalue().splitlines() == [
-        training_line(RECORD, 1000), "validation after 42 steps  pile: loss 2.0000 perplexity 7.39", "a message"]
+        training_line(RECORD, 1000),
+        "validation after 42 steps  pile: loss 2.0000 perplexity 7.39",
+        "a message",
+    ]
 
 
 def test_live_line_on_a_terminal_leaves_messages_above():

@@ -12,8 +12,10 @@ from megatron.report.sinks import open_sinks
 from tests.training.settings import settings
 
 RECORDS = [
-    {"step": 0, "loss": 4.25, "batch_hash": "00ff"}, {"step": 1, "loss": 3.125, "batch_hash": "01ff"},
-    {"step": 2, "validation": {"pile": {"loss": 3.0, "perplexity": 20.0855, "tokens": 64}}}]
+    {"step": 0, "loss": 4.25, "batch_hash": "00ff"},
+    {"step": 1, "loss": 3.125, "batch_hash": "01ff"},
+    {"step": 2, "validation": {"pile": {"loss": 3.0, "perplexity": 20.0855, "tokens": 64}}},
+]
 
 
 def config(tmp_path, **logging):
@@ -63,12 +65,22 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         open_sinks(config(tmp_path, wandb={"mode": "offline"}))
 
 
-@pytest.mark.parametrize("name, compute, tflops", [
-    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "bf16", 989),
-    ("NVIDIA GH200 480GB", "fp16", 989), ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-    ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
-    ("NVIDIA L40S", "bf16", 362), ("NVIDIA L40", "bf16", 181), ("AMD Instinct MI250X", "bf16", 191.5),
-    ("AMD Instinct MI300X", "bf16", 1307), ("Tesla V100-SXM2-32GB", "fp16", 125)])
+@pytest.mark.parametrize(
+    "name, compute, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA GH200 480GB", "fp16", 989),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", 181),
+        ("AMD Instinct MI250X", "bf16", 191.5),
+        ("AMD Instinct MI300X", "bf16", 1307),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+    ],
+)
 def test_peaks_by_the_names_that_torch_gives(name, compute, tflops):
     peak = device_peak(name, compute)
     assert peak.tflops == tflops and name in peak.source

@@ -44,7 +44,9 @@ def test_other_outputs_are_an_error(on_workers, monkeypatch, capsys):
 
 
 def test_a_process_writes_what_it_found(tmp_path):
-    asked = expert_traffic.argparse.Namespace(tensor=1, data=1, expert=1, experts=4, top_k=2, tokens=8, hidden_size=16, width=8)
+    asked = expert_traffic.argparse.Namespace(
+        tensor=1, data=1, expert=1, experts=4, top_k=2, tokens=8, hidden_size=16, width=8
+    )
     torch.multiprocessing.spawn(expert_traffic.work, ("folded", asked, str(tmp_path)), nprocs=1)
     traffic, y, x_grad = torch.load(tmp_path / "0.pt")
     assert traffic == {"exchanged": 0, "exchanges": 0, "gathered": 0} and y.shape == x_grad.shape == (1, 8, 16)

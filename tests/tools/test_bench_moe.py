@@ -16,9 +16,27 @@ from tools.bench.moe import SHAPES, configuration
 
 def test_a_row():
     done = subprocess.run(
-        [sys.executable, "tools/bench/moe.py", "--shapes", "tiny", "--sequence", "32", "--micro-batch", "2", "--rounds", "1",
-         "--steps", "1"], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-        check=False)
+        [
+            sys.executable,
+            "tools/bench/moe.py",
+            "--shapes",
+            "tiny",
+            "--sequence",
+            "32",
+            "--micro-batch",
+            "2",
+            "--rounds",
+            "1",
+            "--steps",
+            "1",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     head, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.strip().splitlines())
     found = dict(zip(head, row, strict=True))

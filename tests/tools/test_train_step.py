@@ -15,14 +15,36 @@ from tools.bench.contenders import Setup, configuration
 from tools.bench.train_step import Mismatch, check_equal, table
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--shapes", "tiny", "--sequence", "32", "--micro-batch", "2", "--vocabulary", "256", "--steps", "1",
-        "--rounds", "2", "--contenders", "ours", "eager")
+TINY = (
+    "--shapes",
+    "tiny",
+    "--sequence",
+    "32",
+    "--micro-batch",
+    "2",
+    "--vocabulary",
+    "256",
+    "--steps",
+    "1",
+    "--rounds",
+    "2",
+    "--contenders",
+    "ours",
+    "eager",
+)
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "tools/bench/train_step.py", *TINY, *arguments], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        [sys.executable, "tools/bench/train_step.py", *TINY, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("shape", ["tiny", "mamba2-tiny"])
@@ -51,9 +73,15 @@ def test_values_that_differ_are_named():
             check_equal({"ours": same, "eager": {**same, "losses": [2.0, wrong]}}, 2e-4)
 
 
-@pytest.mark.parametrize("shape, parameters", [
-    ("pythia-14m", 14_067_712), ("pythia-70m", 70_426_624), ("pythia-160m", 162_322_944),
-    ("pythia-1.4b", 1_414_647_808)])
+@pytest.mark.parametrize(
+    "shape, parameters",
+    [
+        ("pythia-14m", 14_067_712),
+        ("pythia-70m", 70_426_624),
+        ("pythia-160m", 162_322_944),
+        ("pythia-1.4b", 1_414_647_808),
+    ],
+)
 def test_shapes_are_those_published(shape, parameters):
     """Of the released models; all have 50304 rows."""
     from megatron.model.describe import totals

@@ -68,11 +68,22 @@ def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
         for group in entry["runs"]:
             for layout in _named(group["layouts"], matrix["layouts"]):
                 for architecture in _named(group["architectures"], matrix["architectures"]):
-                    own = {k: v for k, v in matrix["architectures"][architecture].items() if k not in ("about", "apart")}
+                    own = {
+                        k: v for k, v in matrix["architectures"][architecture].items() if k not in ("about", "apart")
+                    }
                     cut = {k: v for k, v in matrix["layouts"][layout].items() if k != "ranks"}
                     plain = merged(matrix["common"], own, entry["values"])
-                    found.append(Case(recipe, architecture, layout, matrix["layouts"][layout]["ranks"],
-                                      merged(plain, cut), plain, bounds))
+                    found.append(
+                        Case(
+                            recipe,
+                            architecture,
+                            layout,
+                            matrix["layouts"][layout]["ranks"],
+                            merged(plain, cut),
+                            plain,
+                            bounds,
+                        )
+                    )
     return sorted(found, key=lambda case: case.ranks)
 
 

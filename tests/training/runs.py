@@ -62,10 +62,14 @@ def global_batch(config: Config, step: int) -> StepBatch:
 def local_batch(config: Config, step: int, rank: int, ranks: int) -> StepBatch:
     """A data parallel rank's part: item b of micro-step a is sample (a * ranks + rank) * M + b of the step."""
     whole, M = global_batch(config, step), config.training.micro_batch_size
-    chosen = [[(a * ranks + rank) * M + b for b in range(M)]
-              for a in range(config.training.global_batch_size // (M * ranks))]
-    parts = {name: None if value is None else value[0, chosen] for name, value in vars(whole).items()
-             if name not in ("step", "hash")}
+    chosen = [
+        [(a * ranks + rank) * M + b for b in range(M)] for a in range(config.training.global_batch_size // (M * ranks))
+    ]
+    parts = {
+        name: None if value is None else value[0, chosen]
+        for name, value in vars(whole).items()
+        if name not in ("step", "hash")
+    }
     return StepBatch(step=step, hash=0, **parts)
 
 
@@ -82,7 +86,7 @@ def build(config: Config, ranks: int):
     engine = build_engine(config, Mesh.build(Layout.of(config, ranks)), "cpu")
     for fragment in engine.state.masters():
         shard = local_shard(noise(fragment.tensor), fragment.tensor, fragment.tensor_rank, fragment.tensor_ranks)
-        fragment.data.add_(torch.from_numpy(shard[fragment.start: fragment.start + fragment.data.numel()]))
+        fragment.data.add_(torch.from_numpy(shard[fragment.start : fragment.start + fragment.data.numel()]))
     engine.state.refresh()
     return engine
 
@@ -127,7 +131,7 @@ def assemble(ranks: list[list[tuple]]) -> dict[tuple[str, str], np.ndarray]:
     seen: dict[tuple[str, str], np.ndarray] = {}
     for tensor, state, rank, count, begin, data in (fragment for own in ranks for fragment in own):
         size = int(np.prod(tensor.shape))
-        where = local_shard(np.arange(size).reshape(tensor.shape), tensor, rank, count)[begin: begin + len(data)]
+        where = local_shard(np.arange(size).reshape(tensor.shape), tensor, rank, count)[begin : begin + len(data)]
         values.setdefault((tensor.name, state), np.full(size, np.nan, np.float32))[where] = data
         np.add.at(seen.setdefault((tensor.name, state), np.zeros(size, np.int64)), where, 1)
     for label, count in seen.items():
@@ -185,8 +189,12 @@ def correct(model) -> None:
                 layer.correction[: layer.experts] += layer.options.correction_rate * torch.sign(counts.mean() - counts)
 
 
-def token_losses(config: Config, model, batch: StepBatch, rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits, and their auxiliary loss."""
+def token_losses(
+    config: Config, model, batch: StepBatch, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits, and their
+    auxiliary loss.
+    """
     form, sides = model.form, {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
     chosen = {name: sides[name][0, rows] for name in form.optional}
     stream = model.stream(batch.inputs[0, rows], **chosen)
@@ -218,13 +226,16 @@ class PlainOptimizer:
 
     def __init__(self, config: Config, roles: list[str], masters: list[torch.Tensor]):
         self.options, self.masters = config.optimizer, masters
-        self.decays = [0.0 if role in ("norm", "bias", "state", "decay") else self.options.weight_decay for role in roles]
+        self.decays = [
+            0.0 if role in ("norm", "bias", "state", "decay") else self.options.weight_decay for role in roles
+        ]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
         if self.options.type == "adamw":
             groups = [{"params": [m], "weight_decay": decay} for m, decay in zip(masters, self.decays)]
             self.adamw = torch.optim.AdamW(
-                groups, lr=self.options.lr, betas=self.options.betas, eps=self.options.epsilon, foreach=False)
+                groups, lr=self.options.lr, betas=self.options.betas, eps=self.options.epsilon, foreach=False
+            )
 
     def step(self, gradients: list[torch.Tensor]) -> None:
         if self.adamw is not None:

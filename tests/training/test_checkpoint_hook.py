@@ -17,8 +17,13 @@ from tests.training.toy import run, toy_trainer
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
     section = {"every": 3, "keep_last": 2, "asynchronous": asynchronous, "log_spaced": True}
-    config = settings(7, run={"dir": str(tmp_path), "name": "run"}, logging={"console": "quiet", "curve": False},
-                      optimizer={"lr": 0.05}, checkpoint=section)
+    config = settings(
+        7,
+        run={"dir": str(tmp_path), "name": "run"},
+        logging={"console": "quiet", "curve": False},
+        optimizer={"lr": 0.05},
+        checkpoint=section,
+    )
     trainer = toy_trainer(config)
     saver = Saver(tmp_path / "checkpoints", config.checkpoint)
     tables: dict[int, torch.Tensor] = {}

@@ -17,9 +17,20 @@ from tests.workers import run as on_ranks
 from tools.continual import Stage, draw, losses, stages, table, train
 
 TOKENS, PEAK = 32, 1e-2
-SMALL = ("model.hidden_size=32", "model.layers=(attention/mlp) x2", f"model.vocab_size={TOKENS}", "tokenizer.type=none",
-         "tokenizer.path=null", "training.sequence_length=32", f"optimizer.lr={PEAK}", "evaluation.batches=2",
-         "logging.console=quiet", "logging.every=1", "logging.curve=false", "training.micro_batch_size=8")
+SMALL = (
+    "model.hidden_size=32",
+    "model.layers=(attention/mlp) x2",
+    f"model.vocab_size={TOKENS}",
+    "tokenizer.type=none",
+    "tokenizer.path=null",
+    "training.sequence_length=32",
+    f"optimizer.lr={PEAK}",
+    "evaluation.batches=2",
+    "logging.console=quiet",
+    "logging.every=1",
+    "logging.curve=false",
+    "training.micro_batch_size=8",
+)
 
 
 def corpus(path: Path, seed: int, successor: np.ndarray, documents: int) -> None:
@@ -131,7 +142,8 @@ def test_the_picture_and_the_table(finished, tmp_path: Path) -> None:
     assert [values[name]["a"][-1][0] for name in ("annealed", "b", "replay", "infinite")] == [120, 150, 150, 150]
     rows = table(values).splitlines()[2:]
     assert [float(row.split("|")[-2]) for row in rows] == pytest.approx(
-        [values[name]["b"][-1][1] for name in ("annealed", "b", "replay", "infinite")], abs=6e-4)
+        [values[name]["b"][-1][1] for name in ("annealed", "b", "replay", "infinite")], abs=6e-4
+    )
 
 
 def test_corpus_b_is_the_same_every_time(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The numbers of the experts in a run: counted once, summed over all ranks, in the record, the picture and the trace."""
+"""The numbers of the experts in a run: counted once, summed over all ranks, in the record, the picture and the
+trace.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,17 @@ def report(settings: dict, ranks: int) -> dict:
 
 LAYOUTS = {
     "dp2, four micro-batches, ZeRO 2": (2, {"zero": {"stage": 2}, "training": {"micro_batch_size": 1}}),
-    "pp2, recomputation": (2, {
-        "parallel": {"pipeline": 2}, "training": {"micro_batch_size": 2, "activation_checkpointing": {"mode": "full"}}}),
-    "tp2, selective recomputation": (2, {
-        "parallel": {"tensor": 2, "sequence": True}, "training": {"activation_checkpointing": {"mode": "selective"}}}),
+    "pp2, recomputation": (
+        2,
+        {
+            "parallel": {"pipeline": 2},
+            "training": {"micro_batch_size": 2, "activation_checkpointing": {"mode": "full"}},
+        },
+    ),
+    "tp2, selective recomputation": (
+        2,
+        {"parallel": {"tensor": 2, "sequence": True}, "training": {"activation_checkpointing": {"mode": "selective"}}},
+    ),
 }
 
 
@@ -130,8 +139,14 @@ def test_recomputation_replays_the_choice(mode: str, monkeypatch):
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_recomputed_tokens_count_once(mode: str):
     """The norm after the layer makes the repetition run through all of it."""
-    model = {"layers": "(attention/moe) x2", "hidden_size": 16, "vocab_size": 8, "attention": {"heads": 2},
-             "residual": {"norm": "post"}, "moe": {"hidden_size": 8, "top_k": 3, "losses": {"z": 0.1}}}
+    model = {
+        "layers": "(attention/moe) x2",
+        "hidden_size": 16,
+        "vocab_size": 8,
+        "attention": {"heads": 2},
+        "residual": {"norm": "post"},
+        "moe": {"hidden_size": 8, "top_k": 3, "losses": {"z": 0.1}},
+    }
     training = {"steps": 1, "sequence_length": 6, "activation_checkpointing": {"mode": mode}}
     built, tokens = build_model(resolve({"model": model, "training": training})), torch.arange(12).view(2, 6) % 8
     built(tokens, tokens, torch.ones(2, 6))[0].backward()
@@ -150,9 +165,19 @@ def test_picture_and_trace(tmp_path, capsys):
     """experts.png of a run's metrics; the trace of a model agrees with what the layer itself counts."""
     metrics = tmp_path / "metrics.jsonl"
     loads = [[0.25, 0.25, 0.5, 0.0], [0.3, 0.3, 0.2, 0.2]]
-    metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0, "moe": {
-        str(2 * index): {"max_over_mean": max(load) * 4, "load": load} for index, load in enumerate(loads)}}) + "\n"
-        for step in range(3)))
+    metrics.write_text(
+        "".join(
+            json.dumps({
+                "step": step,
+                "loss": 1.0,
+                "moe": {
+                    str(2 * index): {"max_over_mean": max(load) * 4, "load": load} for index, load in enumerate(loads)
+                },
+            })
+            + "\n"
+            for step in range(3)
+        )
+    )
     assert save_expert_load(metrics, tmp_path / "experts.png", "run")
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
     metrics.write_text('{"step": 0, "loss": 1.0}\n')
@@ -173,8 +198,10 @@ def test_picture_and_trace(tmp_path, capsys):
     assert len(rows) == 3 * 32 and rows[0]["layer"] == 1 and rows[0]["token"] == int(tokens[0, 0])
     told = tool.summary(rows, {1: 8, 2: 8, 3: 8})
     load = np.bincount(found[1][0].flatten(), minlength=8)
-    assert told[0] == (f"layer 1: largest load over an even share {load.max() / load.mean():.3f}, "
-                       f"{(load == 0).sum()} of 8 experts unused")
+    assert told[0] == (
+        f"layer 1: largest load over an even share {load.max() / load.mean():.3f}, "
+        f"{(load == 0).sum()} of 8 experts unused"
+    )
     assert tool.main([str(tmp_path)]) == 2
 
 
@@ -198,7 +225,9 @@ def test_trace_of_tokens_that_use_no_expert_and_of_documents():
         counts, skipped = moe.balance.tally[:4].numpy(), int(moe.balance.tally[4])
         found = [row["experts"][0] for row in rows if row["layer"] == layer]
         assert np.array_equal(np.bincount(found, minlength=5), [*counts, skipped])
-        assert told[layer].startswith(f"layer {layer}: largest load over an even share {counts.max() / counts.mean():.3f}, ")
+        assert told[layer].startswith(
+            f"layer {layer}: largest load over an even share {counts.max() / counts.mean():.3f}, "
+        )
         assert (f"{skipped} choices of no expert" in told[layer]) == bool(skipped)
     assert any("of no expert" in line for line in told)
     alone = list(tool.rows(model, tokens))
@@ -206,13 +235,20 @@ def test_trace_of_tokens_that_use_no_expert_and_of_documents():
 
 
 def trained(correction: str) -> tuple[list[float], float]:
-    """Losses of a short training in plain PyTorch whose router starts skewed, and the largest load over an even share in the
-    last ten steps together."""
+    """Losses of a short training in plain PyTorch whose router starts skewed, and the largest load over an even share
+    in the last ten steps together."""
     router = {"score": "sigmoid", "normalize": True, "bias": True, "correction": correction, "correction_rate": 0.02}
     config = resolve({
-        "model": {"layers": "attention/moe", "hidden_size": 32, "vocab_size": 32, "attention": {"heads": 4},
-                  "norm": {"type": "rmsnorm"}, "moe": {"experts": 8, "hidden_size": 16, "router": router}},
-        "training": {"steps": 1, "sequence_length": 16}})
+        "model": {
+            "layers": "attention/moe",
+            "hidden_size": 32,
+            "vocab_size": 32,
+            "attention": {"heads": 4},
+            "norm": {"type": "rmsnorm"},
+            "moe": {"experts": 8, "hidden_size": 16, "router": router},
+        },
+        "training": {"steps": 1, "sequence_length": 16},
+    })
     model, draw, losses, counts = build_model(config), torch.Generator().manual_seed(1), [], []
     (moe,) = moe_layers(model).values()
     moe.router.bias.data = torch.linspace(0, 2, 8)

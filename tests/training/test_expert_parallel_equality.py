@@ -13,9 +13,14 @@ from tests.training.matrix import merged, read
 from tests.workers import run
 
 LR = 8.0  # so large that a step's change is the gradient to five digits, although the weights have seven
-ONE_STEP = {"training": {"steps": 1}, "optimizer": {
-    "type": "sgd", "lr": LR, "momentum": 0.0, "weight_decay": 0.0, "gradient_clipping": 1e9}}
-THREE_STEPS = {"training": {"steps": 3}, "optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3, "gradient_clipping": 0.3}}
+ONE_STEP = {
+    "training": {"steps": 1},
+    "optimizer": {"type": "sgd", "lr": LR, "momentum": 0.0, "weight_decay": 0.0, "gradient_clipping": 1e9},
+}
+THREE_STEPS = {
+    "training": {"steps": 3},
+    "optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3, "gradient_clipping": 0.3},
+}
 BF16 = merged(ONE_STEP, {"precision": "bf16"})
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -23,19 +28,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2, ZeRO 0": {"parallel": {"expert": 2}, "zero": {"stage": 0}},
     "ep2, ZeRO 1": {"parallel": {"expert": 2}, "zero": {"stage": 1}},
     "ep4, ZeRO 1, recomputation": {
-        "parallel": {"expert": 4}, "zero": {"stage": 1}, "training": {"activation_checkpointing": {"mode": "full"}}},
+        "parallel": {"expert": 4},
+        "zero": {"stage": 1},
+        "training": {"activation_checkpointing": {"mode": "full"}},
+    },
     "ep4, ZeRO 2": {"parallel": {"expert": 4}, "zero": {"stage": 2}},
     "tp2, ep2": {"parallel": {"tensor": 2, "expert": 2}, "zero": {"stage": 1}},
     "tp2, ep1 folded": {"parallel": {"tensor": 2, "expert_tensor": 1}, "zero": {"stage": 1}},
     "tp2, ep2 folded": {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}, "zero": {"stage": 2}},
-    "tp2, ep4 folded": {"parallel": {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence": True}, "zero": {"stage": 1}},
+    "tp2, ep4 folded": {
+        "parallel": {"tensor": 2, "expert": 4, "expert_tensor": 1, "sequence": True},
+        "zero": {"stage": 1},
+    },
     "pp2, ep2": {"parallel": {"pipeline": 2, "expert": 2}, "zero": {"stage": 1}},
 }
 
 
 def values(recipe: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     matrix = read()
-    own = {key: value for key, value in matrix["architectures"]["moe, even vocabulary"].items() if key not in ("about", "apart")}
+    own = {
+        key: value
+        for key, value in matrix["architectures"]["moe, even vocabulary"].items()
+        if key not in ("about", "apart")
+    }
     # Slices of experts are rows of 16 bytes too.
     small = {"training": {"micro_batch_size": 2}, "model": {"moe": {"hidden_size": 16}}}
     return merged(matrix["common"], own, small, recipe, layout)
@@ -55,7 +70,9 @@ def on_four_ranks(recipe: dict[str, Any], layout: str) -> tuple[list, dict[str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients(layout: str):
-    """Each tensor's change in a step, over the learning rate; and each correction's, which is a step of its rate or none."""
+    """Each tensor's change in a step, over the learning rate; and each correction's, which is a step of its rate or
+    none.
+    """
     expected, begin = alone("gradients")
     results, weights = on_four_ranks(ONE_STEP, layout)
     assert weights.keys() == expected.weights.keys()
@@ -87,7 +104,9 @@ def test_losses_and_final_weights(layout: str):
         assert np.linalg.norm(found - expected.weights[name]) <= 1e-4 * change + 2.0**-22 * np.linalg.norm(found), name
 
 
-@pytest.mark.parametrize("layout", ["ep2, ZeRO 1", "ep4, ZeRO 2", "tp2, ep2", "tp2, ep1 folded", "tp2, ep4 folded", "pp2, ep2"])
+@pytest.mark.parametrize(
+    "layout", ["ep2, ZeRO 1", "ep4, ZeRO 2", "tp2, ep2", "tp2, ep1 folded", "tp2, ep4 folded", "pp2, ep2"]
+)
 def test_norm_in_bf16(layout: str):
     """The bf16 optimizer's own norm: experts counted twice, or by half of their ranks, are an error of almost 1 %."""
     expected = alone("bf16")[0].norms

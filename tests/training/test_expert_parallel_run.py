@@ -48,7 +48,8 @@ def test_the_same_run(tmp_path: Path) -> None:
             assert line["loss"] == pytest.approx(same["loss"], rel=1e-5)
             assert line["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
             assert {layer: each["load"] for layer, each in line["moe"].items()} == {
-                layer: each["load"] for layer, each in same["moe"].items()}
+                layer: each["load"] for layer, each in same["moe"].items()
+            }
         assert len(found[name][1]) == 2 and found[name][1] == found["whole"][1]
         checkpoint = open_checkpoint(next((tmp_path / name / "run/checkpoints").glob("step_*")))
         export(checkpoint, tmp_path / name / "mixtral")

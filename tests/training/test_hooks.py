@@ -21,8 +21,11 @@ from tests.training.toy import ToyLoader, elsewhere, run, toy_trainer
 
 
 def config(tmp_path, steps=10, **sections):
-    base = {"run": {"dir": str(tmp_path / "run"), "name": "run"}, "logging": {"console": "quiet"},
-            "optimizer": {"lr": 0.05}}
+    base = {
+        "run": {"dir": str(tmp_path / "run"), "name": "run"},
+        "logging": {"console": "quiet"},
+        "optimizer": {"lr": 0.05},
+    }
     for key, section in sections.items():
         base[key] = {**base.get(key, {}), **section}
     return settings(steps, **base)
@@ -99,8 +102,10 @@ class Hands:
 
 def test_wall_time_stops_and_minutes_save(tmp_path):
     hands = Hands()
-    trainer = toy_trainer(config(tmp_path, steps=100, training={"stop_after": 10.0}, checkpoint={"minutes": 3.0}),
-                          more=[Act(step, lambda _: setattr(hands, "time", hands.time + 60)) for step in range(100)])
+    trainer = toy_trainer(
+        config(tmp_path, steps=100, training={"stop_after": 10.0}, checkpoint={"minutes": 3.0}),
+        more=[Act(step, lambda _: setattr(hands, "time", hands.time + 60)) for step in range(100)],
+    )
     trainer.clock = Clock(hands)
     outcome = run(trainer)
     # Before step s the clock shows s minutes; a wish made there is heard with the numbers of step s, after which s + 1
@@ -125,8 +130,10 @@ def test_the_clock_leaves_pauses_out():
 def test_speed_mfu_and_eta(tmp_path):
     """With a clock of 2 s per step: 32 tokens in 2 s, 1000 operations each, a peak of 1e-6 TFLOP/s."""
     hands = Hands()
-    trainer = toy_trainer(config(tmp_path, logging={"peak_tflops": 1e-6}, evaluation={"every": 1}), more=[
-        Act(step, lambda _: setattr(hands, "time", hands.time + 2)) for step in range(10)])
+    trainer = toy_trainer(
+        config(tmp_path, logging={"peak_tflops": 1e-6}, evaluation={"every": 1}),
+        more=[Act(step, lambda _: setattr(hands, "time", hands.time + 2)) for step in range(10)],
+    )
     trainer.clock = Clock(hands)
     run(trainer)
     training = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
@@ -153,8 +160,10 @@ def test_samples_are_printed_and_kept(tmp_path, capsys):
 
 
 def test_a_window_of_steps_is_profiled(tmp_path):
-    trainer = toy_trainer(config(tmp_path, logging={"profile": {"start": 2, "steps": 3}}), more=[
-        Act(step, lambda _, step=step: torch.ones(step + 1).cumsum(0)) for step in range(10)])
+    trainer = toy_trainer(
+        config(tmp_path, logging={"profile": {"start": 2, "steps": 3}}),
+        more=[Act(step, lambda _, step=step: torch.ones(step + 1).cumsum(0)) for step in range(10)],
+    )
     run(trainer)
     events = json.loads((tmp_path / "run" / "profile" / "trace_rank0.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "aten::cumsum" for event in events) == 3

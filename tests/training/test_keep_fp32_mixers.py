@@ -1,4 +1,6 @@
-"""What gated_delta, cca and RWKV declare as fp32 stays so inside bf16 engines, and the forward pass uses the masters."""
+"""What gated_delta, cca and RWKV declare as fp32 stays so inside bf16 engines, and the forward pass uses the
+masters.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,23 @@ from tests.training.test_keep_fp32 import LAYOUTS, VALUES, train
 from tests.workers import run
 
 MODELS = {
-    "gated_delta, cca": ({"A_log", "dt_bias", "temperature"}, {
-        "layers": "gated_delta cca gated_delta/mlp cca/mlp",
-        "gated_delta": {"heads": 4, "norm_epsilon": 0.01},
-        "cca": {"heads": 4, "head_dim": 8},
-    }),
-    "rwkv": ({"decay", "bonus", "decay_base", "rate_base", "blend_base", "key_scale", "rate_scale"}, {
-        "layers": "rwkv4/rwkv4_ffn rwkv6/rwkv6_ffn (rwkv7/rwkv7_ffn) x2",
-        "rwkv4": {"init": "model"},
-        "rwkv6": {"head_dim": 8, "init": "model"},
-        "rwkv7": {"head_dim": 8, "init": "model"},
-    }),
+    "gated_delta, cca": (
+        {"A_log", "dt_bias", "temperature"},
+        {
+            "layers": "gated_delta cca gated_delta/mlp cca/mlp",
+            "gated_delta": {"heads": 4, "norm_epsilon": 0.01},
+            "cca": {"heads": 4, "head_dim": 8},
+        },
+    ),
+    "rwkv": (
+        {"decay", "bonus", "decay_base", "rate_base", "blend_base", "key_scale", "rate_scale"},
+        {
+            "layers": "rwkv4/rwkv4_ffn rwkv6/rwkv6_ffn (rwkv7/rwkv7_ffn) x2",
+            "rwkv4": {"init": "model"},
+            "rwkv6": {"head_dim": 8, "init": "model"},
+            "rwkv7": {"head_dim": 8, "init": "model"},
+        },
+    ),
 }
 
 

@@ -77,8 +77,12 @@ class Run:
 
     def begin(self, *overrides: str) -> None:
         port = free_port("127.0.0.1")
-        words = [str(self.folder / "tiny.yml"), f"run.dir={self.folder}/run", f"training.steps={self.steps}",
-                 *overrides]
+        words = [
+            str(self.folder / "tiny.yml"),
+            f"run.dir={self.folder}/run",
+            f"training.steps={self.steps}",
+            *overrides,
+        ]
         for rank in range(self.ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -132,8 +136,10 @@ class Run:
 def tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
     path = run.folder / "run" / "checkpoints" / f"step_{run.steps:08d}"
     checkpoint = open_checkpoint(path, verify="checksums")
-    return {(name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data
-            for name, state in checkpoint.stored}
+    return {
+        (name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data
+        for name, state in checkpoint.stored
+    }
 
 
 def survive(folder: Path, *, ranks: int, kills: int, seed: int, start: Start) -> int:

@@ -68,11 +68,19 @@ def with_zero(dtype: str, stage: int, same_batch: bool) -> dict[str, torch.Tenso
         for name, p in network.named_parameters():
             p.logical = logical[name]
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
     if dtype == "bf16":
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-                   "communication_data_type": "fp32"}
+        config |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
     optimizer = build_optimizer(muon_settings(dtype), network.parameters())
     assert isinstance(optimizer, Muon)
     engine, _, _, _ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)

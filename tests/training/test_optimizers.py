@@ -65,8 +65,12 @@ RATES = [0.01, 0.02, 0.005, 0.01, 0.0]
 
 
 def test_every_parameter_is_in_exactly_one_group_with_its_settings():
-    groups = {"norm": {"weight_decay": 0.0}, "bias": {"weight_decay": 0.0}, "router": {"lr_scale": 0.5},
-              "embedding": {"lr_scale": 2.0, "weight_decay": 0.3}}
+    groups = {
+        "norm": {"weight_decay": 0.0},
+        "bias": {"weight_decay": 0.0},
+        "router": {"lr_scale": 0.5},
+        "embedding": {"lr_scale": 2.0, "weight_decay": 0.3},
+    }
     config = settings(optimizer={"weight_decay": 0.1, "groups": groups})
     parameters = model()
     found = parameter_groups(config, [*parameters, parameters[0]])  # the embedding again, as a tied head
@@ -82,8 +86,11 @@ def test_every_parameter_is_in_exactly_one_group_with_its_settings():
 
 
 def test_frozen_parameters_are_left_out_and_types_are_kept_apart():
-    parameters = [parameter("a", Role.HIDDEN, 2, 2), parameter("b", Role.HIDDEN, 2, 2, dtype=torch.bfloat16),
-                  parameter("c", Role.HIDDEN, 2, 2)]
+    parameters = [
+        parameter("a", Role.HIDDEN, 2, 2),
+        parameter("b", Role.HIDDEN, 2, 2, dtype=torch.bfloat16),
+        parameter("c", Role.HIDDEN, 2, 2),
+    ]
     parameters[2].requires_grad_(False)
     found = parameter_groups(settings(), parameters)
     assert [[p.logical.name for p in group["params"]] for group in found] == [["a"], ["b"]]
@@ -104,13 +111,30 @@ def test_nothing_moves_before_the_schedule_speaks():
 @pytest.mark.parametrize("fused", [True, False])
 def test_adamw_is_torchs(fused):
     groups = {"norm": {"weight_decay": 0.0}, "bias": {"weight_decay": 0.0}, "head": {"lr_scale": 0.25}}
-    config = settings(optimizer={"type": "adamw", "betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.2,
-                                 "groups": groups, "fused": fused})
+    config = settings(
+        optimizer={
+            "type": "adamw",
+            "betas": (0.8, 0.9),
+            "epsilon": 1e-6,
+            "weight_decay": 0.2,
+            "groups": groups,
+            "fused": fused,
+        }
+    )
     ours, theirs = model(), model()
-    reference = torch.optim.AdamW([
-        {"params": [p], "weight_decay": 0.0 if p.logical.role.value in ("norm", "bias") else 0.2,
-         "scale": 0.25 if p.logical.role is Role.HEAD else 1.0} for p in theirs],
-        betas=(0.8, 0.9), eps=1e-6, fused=False)
+    reference = torch.optim.AdamW(
+        [
+            {
+                "params": [p],
+                "weight_decay": 0.0 if p.logical.role.value in ("norm", "bias") else 0.2,
+                "scale": 0.25 if p.logical.role is Role.HEAD else 1.0,
+            }
+            for p in theirs
+        ],
+        betas=(0.8, 0.9),
+        eps=1e-6,
+        fused=False,
+    )
     optimizer = build_optimizer(config, ours)
     assert bool(optimizer.defaults["fused"]) == fused
     for a, b in zip(train(optimizer, ours, RATES), train(reference, theirs, RATES)):
@@ -136,8 +160,12 @@ def test_lion_is_the_papers_equations():
 @pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.9, True)])
 def test_sgd_without_decay_is_torchs(momentum, nesterov):
     ours, theirs = model(), model()
-    optimizer = build_optimizer(settings(optimizer={
-        "type": "sgd", "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0, "groups": {}}), ours)
+    optimizer = build_optimizer(
+        settings(
+            optimizer={"type": "sgd", "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0, "groups": {}}
+        ),
+        ours,
+    )
     reference = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, nesterov=nesterov)
     for a, b in zip(train(optimizer, ours, RATES), train(reference, theirs, RATES)):
         assert torch.equal(a, b)
@@ -156,9 +184,16 @@ def test_sgd_decay_is_decoupled():
     torch.testing.assert_close(p.detach(), expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: Lion(p, betas=(1.0, 0.9)), lambda p: SGD(p, momentum=1.0), lambda p: SGD(p, nesterov=True),
-    lambda p: Lion(p, lr=-1.0), lambda p: SGD(p, weight_decay=-0.1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: Lion(p, betas=(1.0, 0.9)),
+        lambda p: SGD(p, momentum=1.0),
+        lambda p: SGD(p, nesterov=True),
+        lambda p: Lion(p, lr=-1.0),
+        lambda p: SGD(p, weight_decay=-0.1),
+    ],
+)
 def test_bad_coefficients_are_refused(make):
     with pytest.raises(ValueError, match="optimizer"):
         make([parameter("w", Role.HIDDEN, 2, 2)])
@@ -217,9 +252,17 @@ def test_optimizer_state_survives_a_round_trip():
         assert all(torch.equal(a, b) for a, b in zip(straight, second)), kind
 
 
-@pytest.mark.parametrize("options", [
-    {"type": "adamw"}, {"type": "adamw", "fused": False}, {"type": "lion"}, {"type": "sgd"},
-    {"type": "sgd", "momentum": 0.0}, {"type": "muon"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"type": "adamw"},
+        {"type": "adamw", "fused": False},
+        {"type": "lion"},
+        {"type": "sgd"},
+        {"type": "sgd", "momentum": 0.0},
+        {"type": "muon"},
+    ],
+)
 def test_state_made_early_is_the_state_of_the_first_step(options):
     config = settings(optimizer=options)
     late, early = build_optimizer(config, first := model()), build_optimizer(config, second := model())
@@ -240,9 +283,14 @@ def test_the_state_of_a_stranger_is_not_guessed():
         initialize_state(stranger, stranger.param_groups[0])
 
 
-@pytest.mark.parametrize("sections, key", [
-    ({"parallel": {"tensor": 2}}, "parallel.tensor"), ({"zero": {"stage": 3}}, "zero.stage"),
-    ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer")])
+@pytest.mark.parametrize(
+    "sections, key",
+    [
+        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
+        ({"zero": {"stage": 3}}, "zero.stage"),
+        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer"),
+    ],
+)
 def test_muon_says_where_it_cannot_work(sections, key):
     assert key in muon_layouts(settings(optimizer={"type": "muon"}, **sections))
     assert muon_layouts(settings(**sections)) is None

@@ -19,8 +19,14 @@ from tests.workers import run as on_ranks
 
 
 def config(folder, **sections) -> Config:
-    return settings(8, run={"dir": str(folder), "name": "run"}, logging={"console": "plain"}, optimizer={"lr": 0.05},
-                    evaluation={"every": 4}, **sections)
+    return settings(
+        8,
+        run={"dir": str(folder), "name": "run"},
+        logging={"console": "plain"},
+        optimizer={"lr": 0.05},
+        evaluation={"every": 4},
+        **sections,
+    )
 
 
 class SignalOnRankOne:

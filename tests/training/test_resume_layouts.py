@@ -27,7 +27,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp3 of 1, 3 and 1": {"ranks": 3, "parallel": {"pipeline": 3, "pipeline_split": [1, 3, 1]}},
     "pp4 of 1, 2, 1, 1": {"ranks": 4, "parallel": {"pipeline": 4, "pipeline_split": [1, 2, 1, 1]}},
     "tp2 dp2 ZeRO 3": {
-        "ranks": 4, "parallel": {"tensor": 2, "sequence": True}, "zero": {"stage": 3, "persistent_size": 0}},
+        "ranks": 4,
+        "parallel": {"tensor": 2, "sequence": True},
+        "zero": {"stage": 3, "persistent_size": 0},
+    },
     "dp2 ep2 ZeRO 0": {"ranks": 2, "parallel": {"expert": 2}, "zero": {"stage": 0}},
     "dp2 ep2 ZeRO 1": {"ranks": 2, "parallel": {"expert": 2}},
     "dp4 ep2 ZeRO 1": {"ranks": 4, "parallel": {"expert": 2}},
@@ -35,7 +38,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 ep2": {"ranks": 4, "parallel": {"tensor": 2, "expert": 2, "sequence": True}},
     "tp2 ep4 folded": {"ranks": 4, "parallel": {"tensor": 2, "expert": 4, "expert_tensor": 1}},
     "tp2 ep2 folded ZeRO 2": {
-        "ranks": 4, "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True}, "zero": {"stage": 2}},
+        "ranks": 4,
+        "parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence": True},
+        "zero": {"stage": 2},
+    },
     "tp2 ep1 folded ZeRO 0": {"ranks": 2, "parallel": {"tensor": 2, "expert_tensor": 1}, "zero": {"stage": 0}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
@@ -65,8 +71,10 @@ PAIRS = [
     *[("moe", merged(ADAMW, MOE), "dp4 ep4 ZeRO 2", to, 1e-5) for to in ("dp2 ep2 ZeRO 0", "dp2 ZeRO 3")],
     ("moe", merged(MUON, MOE), "dp4 ep2 ZeRO 1", "dp2 ep2 ZeRO 0", 1e-3),
     *[("moe", merged(ADAMW, MOE, BF16), "tp2 ep2", to, 1e-2) for to in ("dp2 ep2 ZeRO 1", "dp2 ZeRO 3")],
-    *[("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep4 folded", to, 1e-5)
-      for to in ("tp2 ep2 folded ZeRO 2", "dp4 ep2 ZeRO 1", "dp2 ZeRO 3")],
+    *[
+        ("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep4 folded", to, 1e-5)
+        for to in ("tp2 ep2 folded ZeRO 2", "dp4 ep2 ZeRO 1", "dp2 ZeRO 3")
+    ],
     ("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep2 folded ZeRO 2", "tp2 ep1 folded ZeRO 0", 1e-5),
     ("moe, even vocabulary", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-5),
     ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-2),
@@ -74,17 +82,36 @@ PAIRS = [
 # From each of these to each of these.
 MATRIX = ["one", "dp2 ZeRO 1", "dp2 ZeRO 2", "dp2 ZeRO 3", "tp2", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"]
 # Muon needs whole matrices, so there is no tensor parallelism and no ZeRO 3 for it.
-MUON_MATRIX = ["one", "dp2 ZeRO 0", "dp2 ZeRO 1", "dp2 ZeRO 2", "pp2 of 1 and 4", "pp3 of 1, 3 and 1", "pp4 of 1, 2, 1, 1"]
+MUON_MATRIX = [
+    "one",
+    "dp2 ZeRO 0",
+    "dp2 ZeRO 1",
+    "dp2 ZeRO 2",
+    "pp2 of 1 and 4",
+    "pp3 of 1, 3 and 1",
+    "pp4 of 1, 2, 1, 1",
+]
 # (name, architecture, recipe, layouts, relative difference of losses allowed)
-MATRICES = [("tied", "gpt2", ADAMW, MATRIX, 1e-5), ("untied", "llama", ADAMW, MATRIX, 1e-5),
-            ("muon", "qwen3", MUON, MUON_MATRIX, 1e-3)]
+MATRICES = [
+    ("tied", "gpt2", ADAMW, MATRIX, 1e-5),
+    ("untied", "llama", ADAMW, MATRIX, 1e-5),
+    ("muon", "qwen3", MUON, MUON_MATRIX, 1e-3),
+]
 SAME = [
-    ("gpt2", ADAMW, "dp2 ZeRO 1"), ("gpt2", merged(ADAMW, BF16), "dp2 ZeRO 3"), ("llama", ADAMW, "dp2 ZeRO 3"),
-    ("llama", ADAMW, "dp2 ZeRO 0"), ("qwen3", ADAMW, "pp4 of 1, 2, 1, 1"), ("mqa", ADAMW, "tp2 dp2 ZeRO 3"),
-    ("qwen3", MUON, "dp2 ZeRO 1"), ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
-    ("neox", merged(ADAMW, BF16), "tp2 pp2"), ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
-    ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"), ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 3"),
-    ("moe", merged(ADAMW, MOE, BF16), "tp2 ep2"), ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "tp2 ep4 folded"),
+    ("gpt2", ADAMW, "dp2 ZeRO 1"),
+    ("gpt2", merged(ADAMW, BF16), "dp2 ZeRO 3"),
+    ("llama", ADAMW, "dp2 ZeRO 3"),
+    ("llama", ADAMW, "dp2 ZeRO 0"),
+    ("qwen3", ADAMW, "pp4 of 1, 2, 1, 1"),
+    ("mqa", ADAMW, "tp2 dp2 ZeRO 3"),
+    ("qwen3", MUON, "dp2 ZeRO 1"),
+    ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
+    ("neox", merged(ADAMW, BF16), "tp2 pp2"),
+    ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),
+    ("state space", merged(ADAMW, MAMBA, BF16), "dp2 ZeRO 3"),
+    ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 3"),
+    ("moe", merged(ADAMW, MOE, BF16), "tp2 ep2"),
+    ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "tp2 ep4 folded"),
 ]
 
 
@@ -108,7 +135,8 @@ def one_after_the_other(values: dict[str, Any], ranks: int, sources: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("matrix", "target"), [pytest.param(each, to, id=f"{each[0]}-{to}") for each in MATRICES for to in each[3]])
+    ("matrix", "target"), [pytest.param(each, to, id=f"{each[0]}-{to}") for each in MATRICES for to in each[3]]
+)
 def test_from_any_layout(matrix, target, saved):
     _, architecture, recipe, layouts, bound = matrix
     legs = {source: saved(architecture, recipe, source, BEFORE) for source in layouts}
@@ -116,7 +144,7 @@ def test_from_any_layout(matrix, target, saved):
     results = run(ranks, one_after_the_other, values, ranks, [str(checkpoint) for _, checkpoint, _ in legs.values()])
     expected = next(iter(results[0]))  # all sources agree, and with a run that was not broken
     unbroken = saved(architecture, recipe, "one")[2]
-    np.testing.assert_allclose(expected[0], unbroken.losses[BEFORE: BEFORE + 1], rtol=bound)
+    np.testing.assert_allclose(expected[0], unbroken.losses[BEFORE : BEFORE + 1], rtol=bound)
     for place, (source, (first, *_)) in enumerate(legs.items()):
         identical(runs.assemble([rank[place][2] for rank in results]), first.end)
         for losses, norms, _ in (rank[place] for rank in results):
@@ -168,7 +196,9 @@ def together(values: dict[str, Any], ranks: int, count: int, source: Path | None
 
 def values_of(architecture: str, recipe: dict[str, Any], layout: str) -> tuple[dict[str, Any], int]:
     matrix = read()
-    own = {name: value for name, value in matrix["architectures"][architecture].items() if name not in ("about", "apart")}
+    own = {
+        name: value for name, value in matrix["architectures"][architecture].items() if name not in ("about", "apart")
+    }
     cut = {name: value for name, value in LAYOUTS[layout].items() if name != "ranks"}
     small = {"model": {"layers": "(attention/mlp) x5"}, "training": {"micro_batch_size": 2}}
     return merged(matrix["common"], own, small, recipe, cut), LAYOUTS[layout]["ranks"]

@@ -71,7 +71,8 @@ def tensors(tmp_path: Path, step: int, run: str = "run") -> dict[tuple[str, str]
     checkpoint = open_checkpoint(tmp_path / run / "checkpoints" / f"step_{step:08d}", verify="checksums")
     return {
         (name, state): checkpoint.read(FragmentSpec.whole(checkpoint.tensors[name], state)).data
-        for name, state in checkpoint.stored}
+        for name, state in checkpoint.stored
+    }
 
 
 LAYOUTS = {
@@ -125,13 +126,17 @@ def test_a_run_that_goes_back_leaves_the_other_branch(tmp_path: Path) -> None:
     whole = start(tmp_path, 1, back, "optimizer.lr=1e-3", attempt=1)
     learned = [[line["loss"] for line in lines if "loss" in line] for lines in (found, whole)]
     assert [len(each) for each in learned] == [4, 6] and learned[1][:4] == learned[0]
-    event = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
-             if json.loads(line)["event"] == "resume"][-1]
+    event = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+        if json.loads(line)["event"] == "resume"
+    ][-1]
     assert event["checkpoint"].endswith("step_00000004")
     start(tmp_path, 1, "checkpoint.resume=none", "training.stop_at_step=2")
     assert [path.name for path in folder.glob("step_*")] == ["step_00000002"]
     assert sorted(path.name for path in (folder / "superseded_2").iterdir()) == [
-        f"step_0000000{step}" for step in (2, 4, 6)]
+        f"step_0000000{step}" for step in (2, 4, 6)
+    ]
 
 
 def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
@@ -140,9 +145,10 @@ def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     start(tmp_path, 1, f"run.dir={tmp_path}/first", f"checkpoint.upload={url}", "training.stop_at_step=4")
     (tmp_path / "bucket" / "step_00000005").mkdir()  # an upload that never came to its manifest
     found = start(tmp_path, 2, f"run.dir={tmp_path}/second", f"checkpoint.resume={url}")
-    assert losses(found) == pytest.approx(losses(expected)[-len(losses(found)):], rel=1e-5) and found[0]["step"] == 4
-    again = start(tmp_path, 1, f"run.dir={tmp_path}/third", f"checkpoint.initialize_from={url}/step_00000002",
-                  "training.steps=2")
+    assert losses(found) == pytest.approx(losses(expected)[-len(losses(found)) :], rel=1e-5) and found[0]["step"] == 4
+    again = start(
+        tmp_path, 1, f"run.dir={tmp_path}/third", f"checkpoint.initialize_from={url}/step_00000002", "training.steps=2"
+    )
     assert again[0]["step"] == 0
     with pytest.raises(RuntimeError, match="there is no checkpoint"):
         start(tmp_path, 1, f"run.dir={tmp_path}/fourth", f"checkpoint.resume={url}/nowhere")
@@ -152,41 +158,87 @@ def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    theirs = LlamaForCausalLM(LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False, initializer_range=0.2))
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=257,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            tie_word_embeddings=False,
+            initializer_range=0.2,
+        )
+    )
     theirs.save_pretrained(tmp_path / "theirs")
-    run = ["model.layers=(attention/mlp) x2", "model.norm.type=rmsnorm", "model.norm.epsilon=1e-6", "model.mlp.gated=true",
-           "model.mlp.activation=silu", "model.mlp.hidden_size=48", "model.dropout=0", "training.steps=2"]
-    lines = start(tmp_path, 2, *run, "parallel.tensor=2", "optimizer.lr=0.0",
-                  f"checkpoint.initialize_from={tmp_path}/theirs")
+    run = [
+        "model.layers=(attention/mlp) x2",
+        "model.norm.type=rmsnorm",
+        "model.norm.epsilon=1e-6",
+        "model.mlp.gated=true",
+        "model.mlp.activation=silu",
+        "model.mlp.hidden_size=48",
+        "model.dropout=0",
+        "training.steps=2",
+    ]
+    lines = start(
+        tmp_path, 2, *run, "parallel.tensor=2", "optimizer.lr=0.0", f"checkpoint.initialize_from={tmp_path}/theirs"
+    )
     stored = tensors(tmp_path, 2)
     assert torch.equal(stored["embedding.tokens.weight", MASTER].view(257, 32), theirs.model.embed_tokens.weight)
     assert lines[0]["step"] == 0
     with pytest.raises(RuntimeError, match="does not fit|shape"):
-        start(tmp_path, 1, "model.layers=(attention/mlp) x2", "training.steps=2", f"run.dir={tmp_path}/other",
-              f"checkpoint.initialize_from={tmp_path}/theirs")
+        start(
+            tmp_path,
+            1,
+            "model.layers=(attention/mlp) x2",
+            "training.steps=2",
+            f"run.dir={tmp_path}/other",
+            f"checkpoint.initialize_from={tmp_path}/theirs",
+        )
 
 
 def test_a_copy_is_known_by_what_it_is_of(tmp_path: Path) -> None:
     """The names of checkpoints are steps: two buckets, or one that was written anew, have the same."""
     for name, lr in (("one", "1e-2"), ("two", "2e-2"), ("one_again", "3e-2")):
-        start(tmp_path, 1, f"run.dir={tmp_path}/{name}", f"optimizer.lr={lr}", "training.stop_at_step=2",
-              f"checkpoint.upload=file://{tmp_path}/bucket/{name.partition('_')[0]}")
+        start(
+            tmp_path,
+            1,
+            f"run.dir={tmp_path}/{name}",
+            f"optimizer.lr={lr}",
+            "training.stop_at_step=2",
+            f"checkpoint.upload=file://{tmp_path}/bucket/{name.partition('_')[0]}",
+        )
         if name == "one_again":
             continue
-        start(tmp_path, 1, "checkpoint.optimizer_state=false", "training.stop_at_step=1", "optimizer.lr=0.0",
-              f"run.dir={tmp_path}/new_{name}", f"checkpoint.dir={tmp_path}/new", "checkpoint.resume=none",
-              f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002")
+        start(
+            tmp_path,
+            1,
+            "checkpoint.optimizer_state=false",
+            "training.stop_at_step=1",
+            "optimizer.lr=0.0",
+            f"run.dir={tmp_path}/new_{name}",
+            f"checkpoint.dir={tmp_path}/new",
+            "checkpoint.resume=none",
+            f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002",
+        )
     copies = tmp_path / "new" / "fetched"
     assert len(list(copies.glob("*/step_00000002"))) == 2
     (copies / "0000" / "step_00000002.tmp-0a").mkdir(parents=True)  # a start that was killed while it downloaded
     data = next(copies.glob("*/step_*/data/0000/rank_00000.safetensors"))
     data.write_bytes(data.read_bytes()[:-1])
     for name, source in (("one", "one_again"), ("two", "two")):
-        start(tmp_path, 1, "training.stop_at_step=1", "optimizer.lr=0.0", f"run.dir={tmp_path}/last_{name}",
-              f"checkpoint.dir={tmp_path}/new", "checkpoint.resume=none",
-              f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002")
+        start(
+            tmp_path,
+            1,
+            "training.stop_at_step=1",
+            "optimizer.lr=0.0",
+            f"run.dir={tmp_path}/last_{name}",
+            f"checkpoint.dir={tmp_path}/new",
+            "checkpoint.resume=none",
+            f"checkpoint.initialize_from=file://{tmp_path}/bucket/{name}/step_00000002",
+        )
         read = open_checkpoint(tmp_path / "new" / "step_00000001")
         right = open_checkpoint(tmp_path / source / "checkpoints" / "step_00000002")
         for tensor, state in right.stored:
@@ -201,11 +253,21 @@ def test_a_folder_and_a_run_stand_for_their_newest_checkpoint(tmp_path: Path) ->
     folder = tmp_path / "run" / "checkpoints"
     (folder / "step_00000006" / "manifest.json").unlink()
     for number, source in enumerate((folder, tmp_path / "run")):
-        started = start(tmp_path, 2, f"run.dir={tmp_path}/weights{number}", "training.stop_at_step=1", "parallel.tensor=2",
-                        "model.attention.rotary.base=5000", f"checkpoint.initialize_from={source}")
+        started = start(
+            tmp_path,
+            2,
+            f"run.dir={tmp_path}/weights{number}",
+            "training.stop_at_step=1",
+            "parallel.tensor=2",
+            "model.attention.rotary.base=5000",
+            f"checkpoint.initialize_from={source}",
+        )
         assert started[0]["step"] == 0
-        (event,) = [line for line in map(json.loads, (tmp_path / f"weights{number}" / "ledger.jsonl").read_text().splitlines())
-                    if line["event"] == "start"]
+        (event,) = [
+            line
+            for line in map(json.loads, (tmp_path / f"weights{number}" / "ledger.jsonl").read_text().splitlines())
+            if line["event"] == "start"
+        ]
         assert event["initialize_from"].endswith("step_00000004")
         assert event["changed"] == ["model.attention.rotary.base: 10000.0 -> 5000.0"]
         gone_on = start(tmp_path, 1, f"run.dir={tmp_path}/all{number}", f"checkpoint.resume={source}")
@@ -223,14 +285,25 @@ def test_what_does_not_fit_is_told_in_a_few_lines(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as caught:
         start(tmp_path, 1, "model.vocab_size=300", "model.layers=(attention/mlp) x4")
     assert "wrong shape: embedding.tokens.weight is (300, 32)" in str(caught.value)
-    assert "missing: layers.3.mlp.up.weight is in the run" in str(caught.value) and "the weights fit" not in str(caught.value)
+    assert "missing: layers.3.mlp.up.weight is in the run" in str(caught.value) and "the weights fit" not in str(
+        caught.value
+    )
 
 
 def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
     start(tmp_path, 1)
     source = tmp_path / "run" / "checkpoints" / "step_00000006"
-    lines = start(tmp_path, 2, "parallel.tensor=2", f"run.dir={tmp_path}/new", f"checkpoint.initialize_from={source}",
-                  "training.steps=2", "optimizer.lr=0.0", "model.dropout=0.0", "evaluation.every=1")
+    lines = start(
+        tmp_path,
+        2,
+        "parallel.tensor=2",
+        f"run.dir={tmp_path}/new",
+        f"checkpoint.initialize_from={source}",
+        "training.steps=2",
+        "optimizer.lr=0.0",
+        "model.dropout=0.0",
+        "evaluation.every=1",
+    )
     before = tensors(tmp_path, 6)
     after = tensors(tmp_path, 2, "new")
     assert lines[0]["step"] == 0
@@ -241,8 +314,17 @@ def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
 
 def test_weights_without_optimizer_state(tmp_path: Path) -> None:
     start(tmp_path, 2, "parallel.tensor=2")
-    start(tmp_path, 2, "zero.stage=1", "precision=bf16", f"run.dir={tmp_path}/light", "checkpoint.optimizer_state=false",
-          f"checkpoint.initialize_from={tmp_path}/run/checkpoints/step_00000006", "optimizer.lr=0.0", "model.dropout=0.0")
+    start(
+        tmp_path,
+        2,
+        "zero.stage=1",
+        "precision=bf16",
+        f"run.dir={tmp_path}/light",
+        "checkpoint.optimizer_state=false",
+        f"checkpoint.initialize_from={tmp_path}/run/checkpoints/step_00000006",
+        "optimizer.lr=0.0",
+        "model.dropout=0.0",
+    )
     light, full = tensors(tmp_path, 6, "light"), tensors(tmp_path, 6)
     assert {state for _, state in light} == {"weight"}
     assert all(torch.equal(value, full[name, MASTER].bfloat16()) for (name, _), value in light.items())
@@ -252,7 +334,9 @@ def test_weights_without_optimizer_state(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text(TINY)
     with pytest.raises(ConfigError, match="checkpoint.resume"):
-        load([str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/nowhere"], ranks=1)
+        load(
+            [str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/nowhere"], ranks=1
+        )
 
 
 def test_changed_keys_are_named(tmp_path: Path) -> None:
@@ -260,7 +344,9 @@ def test_changed_keys_are_named(tmp_path: Path) -> None:
 
     (tmp_path / "tiny.yml").write_text(TINY)
     old = load([str(tmp_path / "tiny.yml")], [], ranks=1)
-    new = load([str(tmp_path / "tiny.yml")], ["optimizer.lr=0.02", "training.micro_batch_size=1", "run.name=other"], ranks=1)
+    new = load(
+        [str(tmp_path / "tiny.yml")], ["optimizer.lr=0.02", "training.micro_batch_size=1", "run.name=other"], ranks=1
+    )
     assert changes(old.text(), old.config) == []
     assert changes(old.text(), new.config) == ["optimizer.lr: 0.01 -> 0.02"]
 
@@ -269,7 +355,17 @@ def test_text_of_a_checkpoint_of_any_layout(tmp_path: Path, capsys: pytest.Captu
     from megatron.training.text import load_model, main
 
     start(tmp_path, 2, "parallel.pipeline=2")
-    command = [str(tmp_path / "run"), "--prompt", "abc", "--tokens", "12", "--temperature", "0", "--json", "--ignore-end"]
+    command = [
+        str(tmp_path / "run"),
+        "--prompt",
+        "abc",
+        "--tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--json",
+        "--ignore-end",
+    ]
     assert main(command) == 0
     cached = json.loads(capsys.readouterr().out)
     assert main([*command, "--no-cache"]) == 0
@@ -303,7 +399,9 @@ def test_tokens_are_those_that_were_read_though_the_batch_grew(tmp_path):
 
 
 def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
-    """Cut there, the ledger has the batches of exactly the steps before the checkpoint; a resumed run tells the place."""
+    """Cut there, the ledger has the batches of exactly the steps before the checkpoint; a resumed run tells
+    the place.
+    """
     start(tmp_path, 1, "training.stop_at_step=4", "checkpoint.every=3")
     place = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003").meta.ledger["bytes"]
     text = (tmp_path / "run" / "ledger.jsonl").read_bytes()
@@ -313,6 +411,9 @@ def test_a_checkpoint_has_its_place_in_the_ledger(tmp_path):
     assert seen == [0, 1, 2]
     newest = open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000004").meta.ledger
     start(tmp_path, 1)
-    (resumed,) = (each for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
-                  if (each := json.loads(line))["event"] == "resume")
+    (resumed,) = (
+        each
+        for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+        if (each := json.loads(line))["event"] == "resume"
+    )
     assert resumed["ledger"] == newest and newest["bytes"] > place

@@ -35,8 +35,15 @@ def assert_same(ours: Schedule, theirs: list[float]) -> None:
 
 def test_cosine_is_that_of_transformers():
     ours = schedule(type="cosine", warmup_steps=10, min_lr_ratio=0.1)
-    assert_same(ours, rates_of(lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(
-        o, num_warmup_steps=10, num_training_steps=100, min_lr_rate=0.1), 100))
+    assert_same(
+        ours,
+        rates_of(
+            lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(
+                o, num_warmup_steps=10, num_training_steps=100, min_lr_rate=0.1
+            ),
+            100,
+        ),
+    )
 
 
 def test_linear_is_that_of_transformers():
@@ -62,14 +69,24 @@ def test_cosine_without_warmup_is_that_of_torch():
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
 def test_wsd_is_that_of_transformers(shape):
-    ours = schedule(type="wsd", warmup_steps=10, decay_steps=20, decay_shape=shape, min_lr_ratio=0.1,
-                    initial_lr_ratio=0.1)
-    assert_same(ours, rates_of(lambda o: transformers.get_wsd_schedule(
-        o, num_decay_steps=20, num_warmup_steps=10, num_stable_steps=70, min_lr_ratio=0.1, decay_type=shape), 100))
+    ours = schedule(
+        type="wsd", warmup_steps=10, decay_steps=20, decay_shape=shape, min_lr_ratio=0.1, initial_lr_ratio=0.1
+    )
+    assert_same(
+        ours,
+        rates_of(
+            lambda o: transformers.get_wsd_schedule(
+                o, num_decay_steps=20, num_warmup_steps=10, num_stable_steps=70, min_lr_ratio=0.1, decay_type=shape
+            ),
+            100,
+        ),
+    )
 
 
-@pytest.mark.parametrize("shape, halfway", [
-    ("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 2 * math.sqrt(0.5) - 1)])
+@pytest.mark.parametrize(
+    "shape, halfway",
+    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 2 * math.sqrt(0.5) - 1)],
+)
 def test_wsd_corners(shape, halfway):
     ours = schedule(lr=1.0, type="wsd", warmup_steps=10, decay_steps=20, decay_shape=shape, min_lr_ratio=0.0)
     assert [ours.lr(step) for step in (0, 5, 10, 80)] == [0.0, 0.5, 1.0, 1.0]
@@ -79,8 +96,16 @@ def test_wsd_corners(shape, halfway):
 
 @pytest.mark.parametrize("shape, halfway", [("cosine", 0.65), ("inverse_sqrt", 1 / math.sqrt((1 + 1 / 0.3**2) / 2))])
 def test_infinite_corners(shape, halfway):
-    ours = schedule(lr=1.0, type="infinite", warmup_steps=10, cooldown_steps=20, cooldown_shape=shape,
-                    decay_steps=40, constant_lr_ratio=0.3, min_lr_ratio=0.03)
+    ours = schedule(
+        lr=1.0,
+        type="infinite",
+        warmup_steps=10,
+        cooldown_steps=20,
+        cooldown_shape=shape,
+        decay_steps=40,
+        constant_lr_ratio=0.3,
+        min_lr_ratio=0.03,
+    )
     assert [ours.lr(step) for step in (0, 5, 10)] == [0.0, 0.5, 1.0]
     assert ours.lr(20) == pytest.approx(halfway, rel=1e-12)
     assert ours.lr(30) == ours.lr(60) == 0.3
@@ -142,13 +167,29 @@ def test_rewarming_is_a_shifted_schedule():
 TYPES = st.sampled_from(["linear", "cosine", "wsd", "inverse_sqrt", "infinite"])
 
 
-@given(kind=TYPES, decay=st.sampled_from(["linear", "sqrt", "cosine", "exponential"]), warmup=st.integers(1, 500),
-       cooldown=st.integers(1, 3000), cool=st.sampled_from(["cosine", "inverse_sqrt"]), low=st.floats(0.01, 0.4))
+@given(
+    kind=TYPES,
+    decay=st.sampled_from(["linear", "sqrt", "cosine", "exponential"]),
+    warmup=st.integers(1, 500),
+    cooldown=st.integers(1, 3000),
+    cool=st.sampled_from(["cosine", "inverse_sqrt"]),
+    low=st.floats(0.01, 0.4),
+)
 def test_no_jumps_and_bounds(kind, decay, warmup, cooldown, cool, low):
     """Neighbouring rates differ little except where the warmup climbs, and stay between the floor and the peak."""
     steps, tail = 10_000, 1000
-    ours = schedule(steps, lr=1.0, type=kind, warmup_steps=warmup, decay_steps=tail, decay_shape=decay,
-                    cooldown_steps=cooldown, cooldown_shape=cool, min_lr_ratio=low, constant_lr_ratio=0.5)
+    ours = schedule(
+        steps,
+        lr=1.0,
+        type=kind,
+        warmup_steps=warmup,
+        decay_steps=tail,
+        decay_shape=decay,
+        cooldown_steps=cooldown,
+        cooldown_shape=cool,
+        min_lr_ratio=low,
+        constant_lr_ratio=0.5,
+    )
     rates = [ours.lr(step) for step in range(warmup, steps + 5)]
     assert rates[0] == 1.0 and all(low * (1 - 1e-9) <= rate <= 1.0 for rate in rates)
     assert all(later <= earlier + 1e-15 for earlier, later in zip(rates, rates[1:]))

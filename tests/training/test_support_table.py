@@ -10,12 +10,20 @@ from tools.support_table import BEGIN, END, grid, main, replaced, section, summa
 
 
 def test_every_case_is_in_the_table():
-    rows = {row.split(" | ")[0].removeprefix("| "): [cell.strip(" |") for cell in row.split(" | ")[2:]]
-            for row in grid().splitlines() if row.startswith("| ")}
+    rows = {
+        row.split(" | ")[0].removeprefix("| "): [cell.strip(" |") for cell in row.split(" | ")[2:]]
+        for row in grid().splitlines()
+        if row.startswith("| ")
+    }
     names = rows.pop("layout")
     assert list(rows) == list(read()["layouts"])
-    shown = {(recipe, name, layout) for layout, cells in rows.items() for name, cell in zip(names, cells, strict=True)
-             for recipe in cell.split(", ") if recipe != "–"}
+    shown = {
+        (recipe, name, layout)
+        for layout, cells in rows.items()
+        for name, cell in zip(names, cells, strict=True)
+        for recipe in cell.split(", ")
+        if recipe != "–"
+    }
     assert shown == {(case.recipe, case.architecture, case.layout) for case in cases()}
 
 

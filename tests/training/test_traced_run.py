@@ -48,8 +48,13 @@ def corpora(folder: Path) -> None:
     """One file of lines as it is, one compressed; both with characters of several bytes."""
     random = np.random.default_rng(11)
     for name, count, packed in (("prose", 120, False), ("code", 50, True)):
-        lines = [json.dumps({"text": f"{name} {number} " + "".join(random.choice(list("aé z→"), random.integers(1, 90)))},
-                            ensure_ascii=False) for number in range(count)]
+        lines = [
+            json.dumps(
+                {"text": f"{name} {number} " + "".join(random.choice(list("aé z→"), random.integers(1, 90)))},
+                ensure_ascii=False,
+            )
+            for number in range(count)
+        ]
         content = ("\n".join(lines) + "\n").encode()
         path = folder / (f"{name}.jsonl.gz" if packed else f"{name}.jsonl")
         path.write_bytes(gzip.compress(content) if packed else content)
@@ -61,14 +66,16 @@ def bytes_of(piece: dict, folder: Path) -> list[int]:
     path = next(folder.glob(f"{piece['source']}.jsonl*"))
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     assert piece["unit"] == "bytes" and Path(piece["input"]).name == path.name
-    record = json.loads(content[piece["input_start"]: piece["input_start"] + piece["input_length"]])
-    return [*record["text"].encode(), EOD][piece["start"]: piece["start"] + piece["length"]]
+    record = json.loads(content[piece["input_start"] : piece["input_start"] + piece["input_length"]])
+    return [*record["text"].encode(), EOD][piece["start"] : piece["start"] + piece["length"]]
 
 
 def test_the_loss_counts_the_labels_of_some_sources(tmp_path: Path) -> None:
     """Ranks have unequal numbers of labels that count, some of them none or all: the loss is the mean over all."""
     corpora(tmp_path)
-    text = CONFIG.replace("FOLDER", str(tmp_path)).replace("global_batch_size: 8, micro_batch_size: 2", "global_batch_size: 4")
+    text = CONFIG.replace("FOLDER", str(tmp_path)).replace(
+        "global_batch_size: 8, micro_batch_size: 2", "global_batch_size: 4"
+    )
     (tmp_path / "tiny.yml").write_text(text.replace("weight: 0.3}", "weight: 0.1, loss: false}"))
     metrics = [line for line in on_ranks(2, job, str(tmp_path), 2)[0] if "loss" in line]
     config = read_resolved(tmp_path / "run" / "config.yml")
@@ -111,15 +118,29 @@ def test_every_step_of_a_run_is_found_in_the_bytes_of_its_inputs(tmp_path: Path)
     metrics = [line for line in on_ranks(2, job, str(tmp_path), 2)[0] if "loss" in line]
     assert len(metrics) == 6
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/data/batch.py"), str(tmp_path / "run"), "--step", "0", "--to", "5", "--json"],
-        capture_output=True, text=True, check=True)
+        [
+            sys.executable,
+            str(ROOT / "tools/data/batch.py"),
+            str(tmp_path / "run"),
+            "--step",
+            "0",
+            "--to",
+            "5",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     sources, batches = set(), []
     for line, step in zip(metrics, json.loads(done.stdout)["steps"], strict=True):
         total, rows = 0, []
         for index, sequence in enumerate(step["sequences"]):
             row = [token for piece in sequence["pieces"] for token in bytes_of(piece, tmp_path)]
             assert len(row) == 41
-            digest = hashlib.blake2b(index.to_bytes(8, "little") + np.array(row, "<u4").tobytes(), digest_size=8).digest()
+            digest = hashlib.blake2b(
+                index.to_bytes(8, "little") + np.array(row, "<u4").tobytes(), digest_size=8
+            ).digest()
             total += int.from_bytes(digest, "little")
             sources |= {piece["source"] for piece in sequence["pieces"]}
             rows.append(row)

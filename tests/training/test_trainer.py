@@ -17,8 +17,12 @@ from tests.training.toy import ToyEngine, ToyLoader, elsewhere, run, toy_trainer
 
 
 def config(tmp_path, name="run", steps=12, **sections):
-    base = {"run": {"dir": str(tmp_path / name), "name": name}, "logging": {"console": "quiet"},
-            "schedule": {"warmup_steps": 3}, "optimizer": {"lr": 0.05}}
+    base = {
+        "run": {"dir": str(tmp_path / name), "name": name},
+        "logging": {"console": "quiet"},
+        "schedule": {"warmup_steps": 3},
+        "optimizer": {"lr": 0.05},
+    }
     for key, section in sections.items():
         base[key] = {**base.get(key, {}), **section}
     return settings(steps, **base)
@@ -35,7 +39,8 @@ def plain_loop(wanted):
     table, head = (p.detach().clone().requires_grad_() for p in engine.parameters)
     optimizer = torch.optim.AdamW([table, head], lr=wanted.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, 3, wanted.training.steps, min_lr_rate=0.1)
+        optimizer, 3, wanted.training.steps, min_lr_rate=0.1
+    )
     rows = []
     for step in range(wanted.training.steps):
         batch = loader.step(step)
@@ -140,12 +145,33 @@ def test_the_ledger_tells_the_story(tmp_path):
     ledger = read_ledger(tmp_path / "run" / "ledger.jsonl")
     events = [(entry["event"], entry.get("step", entry.get("first_step"))) for entry in ledger]
     written = ("checkpoint_written", None)
-    assert events == [("start", 0), ("batches", 0), ("checkpoint", 4), ("batches", 4), written, ("batches", 5),
-                      ("checkpoint", 7), written, ("stop", 7),
-                      ("superseded", 4), ("resume", 4), ("batches", 4), ("checkpoint", 8), ("batches", 8), written,
-                      ("batches", 9), ("checkpoint", 12), written, ("end", 12)]
+    assert events == [
+        ("start", 0),
+        ("batches", 0),
+        ("checkpoint", 4),
+        ("batches", 4),
+        written,
+        ("batches", 5),
+        ("checkpoint", 7),
+        written,
+        ("stop", 7),
+        ("superseded", 4),
+        ("resume", 4),
+        ("batches", 4),
+        ("checkpoint", 8),
+        ("batches", 8),
+        written,
+        ("batches", 9),
+        ("checkpoint", 12),
+        written,
+        ("end", 12),
+    ]
     assert [entry["path"][-9:] for entry in ledger if entry["event"] == "checkpoint_written"] == [
-        "step_4.pt", "step_7.pt", "step_8.pt", "tep_12.pt"]
+        "step_4.pt",
+        "step_7.pt",
+        "step_8.pt",
+        "tep_12.pt",
+    ]
     start = ledger[0]
     assert start["data"] == "toy" and start["seed"] == 1234 and start["layout"]["data"] == 1
 
@@ -221,7 +247,14 @@ def test_pictures_and_words_at_the_end(tmp_path, capsys):
     run(toy_trainer(config(tmp_path, logging={"console": "plain"}, evaluation={"every": 6})))
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    for text in ("step  0", "MFU is not shown: the peak of cpu is not known", "validation after 6 steps  a: loss",
-                 "loss (nats per token) by step", "o validation: a", "finished after", "12 steps, 384 tokens"):
+    for text in (
+        "step  0",
+        "MFU is not shown: the peak of cpu is not known",
+        "validation after 6 steps  a: loss",
+        "loss (nats per token) by step",
+        "o validation: a",
+        "finished after",
+        "12 steps, 384 tokens",
+    ):
         assert text in out
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

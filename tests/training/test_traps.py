@@ -62,8 +62,16 @@ def test_clipping_is_always_written(stage, limit):
 
 def clipped_by_deepspeed() -> float:
     """The norm of the whole gradient after DeepSpeed has clipped it at 0.01, at ZeRO 0 over two stages."""
-    config = resolve(values_of("llama", zero={"stage": 0}, parallel={"pipeline": 2}, training={"micro_batch_size": 2},
-                               optimizer={"gradient_clipping": 0.0}), ranks=2)
+    config = resolve(
+        values_of(
+            "llama",
+            zero={"stage": 0},
+            parallel={"pipeline": 2},
+            training={"micro_batch_size": 2},
+            optimizer={"gradient_clipping": 0.0},
+        ),
+        ranks=2,
+    )
     theirs = config.model_copy(update={"deepspeed": {"gradient_clipping": 0.01}})  # the configuration refuses this
     return runs.steps(config, runs.build(theirs, 2), 0, 1)[1][0]
 
@@ -77,14 +85,20 @@ def test_zero_0_does_not_clip_by_the_norm_of_all_stages():
 def two_stages_of_unequal_groups() -> list[float]:
     """Norms of a step with ZeRO 1, where the first stage alone has a group of the embedding."""
     values = values_of(
-        "llama", zero={"stage": 1}, parallel={"pipeline": 2}, training={"micro_batch_size": 2},
-        optimizer={"groups": {"embedding": {"weight_decay": 0.3}}})
+        "llama",
+        zero={"stage": 1},
+        parallel={"pipeline": 2},
+        training={"micro_batch_size": 2},
+        optimizer={"groups": {"embedding": {"weight_decay": 0.3}}},
+    )
     config, engine = runs.start(values, 4)
     return [float(engine.mesh.pipeline.rank), len(engine.optimizer.param_groups), *runs.steps(config, engine, 0, 1)[1]]
 
 
 def test_stages_may_have_different_groups():
-    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs; hence `training.expert_groups`."""
+    """DeepSpeed's ZeRO 1 adds up one group after the other over all stages, and hangs; hence
+    `training.expert_groups`.
+    """
     expected = runs.plainly(values_of("llama"))
     found = run(4, two_stages_of_unequal_groups)
     assert {(stage, groups) for stage, groups, _ in found} == {(0.0, 3), (1.0, 2)}
@@ -122,12 +136,17 @@ def zero_0_in_bf16() -> str:
     prepare_deepspeed(torch.device("cpu"))
     import deepspeed
 
-    options = {"train_batch_size": 1, "zero_optimization": {"stage": 0}, "bf16": {"enabled": True},
-               "data_types": {"grad_accum_dtype": "fp32"}}
+    options = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 0},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
     model = nn.Linear(4, 4).bfloat16()
     try:
         deepspeed.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters()), config=options, dist_init_required=False)
+            model=model, optimizer=torch.optim.SGD(model.parameters()), config=options, dist_init_required=False
+        )
     except NotImplementedError as error:
         return str(error)
     return "works"
@@ -190,12 +209,19 @@ def small_pipeline(inside: bool, stage: int):
     last = Last(inside)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
-    module = PipelineModule([nn.Linear(8, 8), last], num_stages=2, loss_fn=None if inside else last.loss,
-                            partition_method="uniform")
-    options = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
-               "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0,
-               "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-               "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+    module = PipelineModule(
+        [nn.Linear(8, 8), last], num_stages=2, loss_fn=None if inside else last.loss, partition_method="uniform"
+    )
+    options = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     return last, deepspeed.initialize(model=module, optimizer=optimizer, config=options, dist_init_required=False)[0]
 
@@ -312,7 +338,9 @@ def without_reductions(values: dict[str, Any], ranks: int) -> tuple[list[float],
     return runs.steps(config, engine, 0, 2)
 
 
-@pytest.mark.parametrize("layout", [{}, {"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}], ids=["one", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}], ids=["one", "tp2", "pp2"]
+)
 def test_one_data_rank_reduces_nothing(layout):
     """DeepSpeed flattens all gradients, reduces them over a group of one, and copies them back."""
     ranks = 2 if layout else 1

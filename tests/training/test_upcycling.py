@@ -19,11 +19,18 @@ from tests.training import runs
 from tests.workers import run
 
 DENSE = {
-    "layers": "(attention/mlp) x2", "hidden_size": 32, "vocab_size": 50, "norm": {"type": "rmsnorm"}, "attention": {"heads": 4},
-    "mlp": {"gated": True, "activation": "silu", "hidden_size": 64}}
+    "layers": "(attention/mlp) x2",
+    "hidden_size": 32,
+    "vocab_size": 50,
+    "norm": {"type": "rmsnorm"},
+    "attention": {"heads": 4},
+    "mlp": {"gated": True, "activation": "silu", "hidden_size": 64},
+}
 MAP = {
-    "layers.*.moe.experts.*.weight": "layers.*.mlp.*.weight", "layers.*.moe.router.weight": "new",
-    "layers.*.moe.router.correction": "new"}
+    "layers.*.moe.experts.*.weight": "layers.*.mlp.*.weight",
+    "layers.*.moe.router.weight": "new",
+    "layers.*.moe.router.correction": "new",
+}
 TRAINING = {"steps": 1, "sequence_length": 16, "micro_batch_size": 2, "global_batch_size": 4}
 EXPERTS = {
     # Each expert is the dense layer, and the weights of a token's experts add up to 1.
@@ -32,7 +39,9 @@ EXPERTS = {
     "slices": {"experts": 4, "top_k": 4, "hidden_size": 16, "router": {"normalize": True, "scale": 4.0}},
 }
 LAYOUTS = {
-    "one": (1, {}), "tp2": (2, {"parallel": {"tensor": 2}}), "dp2, ZeRO 3": (2, {"zero": {"stage": 3, "persistent_size": 0}}),
+    "one": (1, {}),
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "dp2, ZeRO 3": (2, {"zero": {"stage": 3, "persistent_size": 0}}),
     "pp2": (2, {"parallel": {"pipeline": 2}}),
 }
 

@@ -86,8 +86,13 @@ class ToyEngine:
         norm = torch.cat([parameter.grad.flatten() for parameter in self.parameters]).norm()
         if batch.step not in self.skip:
             self.optimizer.step()
-        return StepResult(total.detach() / mask.sum(), mask.sum(), norm, skipped=batch.step in self.skip,
-                          extras={"table_norm": float(self.table.detach().norm())})
+        return StepResult(
+            total.detach() / mask.sum(),
+            mask.sum(),
+            norm,
+            skipped=batch.step in self.skip,
+            extras={"table_norm": float(self.table.detach().norm())},
+        )
 
     @torch.no_grad()
     def evaluate(self, batch):
@@ -142,12 +147,24 @@ def toy_trainer(config, *, start: int = 0, mesh: Mesh | None = None, more=(), **
     place = {"rank": mesh.at.data, "ranks": mesh.layout.data}
     held_out = [ValidationSet(name, ToyLoader(config, **place, seed=seed), 3) for name, seed in (("a", 1), ("b", 2))]
     hooks = standard_hooks(
-        config, flops_per_token=1000.0, validation=held_out,
+        config,
+        flops_per_token=1000.0,
+        validation=held_out,
         checkpoint=Checkpoint(SavePolicy.of(config.checkpoint), saver, lambda step: (["fragments"], step)),
-        generate=options.get("generate"), facts={"data": "toy"})
-    trainer = Trainer(config, engine=engine, loader=ToyLoader(config, **place), mesh=mesh, hooks=[*hooks, *more],
-                      sinks=sinks, ledger=ledger, start=start,
-                      tokens=lambda steps: steps * config.training.global_batch_size * config.training.sequence_length)
+        generate=options.get("generate"),
+        facts={"data": "toy"},
+    )
+    trainer = Trainer(
+        config,
+        engine=engine,
+        loader=ToyLoader(config, **place),
+        mesh=mesh,
+        hooks=[*hooks, *more],
+        sinks=sinks,
+        ledger=ledger,
+        start=start,
+        tokens=lambda steps: steps * config.training.global_batch_size * config.training.sequence_length,
+    )
     trainer.saver = saver
     return trainer
 

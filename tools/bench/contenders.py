@@ -1,7 +1,8 @@
 """The training steps that `train_step.py` compares: ours, and a plain loop around transformers' GPTNeoX or Mamba2.
 
-transformers has no RWKV-7. There the other side is our step with the recurrence of flash-linear-attention's plain PyTorch
-reference (`dplr_chunkwise`; `pip install fla-core einops triton`, of which nothing else is used) under autograd.
+transformers has no RWKV-7. There the other side is our step with the recurrence of flash-linear-attention's plain
+PyTorch reference (`dplr_chunkwise`; `pip install fla-core einops triton`, of which nothing else is used) under
+autograd.
 
 Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
 and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases; fp32 on CPU,
@@ -67,9 +68,18 @@ def configuration(setup: Setup):
     values: dict[str, Any] = {
         "model": {"vocab_size": setup.vocabulary, "embedding": {"tied": False}, **architecture(setup.shape)},
         "training": {
-            "steps": 1000, "seed": SEED, "sequence_length": setup.sequence, "micro_batch_size": setup.micro_batch},
-        "optimizer": {"lr": LR, "betas": list(BETAS), "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY,
-                      "gradient_clipping": CLIP},
+            "steps": 1000,
+            "seed": SEED,
+            "sequence_length": setup.sequence,
+            "micro_batch_size": setup.micro_batch,
+        },
+        "optimizer": {
+            "lr": LR,
+            "betas": list(BETAS),
+            "epsilon": EPSILON,
+            "weight_decay": WEIGHT_DECAY,
+            "gradient_clipping": CLIP,
+        },
         "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
     }
     for dotted, value in setup.options:
@@ -86,16 +96,21 @@ def architecture(shape: str) -> dict[str, Any]:
     hidden, layers, heads = SHAPES[shape]
     if shape.startswith("mamba2"):
         return {
-            "layers": f"mamba2 x{layers}", "hidden_size": hidden, "norm": {"type": "rmsnorm", "epsilon": 1e-5},
+            "layers": f"mamba2 x{layers}",
+            "hidden_size": hidden,
+            "norm": {"type": "rmsnorm", "epsilon": 1e-5},
             "mamba2": {"head_dim": 2 * hidden // heads, "state_size": 128},
         }
     if shape.startswith("rwkv7"):
         return {
-            "layers": f"(rwkv7/rwkv7_ffn) x{layers}", "hidden_size": hidden, "norm": {"type": "layernorm", "bias": True},
+            "layers": f"(rwkv7/rwkv7_ffn) x{layers}",
+            "hidden_size": hidden,
+            "norm": {"type": "layernorm", "bias": True},
             "rwkv7": {"head_dim": hidden // heads},
         }
     return {
-        "layers": f"(attention/mlp) x{layers}", "hidden_size": hidden,
+        "layers": f"(attention/mlp) x{layers}",
+        "hidden_size": hidden,
         "attention": {"heads": heads, "qkv_bias": True, "output_bias": True, "rotary": {"fraction": 0.25}},
         "mlp": {"hidden_size": 4 * hidden, "activation": "gelu", "gated": False, "bias": True},
         "norm": {"type": "layernorm", "bias": True, "epsilon": 1e-5},
@@ -123,8 +138,12 @@ class Ours:
 
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # DeepSpeed reads them
         prepare_deepspeed(torch.device(setup.device))
-        dist.init_process_group("gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl",
-                                rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+        dist.init_process_group(
+            "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl",
+            rank=0,
+            world_size=1,
+            init_method="tcp://127.0.0.1:0",
+        )
         self.setup = setup
         self.engine = build_engine((configure or configuration)(setup), Mesh.single(), setup.device)
 
@@ -144,7 +163,9 @@ class Ours:
 
 
 class Transformers:
-    """The loop that one writes by hand around `GPTNeoXForCausalLM`, `Mamba2ForCausalLM` or another model that `make` gives."""
+    """The loop that one writes by hand around `GPTNeoXForCausalLM`, `Mamba2ForCausalLM` or another model that `make`
+    gives.
+    """
 
     def __init__(self, setup: Setup, compiled: bool, make=None):
         import torch
@@ -156,8 +177,10 @@ class Transformers:
         if setup.device != "cpu":  # the model becomes bf16; the optimizer updates fp32 copies
             self.weights = [p for p in self.model.to(torch.bfloat16).parameters()]
             self.masters = [p.detach().float().requires_grad_() for p in self.weights]
-        groups = [{"params": [p for p in self.masters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-                  {"params": [p for p in self.masters if p.dim() == 1], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in self.masters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in self.masters if p.dim() == 1], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPSILON, fused=True)
         self.forward = torch.compile(self.model) if compiled else self.model
 
@@ -210,7 +233,9 @@ def with_fla(setup: Setup) -> Ours:
 
     def theirs(r, log_w, k, v, a, b, *, chunk, initial_BhNN=None, starts_BS=None):
         if initial_BhNN is not None or starts_BS is not None:
-            raise NotImplementedError("the contender fla trains whole samples: it takes no earlier state and no documents")
+            raise NotImplementedError(
+                "the contender fla trains whole samples: it takes no earlier state and no documents"
+            )
         heads_first = [each.transpose(1, 2) for each in (r * r.shape[-1] ** 0.5, k, v, a, b, log_w)]  # it scales r
         y, state = dplr_chunkwise(*heads_first, chunk_size=min(chunk, r.shape[1]))
         return y.transpose(1, 2), state.mT

@@ -3,9 +3,10 @@
 
     OMP_NUM_THREADS=1 python tools/bench/crossover.py --hidden 128 512 --clock cpu
 
-Models of about equal parameters per layer group: a block of attention and mlp, two of Mamba-2, a block of RWKV-7 and its
-channel mix. Forward and backward of all tokens of a step, which are the same number for every length; the vocabulary is
-small, because embedding and head are the same for all. One process, kinds in turn, medians of neighbouring rounds.
+Models of about equal parameters per layer group: a block of attention and mlp, two of Mamba-2, a block of RWKV-7 and
+its channel mix. Forward and backward of all tokens of a step, which are the same number for every length; the
+vocabulary is small, because embedding and head are the same for all. One process, kinds in turn, medians of
+neighbouring rounds.
 """
 
 from __future__ import annotations
@@ -33,11 +34,19 @@ def model_of(kind: str, hidden: int, blocks: int, length: int):
     heads = max(2, hidden // HEAD)
     config = resolve({
         "model": {
-            "layers": KINDS[kind].format(blocks), "hidden_size": hidden, "vocab_size": VOCABULARY,
-            "norm": {"type": "layernorm", "bias": True}, "embedding": {"tied": False},
-            "attention": {"heads": heads}, "rwkv7": {"head_dim": hidden // heads}, "mamba2": {"head_dim": hidden // heads},
-            "mlp": {"hidden_size": 4 * hidden, "gated": False, "activation": "gelu"}},
-        "training": {"steps": 1, "sequence_length": length}, "precision": {"compute": "fp32"}})
+            "layers": KINDS[kind].format(blocks),
+            "hidden_size": hidden,
+            "vocab_size": VOCABULARY,
+            "norm": {"type": "layernorm", "bias": True},
+            "embedding": {"tied": False},
+            "attention": {"heads": heads},
+            "rwkv7": {"head_dim": hidden // heads},
+            "mamba2": {"head_dim": hidden // heads},
+            "mlp": {"hidden_size": 4 * hidden, "gated": False, "activation": "gelu"},
+        },
+        "training": {"steps": 1, "sequence_length": length},
+        "precision": {"compute": "fp32"},
+    })
     return build_model(config), totals(config).parameters - 2 * VOCABULARY * hidden
 
 
@@ -56,7 +65,9 @@ def measure(hidden: int, blocks: int, lengths: list[int], tokens: int, rounds: i
     import torch
 
     found, models = {}, {kind: model_of(kind, hidden, blocks, lengths[0]) for kind in KINDS}
-    print(f"width {hidden}: " + ", ".join(f"{kind} {size:,} parameters" for kind, (_, size) in models.items()), flush=True)
+    print(
+        f"width {hidden}: " + ", ".join(f"{kind} {size:,} parameters" for kind, (_, size) in models.items()), flush=True
+    )
     for length in lengths:
         batch = torch.randint(VOCABULARY, (max(1, tokens // length), length + 1))
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -66,7 +77,9 @@ def measure(hidden: int, blocks: int, lengths: list[int], tokens: int, rounds: i
                 if number > 0:
                     times[kind].append(once)
         found[length] = {
-            kind: statistics.median(theirs / own for theirs, own in zip(times["attention"], times[kind])) for kind in KINDS}
+            kind: statistics.median(theirs / own for theirs, own in zip(times["attention"], times[kind]))
+            for kind in KINDS
+        }
         found[length]["attention"] = batch[:, 1:].numel() / statistics.median(times["attention"])
     return found
 

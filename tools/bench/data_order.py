@@ -63,19 +63,13 @@ def main() -> int:
     parser.add_argument("--documents", type=float, default=2e7)
     parser.add_argument("--tokens", type=float, default=3e10)
     parser.add_argument("--sequence-length", type=int, default=2048)
-    parser.add_argument(
-        "--samples", type=float, default=None, help="samples that a run asks for (default: one epoch)"
-    )
+    parser.add_argument("--samples", type=float, default=None, help="samples that a run asks for (default: one epoch)")
     parser.add_argument("--folder", help="where files are made and removed (default: the system's temporary folder)")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=given.folder))
     try:
         result = measure(
-            folder,
-            int(given.documents),
-            int(given.tokens),
-            given.sequence_length,
-            given.samples and int(given.samples),
+            folder, int(given.documents), int(given.tokens), given.sequence_length, given.samples and int(given.samples)
         )
     finally:
         shutil.rmtree(folder)

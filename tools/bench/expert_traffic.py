@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python tools/bench/expert_traffic.py --tensor 2 --data 2 --expert 2
 
 Three ways of the same tokens to the same experts, on gloo processes of this machine, which must give the same outputs
-(status 1 where they do not): every tensor parallel rank sends all its tokens to the ranks with its slices; each sends its
-share, and what arrives is gathered (what `parallel.expert` does); experts are whole, so that each sends its share and
-nothing is gathered (`parallel.expert_tensor: 1`, with tensor times as many expert parallel ranks). Bytes are counted in the
-collectives, per token of a data parallel rank and mean over ranks; those that stay on a rank are not sent.
+(status 1 where they do not): every tensor parallel rank sends all its tokens to the ranks with its slices; each sends
+its share, and what arrives is gathered (what `parallel.expert` does); experts are whole, so that each sends its share
+and nothing is gathered (`parallel.expert_tensor: 1`, with tensor times as many expert parallel ranks). Bytes are
+counted in the collectives, per token of a data parallel rank and mean over ranks; those that stay on a rank are not
+sent.
 """
 
 from __future__ import annotations
@@ -79,7 +80,11 @@ def counted() -> Iterator[Traffic]:
         traffic.gathered += (dist.get_world_size(group) - 1) * output.nbytes
         return scatter(output, tensor, group=group)
 
-    patched = {"all_to_all_single": exchanging, "all_gather_into_tensor": gathering, "reduce_scatter_tensor": scattering}
+    patched = {
+        "all_to_all_single": exchanging,
+        "all_gather_into_tensor": gathering,
+        "reduce_scatter_tensor": scattering,
+    }
     with mock.patch.multiple(dist, **patched):
         yield traffic
 
@@ -99,8 +104,10 @@ def passed(way: str, asked: argparse.Namespace) -> tuple[Traffic, torch.Tensor, 
     """On every rank: forward and backward; what this rank has sent, the output and the gradient of the input."""
     mesh = Mesh.build(layout_of(way, asked))
     moe = {"experts": asked.experts, "top_k": asked.top_k, "hidden_size": asked.width}
-    config = resolve({"model": {"layers": "moe", "hidden_size": asked.hidden_size, "vocab_size": 8, "moe": moe},
-                      "training": {"steps": 1, "sequence_length": asked.tokens}})
+    config = resolve({
+        "model": {"layers": "moe", "hidden_size": asked.hidden_size, "vocab_size": 8, "moe": moe},
+        "training": {"steps": 1, "sequence_length": asked.tokens},
+    })
     init = Initialisation(config.model.init, asked.hidden_size, 1)
     layer = MoE(ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, init)
     if way == WAYS[0]:
@@ -118,7 +125,9 @@ def work(rank: int, way: str, asked: argparse.Namespace, folder: str) -> None:
     """One process: what it has to say goes into a file."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=asked.tensor * asked.data)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=asked.tensor * asked.data
+    )
     traffic, *made = passed(way, asked)
     torch.save((vars(traffic), *made), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -135,8 +144,16 @@ def measure(way: str, asked: argparse.Namespace) -> list[tuple[Traffic, torch.Te
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tensor", 2), ("data", 2), ("expert", 2), ("experts", 8), ("top-k", 2), ("tokens", 512),
-                          ("hidden-size", 256), ("width", 64)):
+    for name, default in (
+        ("tensor", 2),
+        ("data", 2),
+        ("expert", 2),
+        ("experts", 8),
+        ("top-k", 2),
+        ("tokens", 512),
+        ("hidden-size", 256),
+        ("width", 64),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked, first = parser.parse_args(given), None
     print("| tokens | all-to-all, bytes per token and rank | over the tensor axis | together |")
@@ -149,8 +166,10 @@ def main(given: list[str] | None = None) -> int:
             if (one - other).norm() > TOLERANCE * one.norm():
                 print(f"{way}: other outputs than where {WAYS[0]}", file=sys.stderr)
                 return 1
-        exchanged, gathered = (sum(getattr(each, name) for each in traffic) / len(traffic) / asked.tokens
-                               for name in ("exchanged", "gathered"))
+        exchanged, gathered = (
+            sum(getattr(each, name) for each in traffic) / len(traffic) / asked.tokens
+            for name in ("exchanged", "gathered")
+        )
         print(f"| {way} | {exchanged:,.0f} | {gathered:,.0f} | {exchanged + gathered:,.0f} |", flush=True)
     return 0
 

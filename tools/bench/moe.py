@@ -38,19 +38,37 @@ def configuration(setup: Setup, dense: bool = False):
     hidden, layers, heads, experts, top_k, width = SHAPES[setup.shape]
     feed_forward: dict[str, Any] = {
         "layers": f"(attention/moe) x{layers}",
-        "moe": {"experts": experts, "top_k": top_k, "hidden_size": width, "router": {"normalize": True}}}
+        "moe": {"experts": experts, "top_k": top_k, "hidden_size": width, "router": {"normalize": True}},
+    }
     if dense:
         feed_forward = {
             "layers": f"(attention/mlp) x{layers}",
-            "mlp": {"hidden_size": top_k * width, "gated": True, "activation": "silu"}}
+            "mlp": {"hidden_size": top_k * width, "gated": True, "activation": "silu"},
+        }
     return resolve({
-        "model": {**feed_forward, "hidden_size": hidden, "vocab_size": setup.vocabulary, "norm": {"type": "rmsnorm"},
-                  "attention": {"heads": heads, "kv_heads": heads // 2}, "embedding": {"tied": False}},
+        "model": {
+            **feed_forward,
+            "hidden_size": hidden,
+            "vocab_size": setup.vocabulary,
+            "norm": {"type": "rmsnorm"},
+            "attention": {"heads": heads, "kv_heads": heads // 2},
+            "embedding": {"tied": False},
+        },
         "training": {
-            "steps": 1000, "seed": SEED, "sequence_length": setup.sequence, "micro_batch_size": setup.micro_batch},
-        "optimizer": {"lr": LR, "betas": list(BETAS), "epsilon": EPSILON, "weight_decay": WEIGHT_DECAY,
-                      "gradient_clipping": CLIP},
-        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"}})
+            "steps": 1000,
+            "seed": SEED,
+            "sequence_length": setup.sequence,
+            "micro_batch_size": setup.micro_batch,
+        },
+        "optimizer": {
+            "lr": LR,
+            "betas": list(BETAS),
+            "epsilon": EPSILON,
+            "weight_decay": WEIGHT_DECAY,
+            "gradient_clipping": CLIP,
+        },
+        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
+    })
 
 
 def mixtral(setup: Setup):
@@ -120,8 +138,10 @@ def line(row: dict[str, Any]) -> str:
         return statistics.median(theirs / ours for theirs, ours in zip(seconds[over], seconds["ours"]))
 
     speed = setup.tokens / statistics.median(seconds["ours"])
-    return (f"| {hidden} x {layers}, {experts} experts of {width}, top {top_k} | {setup.sequence} | {setup.micro_batch} "
-            f"| {speed:,.0f} | {ratio('transformers'):.2f} | {ratio('ours, dense'):.2f} |")
+    return (
+        f"| {hidden} x {layers}, {experts} experts of {width}, top {top_k} | {setup.sequence} | {setup.micro_batch} "
+        f"| {speed:,.0f} | {ratio('transformers'):.2f} | {ratio('ours, dense'):.2f} |"
+    )
 
 
 def main(given: list[str] | None = None) -> int:

@@ -118,8 +118,7 @@ def measure(folder: Path, given: argparse.Namespace) -> dict:
             best[name] = min(best.get(name, float("inf")), time.perf_counter() - begin)
             used[name] = min(used.get(name, float("inf")), _processor_seconds() - before)
     contents = {
-        (folder / f"{number}.bin").read_bytes() + (folder / f"{number}.idx").read_bytes()
-        for number in range(len(ways))
+        (folder / f"{number}.bin").read_bytes() + (folder / f"{number}.idx").read_bytes() for number in range(len(ways))
     }
     return {
         "bytes": size,

@@ -76,7 +76,9 @@ class Remote:
 
 @contextlib.contextmanager
 def started(names: list[str], setup: Setup, makers: dict[str, Any] | None = None) -> Iterator[list[Remote]]:
-    """The contenders, built one after another; `makers` has functions that build them, if they are others than usual."""
+    """The contenders, built one after another; `makers` has functions that build them, if they are others than
+    usual.
+    """
     remotes: list[Remote] = []
     try:
         for name in names:
@@ -121,10 +123,18 @@ def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[st
     speeds = {name: setup.tokens / statistics.median(values) for name, values in seconds.items()}
     peaks = {name: first[name]["peak"] for name in names}
     row: dict[str, Any] = {
-        "shape": setup.shape, "sequence": setup.sequence, "micro_batch": setup.micro_batch, "device": setup.device,
+        "shape": setup.shape,
+        "sequence": setup.sequence,
+        "micro_batch": setup.micro_batch,
+        "device": setup.device,
         "clock": setup.clock,
-        "tokens_per_second": speeds, "peak_bytes": peaks, "seconds": seconds, "first_losses": first[names[0]]["losses"],
-        "speed_ratio": {}, "memory_ratio": {}}
+        "tokens_per_second": speeds,
+        "peak_bytes": peaks,
+        "seconds": seconds,
+        "first_losses": first[names[0]]["losses"],
+        "speed_ratio": {},
+        "memory_ratio": {},
+    }
     if "ours" in names:
         for name in names:
             if name != "ours":
@@ -157,8 +167,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for row in rows:
         ours = row["tokens_per_second"].get("ours"), row["peak_bytes"].get("ours")
-        cells = [row["shape"], str(row["sequence"]), str(row["micro_batch"]),
-                 f"{ours[0]:,.0f}" if ours[0] else "", f"{ours[1] / 2**20:,.0f}" if ours[1] else ""]
+        cells = [
+            row["shape"],
+            str(row["sequence"]),
+            str(row["micro_batch"]),
+            f"{ours[0]:,.0f}" if ours[0] else "",
+            f"{ours[1] / 2**20:,.0f}" if ours[1] else "",
+        ]
         for name in others:
             speed, memory = row["speed_ratio"].get(name), row["memory_ratio"].get(name)
             cells += [f"{speed:.2f}" if speed else "", f"{memory:.2f}" if memory else ""]
@@ -185,12 +200,17 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps of one contender in one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=TOLERANCE, default="cpu")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall",
-                        help="cpu: processor time instead, for busy machines; use it with OMP_NUM_THREADS=1")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: processor time instead, for busy machines; use it with OMP_NUM_THREADS=1",
+    )
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.add_argument("options", nargs="*", type=option, metavar="key.path=value",
-                        help="of our configuration; write them first")
+    parser.add_argument(
+        "options", nargs="*", type=option, metavar="key.path=value", help="of our configuration; write them first"
+    )
     return parser.parse_args(given)
 
 
@@ -199,7 +219,8 @@ def main(given: list[str] | None = None) -> int:
     for shape in asked.shapes:
         for sequence in asked.sequence:
             setup = Setup(
-                shape, sequence, asked.micro_batch, asked.device, asked.vocabulary, tuple(asked.options), asked.clock)
+                shape, sequence, asked.micro_batch, asked.device, asked.vocabulary, tuple(asked.options), asked.clock
+            )
             try:
                 names = [name for name in asked.contenders if has(name, shape)]
                 rows.append(measure(setup, names, asked.steps, asked.rounds))

@@ -27,10 +27,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
     parser.add_argument("--state", action="append", help="compare only this state (can be repeated)")
-    parser.add_argument("--only", action="append", metavar="PATTERN",
-                        help="compare only tensors of such names (can be repeated)")
-    parser.add_argument("--tolerance", type=float, default=0.0,
-                        help="largest relative difference of a tensor (by norm) that counts as equal")
+    parser.add_argument(
+        "--only", action="append", metavar="PATTERN", help="compare only tensors of such names (can be repeated)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="largest relative difference of a tensor (by norm) that counts as equal",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(arguments)
 
@@ -44,18 +49,26 @@ def show(item: TensorDifference) -> str:
     if item.problem:
         return f"{name}: {item.problem}"
     types = "" if item.dtypes[0] == item.dtypes[1] else f"; {item.dtypes[0]} in A, {item.dtypes[1]} in B"
-    return (f"{name}: {item.differing} of {item.elements} elements differ, by {item.largest:.3g} at most, "
-            f"{item.relative:.3g} relative{types}")
+    return (
+        f"{name}: {item.differing} of {item.elements} elements differ, by {item.largest:.3g} at most, "
+        f"{item.relative:.3g} relative{types}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         a, b = open_checkpoint(options.a), open_checkpoint(options.b)
-        tensors = list(compare_tensors(a, b, lambda name, state: (
-            (not options.state or state in options.state)
-            and (not options.only or any(fnmatch(name, pattern) for pattern in options.only))
-        )))
+        tensors = list(
+            compare_tensors(
+                a,
+                b,
+                lambda name, state: (
+                    (not options.state or state in options.state)
+                    and (not options.only or any(fnmatch(name, pattern) for pattern in options.only))
+                ),
+            )
+        )
     except (CheckpointError, OSError) as error:
         print(f"diff: {error}", file=sys.stderr)
         return 2

@@ -52,7 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
         names = read_names(options.names) if options.names else None
         with made_universal(options.source, options.out, options.trust) as folder:
             meta = restore(
-                Universal(folder), options.out, logical_tensors(resolved), resolved.text(), names=names, step=options.step)
+                Universal(folder),
+                options.out,
+                logical_tensors(resolved),
+                resolved.text(),
+                names=names,
+                step=options.step,
+            )
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         print(f"from_deepspeed: {error}", file=sys.stderr)
         return 2

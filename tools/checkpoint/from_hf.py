@@ -45,13 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     model = thaw(resolved.config.model.model_dump(exclude_defaults=True))
     if options.json:
         print(
-            json.dumps(
-                {
-                    "out": str(options.out),
-                    "model": model,
-                    **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
-                }
-            )
+            json.dumps({
+                "out": str(options.out),
+                "model": model,
+                **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
+            })
         )
     else:
         print(f"wrote {options.out}; a run takes it with checkpoint.initialize_from={options.out}")

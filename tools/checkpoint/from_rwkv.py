@@ -40,8 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"out": str(options.out), "model": model}))
     else:
-        print(f"wrote {options.out}: {model['layers']}, width {model['hidden_size']}; a run takes it with "
-              f"checkpoint.initialize_from={options.out}")
+        print(
+            f"wrote {options.out}: {model['layers']}, width {model['hidden_size']}; a run takes it with "
+            f"checkpoint.initialize_from={options.out}"
+        )
     return 0
 
 

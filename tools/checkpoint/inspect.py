@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Show what is in a checkpoint, or in a folder of them, and what is damaged. Exit status 1 if something is.
 
-    python tools/checkpoint/inspect.py runs/x                                 a line per checkpoint
-    python tools/checkpoint/inspect.py runs/x/checkpoints/step_00001000       its tensors
+python tools/checkpoint/inspect.py runs/x                                 a line per checkpoint
+python tools/checkpoint/inspect.py runs/x/checkpoints/step_00001000       its tensors
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from megatron.checkpoint.summary import describe
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
-    parser.add_argument("--only", action="append", metavar="PATTERN",
-                        help="list only tensors of such names (can be repeated)")
-    parser.add_argument("--norms", action="store_true",
-                        help="read all values: norm, largest magnitude, values that are not finite")
+    parser.add_argument(
+        "--only", action="append", metavar="PATTERN", help="list only tensors of such names (can be repeated)"
+    )
+    parser.add_argument(
+        "--norms", action="store_true", help="read all values: norm, largest magnitude, values that are not finite"
+    )
     parser.add_argument("--config", action="store_true", help="print the configuration's text")
     parser.add_argument("--quick", action="store_true", help="check the sizes of the files, not every byte")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -50,10 +52,12 @@ def examine(path: Path, quick: bool) -> tuple[Checkpoint | None, list[str]]:
 def show_folder(store: Store, options: argparse.Namespace) -> int:
     found = [(path, *examine(path, options.quick)) for path in store.paths()]
     if options.json:
-        print(json.dumps([
-            {"path": str(path), "damage": damage, **({"step": checkpoint.step} if checkpoint else {})}
-            for path, checkpoint, damage in found
-        ]))
+        print(
+            json.dumps([
+                {"path": str(path), "damage": damage, **({"step": checkpoint.step} if checkpoint else {})}
+                for path, checkpoint, damage in found
+            ])
+        )
     else:
         for path, checkpoint, damage in found:
             size = sum(record.size for record in checkpoint.records) / 2**20 if checkpoint else 0
@@ -70,8 +74,10 @@ def show_checkpoint(checkpoint: Checkpoint, damage: list[str], options: argparse
         config = {"config": checkpoint.meta.config} if options.config else {}
         print(json.dumps({**summary, "damage": damage, **config}))
         return
-    print(f"{summary['path']}: step {summary['step']}, {summary['parameters']:,} parameters, "
-          f"{summary['bytes'] / 2**20:.1f} MiB in {summary['files']} files, {summary['fragments']} fragments")
+    print(
+        f"{summary['path']}: step {summary['step']}, {summary['parameters']:,} parameters, "
+        f"{summary['bytes'] / 2**20:.1f} MiB in {summary['files']} files, {summary['fragments']} fragments"
+    )
     entries = ("layout", "versions", "optimizer", "schedule", "loss_scaler", "data", "ledger", "extra", "config_hash")
     for name in entries:
         if summary[name]:

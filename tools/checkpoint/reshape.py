@@ -53,11 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="directory of the checkpoint to read")
     parser.add_argument("out", type=Path, help="directory of the new checkpoint; must not exist")
-    parser.add_argument("--to", required=True, metavar="LAYOUT",
-                        help="tensor=N,pipeline=N,data=N,zero=N,expert=N,expert_tensor=N; what is not said is 1 (zero: 0; "
-                        "expert_tensor: tensor)")
-    parser.add_argument("--verify", action="store_true",
-                        help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}")
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="LAYOUT",
+        help="tensor=N,pipeline=N,data=N,zero=N,expert=N,expert_tensor=N; what is not said is 1 (zero: 0; "
+        "expert_tensor: tensor)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
@@ -73,8 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"out": str(options.out), "layout": options.to, "peak_bytes": peak, "sha256": sums}))
         return 0
-    print(f"wrote {options.out}: step {source.step} in the files of {layout.world_size} ranks; "
-          f"peak memory {peak / 2**20:.0f} MiB")
+    print(
+        f"wrote {options.out}: step {source.step} in the files of {layout.world_size} ranks; "
+        f"peak memory {peak / 2**20:.0f} MiB"
+    )
     if options.verify:
         count = sum(map(len, sums.values()))
         print(f"verified: {count} logical tensors have the same SHA-256 before and after ({VERIFY_NAME})")

@@ -63,16 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = str(done.dtype).removeprefix("torch.")
     if options.json:
         print(
-            json.dumps(
-                {
-                    "out": str(done.folder),
-                    "architecture": done.architecture.class_name,
-                    "dtype": dtype,
-                    "files": done.files,
-                    "notes": done.notes,
-                    **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
-                }
-            )
+            json.dumps({
+                "out": str(done.folder),
+                "architecture": done.architecture.class_name,
+                "dtype": dtype,
+                "files": done.files,
+                "notes": done.notes,
+                **({"difference": proof.difference, "relative": proof.relative} if proof else {}),
+            })
         )
     else:
         print(f"wrote {done.folder}: {done.architecture.class_name}, {dtype}, {len(done.files)} files of weights")

@@ -12,9 +12,7 @@ from megatron.config import ConfigError
 from megatron.data.errors import DataError
 
 
-def run(
-    parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]
-) -> int:
+def run(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]) -> int:
     """Parse the command line, do the work, and tell the result.
 
     Args:

@@ -33,12 +33,7 @@ def main(given: argparse.Namespace) -> dict:
 
     manifest = merge(given.input, given.output, __version__, given.overwrite)
     made = TokenFile(given.output)
-    return {
-        "output": str(made.prefix),
-        "documents": len(made),
-        "tokens": made.tokens,
-        "manifest": manifest is not None,
-    }
+    return {"output": str(made.prefix), "documents": len(made), "tokens": made.tokens, "manifest": manifest is not None}
 
 
 def show(result: dict) -> None:

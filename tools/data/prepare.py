@@ -27,9 +27,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", nargs="?", help="its name")
     parser.add_argument("--list", action="store_true", help="say which corpora there are")
-    parser.add_argument(
-        "--output", default="data", metavar="FOLDER", help="where the files go (default: %(default)s)"
-    )
+    parser.add_argument("--output", default="data", metavar="FOLDER", help="where the files go (default: %(default)s)")
     parser.add_argument(
         "--validation", type=float, default=0.02, help="share of documents for validation (default: %(default)s)"
     )

@@ -24,15 +24,22 @@ if str(ROOT) not in sys.path:
 
 
 def rows(model, tokens, **sides) -> Iterator[dict]:
-    """A row per token and layer of tokens [B, S], as described above; `sides` are their positions and documents, if any."""
+    """A row per token and layer of tokens [B, S], as described above; `sides` are their positions and documents, if
+    any.
+    """
     from megatron.model.ffn.moe.trace import traced
 
     for layer, (experts, weights) in traced(model, tokens, **sides).items():
         for sample in range(tokens.shape[0]):
             for position in range(tokens.shape[1]):
-                yield {"sample": sample, "position": position, "token": int(tokens[sample, position]), "layer": layer,
-                       "experts": experts[sample, position].tolist(),
-                       "weights": [round(weight, 6) for weight in weights[sample, position].tolist()]}
+                yield {
+                    "sample": sample,
+                    "position": position,
+                    "token": int(tokens[sample, position]),
+                    "layer": layer,
+                    "experts": experts[sample, position].tolist(),
+                    "weights": [round(weight, 6) for weight in weights[sample, position].tolist()],
+                }
 
 
 def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
@@ -44,8 +51,10 @@ def summary(found: list[dict], experts: dict[int, int]) -> list[str]:
             for expert in row["experts"]:
                 loads[expert] += 1
         none = loads.pop()
-        lines.append(f"layer {layer}: largest load over an even share {max(loads) * count / max(sum(loads), 1):.3f}, "
-                     f"{loads.count(0)} of {count} experts unused" + (f", {none} choices of no expert" if none else ""))
+        lines.append(
+            f"layer {layer}: largest load over an even share {max(loads) * count / max(sum(loads), 1):.3f}, "
+            f"{loads.count(0)} of {count} experts unused" + (f", {none} choices of no expert" if none else "")
+        )
     return lines
 
 

@@ -5,10 +5,21 @@ from __future__ import annotations
 from . import hybrids, jamba, tables, zamba, zaya
 from .architecture import Architecture, Field
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",
-                "identity": "linear"}
-_ALSO = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_python": "gelu",
-         "swish": "silu"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "silu": "silu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "identity": "linear",
+}
+_ALSO = {
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
 
 
 def _activation(theirs: str, section: str = "mlp") -> Field:
@@ -25,31 +36,51 @@ _SIZES = (
     Field("attention.heads", "num_attention_heads"),
     Field("embedding.tied", "tie_word_embeddings"),
 )
-_QKV_BIAS, _OUTPUT_BIAS = Field("attention.qkv_bias", "attention_bias"), Field("attention.output_bias", "attention_bias")
+_QKV_BIAS, _OUTPUT_BIAS = (
+    Field("attention.qkv_bias", "attention_bias"),
+    Field("attention.output_bias", "attention_bias"),
+)
 _LLAMA_SIZES = (
     *_SIZES,
     Field("attention.kv_heads", "num_key_value_heads"),
     Field("mlp.hidden_size", "intermediate_size"),
-    _activation("hidden_act"), _rms(),
+    _activation("hidden_act"),
+    _rms(),
 )
 _HEAD_DIM = Field("attention.head_dim", "head_dim")
 _LLAMA_FIXED = {
-    "norm.type": "rmsnorm", "residual.form": "sequential", "residual.norm": "pre", "attention.position": "rotary",
-    "attention.qk_norm": "none", "mlp.gated": True, "embedding.position": "none",
+    "norm.type": "rmsnorm",
+    "residual.form": "sequential",
+    "residual.norm": "pre",
+    "attention.position": "rotary",
+    "attention.qk_norm": "none",
+    "mlp.gated": True,
+    "embedding.position": "none",
 }
 _NO_BIAS = {"attention.qkv_bias": False, "attention.output_bias": False, "mlp.bias": False}
 
 GPT_NEOX = Architecture(
-    "gpt_neox", "GPTNeoXForCausalLM", tables.GPT_NEOX,
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    tables.GPT_NEOX,
     fields=(
-        *_SIZES, Field("mlp.hidden_size", "intermediate_size"), _activation("hidden_act"),
+        *_SIZES,
+        Field("mlp.hidden_size", "intermediate_size"),
+        _activation("hidden_act"),
         Field("norm.epsilon", "layer_norm_eps"),
         Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False}),
-        _QKV_BIAS, _OUTPUT_BIAS,
+        _QKV_BIAS,
+        _OUTPUT_BIAS,
     ),
     fixed={
-        "norm.type": "layernorm", "norm.bias": True, "residual.norm": "pre", "residual.shared_norm": False,
-        "attention.position": "rotary", "attention.qk_norm": "none", "mlp.gated": False, "mlp.bias": True,
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.norm": "pre",
+        "residual.shared_norm": False,
+        "attention.position": "rotary",
+        "attention.qk_norm": "none",
+        "mlp.gated": False,
+        "mlp.bias": True,
         "embedding.position": "none",
     },
     rotary="partial",
@@ -59,59 +90,102 @@ GPT_NEOX = Architecture(
 )
 
 LLAMA = Architecture(
-    "llama", "LlamaForCausalLM", tables.LLAMA,
+    "llama",
+    "LlamaForCausalLM",
+    tables.LLAMA,
     fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
     fixed=_LLAMA_FIXED,
 )
 
 MISTRAL = Architecture(
-    "mistral", "MistralForCausalLM", tables.MISTRAL,
-    fields=(*_LLAMA_SIZES, _HEAD_DIM), fixed={**_LLAMA_FIXED, **_NO_BIAS}, window="all",
+    "mistral",
+    "MistralForCausalLM",
+    tables.MISTRAL,
+    fields=(*_LLAMA_SIZES, _HEAD_DIM),
+    fixed={**_LLAMA_FIXED, **_NO_BIAS},
+    window="all",
 )
 
 QWEN3 = Architecture(
-    "qwen3", "Qwen3ForCausalLM", tables.QWEN3,
+    "qwen3",
+    "Qwen3ForCausalLM",
+    tables.QWEN3,
     fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS),
-    fixed={**_LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False}, window="layer",
+    fixed={**_LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
+    window="layer",
 )
 
 OLMO2 = Architecture(
-    "olmo2", "Olmo2ForCausalLM", tables.OLMO2,
+    "olmo2",
+    "Olmo2ForCausalLM",
+    tables.OLMO2,
     fields=(*_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS),
     fixed={**_LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
 )
 
 _DELTA = {
-    "heads": "linear_num_value_heads", "key_heads": "linear_num_key_heads", "key_dim": "linear_key_head_dim",
-    "value_dim": "linear_value_head_dim", "convolution": "linear_conv_kernel_dim",
-    "negative_eigenvalues": "linear_allow_neg_eigval", "decay_low": "linear_a_log_min", "decay_high": "linear_a_log_max",
-    "time_step_low": "linear_dt_min", "time_step_high": "linear_dt_max", "time_step_floor": "linear_dt_init_floor",
+    "heads": "linear_num_value_heads",
+    "key_heads": "linear_num_key_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "convolution": "linear_conv_kernel_dim",
+    "negative_eigenvalues": "linear_allow_neg_eigval",
+    "decay_low": "linear_a_log_min",
+    "decay_high": "linear_a_log_max",
+    "time_step_low": "linear_dt_min",
+    "time_step_high": "linear_dt_max",
+    "time_step_floor": "linear_dt_init_floor",
 }
 OLMO_HYBRID = Architecture(
-    "olmo_hybrid", "OlmoHybridForCausalLM", tables.OLMO_HYBRID,
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    tables.OLMO_HYBRID,
     fields=(
-        *_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS,
+        *_LLAMA_SIZES,
+        _QKV_BIAS,
+        _OUTPUT_BIAS,
         *(Field(f"gated_delta.{ours}", theirs) for ours, theirs in _DELTA.items()),
     ),
     fixed={
         **{key: value for key, value in _LLAMA_FIXED.items() if key != "attention.position"},
-        "residual.norm": "hybrid", "attention.qk_norm": "full", "mlp.bias": False, "gated_delta.convolution_bias": False,
+        "residual.norm": "hybrid",
+        "attention.qk_norm": "full",
+        "mlp.bias": False,
+        "gated_delta.convolution_bias": False,
         "gated_delta.norm_epsilon": 1e-5,  # written into their class
     },
-    required={"hidden_act": "silu"}, rotary="none", hybrid=hybrids.OLMO_HYBRID,
-    renamed=((r"\binput_layernorm\b", "attention_layer_norm"), (r"\bpost_attention_layernorm\b", "feedforward_layer_norm")),
+    required={"hidden_act": "silu"},
+    rotary="none",
+    hybrid=hybrids.OLMO_HYBRID,
+    renamed=(
+        (r"\binput_layernorm\b", "attention_layer_norm"),
+        (r"\bpost_attention_layernorm\b", "feedforward_layer_norm"),
+    ),
 )
 
 GPT2 = Architecture(
-    "gpt2", "GPT2LMHeadModel", tables.GPT2,
+    "gpt2",
+    "GPT2LMHeadModel",
+    tables.GPT2,
     fields=(
-        *_SIZES, Field("mlp.hidden_size", "n_inner"), _activation("activation_function"),
-        Field("norm.epsilon", "layer_norm_epsilon"), Field("embedding.max_positions", "n_positions"),
+        *_SIZES,
+        Field("mlp.hidden_size", "n_inner"),
+        _activation("activation_function"),
+        Field("norm.epsilon", "layer_norm_epsilon"),
+        Field("embedding.max_positions", "n_positions"),
     ),
     fixed={
-        "norm.type": "layernorm", "norm.bias": True, "residual.form": "sequential", "residual.norm": "pre",
-        "attention.position": "none", "attention.qk_norm": "none", "attention.qkv_bias": True,
-        "attention.output_bias": True, "mlp.gated": False, "mlp.bias": True, "embedding.position": "learned",
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.form": "sequential",
+        "residual.norm": "pre",
+        "attention.position": "none",
+        "attention.qk_norm": "none",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "mlp.gated": False,
+        "mlp.bias": True,
+        "embedding.position": "learned",
     },
     required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     rotary="none",
@@ -120,16 +194,21 @@ GPT2 = Architecture(
 )
 
 
-
 def _state_space(kind: str) -> tuple[Field, ...]:
     """Options that Mamba and Mamba-2 call alike; those of initial values are told, too."""
     return (
-        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
-        Field("embedding.tied", "tie_word_embeddings"), Field("norm.epsilon", "layer_norm_epsilon"),
-        Field(f"{kind}.expand", "expand"), Field(f"{kind}.state_size", "state_size"),
-        Field(f"{kind}.convolution", "conv_kernel"), Field(f"{kind}.convolution_bias", "use_conv_bias"),
-        Field(f"{kind}.bias", "use_bias"), Field(f"{kind}.time_step_low", "time_step_min"),
-        Field(f"{kind}.time_step_high", "time_step_max"), Field(f"{kind}.time_step_floor", "time_step_floor"),
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("embedding.tied", "tie_word_embeddings"),
+        Field("norm.epsilon", "layer_norm_epsilon"),
+        Field(f"{kind}.expand", "expand"),
+        Field(f"{kind}.state_size", "state_size"),
+        Field(f"{kind}.convolution", "conv_kernel"),
+        Field(f"{kind}.convolution_bias", "use_conv_bias"),
+        Field(f"{kind}.bias", "use_bias"),
+        Field(f"{kind}.time_step_low", "time_step_min"),
+        Field(f"{kind}.time_step_high", "time_step_max"),
+        Field(f"{kind}.time_step_floor", "time_step_floor"),
         Field("residual.fp32", "residual_in_fp32"),
     )
 
@@ -137,146 +216,290 @@ def _state_space(kind: str) -> tuple[Field, ...]:
 _BARE = {"norm.type": "rmsnorm", "residual.norm": "pre", "embedding.position": "none"}
 
 MAMBA = Architecture(
-    "mamba", "MambaForCausalLM", tables.MAMBA,
-    fields=(*_state_space("mamba"), Field("mamba.rank", "time_step_rank")), fixed=_BARE,
-    required={"hidden_act": "silu"}, rotary="none", block="mamba", prefix="backbone.", buffers=(),
+    "mamba",
+    "MambaForCausalLM",
+    tables.MAMBA,
+    fields=(*_state_space("mamba"), Field("mamba.rank", "time_step_rank")),
+    fixed=_BARE,
+    required={"hidden_act": "silu"},
+    rotary="none",
+    block="mamba",
+    prefix="backbone.",
+    buffers=(),
 )
 
 MAMBA2 = Architecture(
-    "mamba2", "Mamba2ForCausalLM", tables.MAMBA2,
+    "mamba2",
+    "Mamba2ForCausalLM",
+    tables.MAMBA2,
     fields=(*_state_space("mamba2"), Field("mamba2.groups", "n_groups"), Field("mamba2.head_dim", "head_dim")),
-    fixed=_BARE, required={"hidden_act": "silu"}, rotary="none", block="mamba2", prefix="backbone.", buffers=(),
+    fixed=_BARE,
+    required={"hidden_act": "silu"},
+    rotary="none",
+    block="mamba2",
+    prefix="backbone.",
+    buffers=(),
 )
 
 
 def _experts(width: str, count: str) -> tuple[Field, ...]:
     """Sizes of attention and of gated experts."""
     return (
-        *_SIZES, Field("attention.kv_heads", "num_key_value_heads"), _rms(), _activation("hidden_act", "moe"),
-        Field("moe.hidden_size", width), Field("moe.experts", count), Field("moe.top_k", "num_experts_per_tok"),
+        *_SIZES,
+        Field("attention.kv_heads", "num_key_value_heads"),
+        _rms(),
+        _activation("hidden_act", "moe"),
+        Field("moe.hidden_size", width),
+        Field("moe.experts", count),
+        Field("moe.top_k", "num_experts_per_tok"),
     )
 
 
 _MOE_FIXED = {
     **{key: value for key, value in _LLAMA_FIXED.items() if not key.startswith("mlp.")},
-    "moe.gated": True, "moe.shared_size": 0, "moe.capacity_factor": None, "moe.router.network": "linear",
-    "moe.router.bias": False, "moe.router.score": "softmax", "moe.router.select": "top_k", "moe.router.scale": 1.0,
-    "moe.router.groups": 1, "moe.router.correction": "none",
+    "moe.gated": True,
+    "moe.shared_size": 0,
+    "moe.capacity_factor": None,
+    "moe.router.network": "linear",
+    "moe.router.bias": False,
+    "moe.router.score": "softmax",
+    "moe.router.select": "top_k",
+    "moe.router.scale": 1.0,
+    "moe.router.groups": 1,
+    "moe.router.correction": "none",
 }
 _NORMALIZE = Field("moe.router.normalize", "norm_topk_prob")
 
 MIXTRAL = Architecture(
-    "mixtral", "MixtralForCausalLM", tables.MIXTRAL,
+    "mixtral",
+    "MixtralForCausalLM",
+    tables.MIXTRAL,
     fields=(*_experts("intermediate_size", "num_local_experts"), _HEAD_DIM),
     fixed={**_MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
-    required={"router_jitter_noise": 0.0}, block="attention/moe", window="all",
+    required={"router_jitter_noise": 0.0},
+    block="attention/moe",
+    window="all",
 )
 
 QWEN3_MOE = Architecture(
-    "qwen3_moe", "Qwen3MoeForCausalLM", tables.QWEN3_MOE,
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    tables.QWEN3_MOE,
     fields=(
-        *_experts("moe_intermediate_size", "num_experts"), _NORMALIZE,
-        Field("attention.head_dim", "head_dim", optional=True), _QKV_BIAS, _OUTPUT_BIAS,
+        *_experts("moe_intermediate_size", "num_experts"),
+        _NORMALIZE,
+        Field("attention.head_dim", "head_dim", optional=True),
+        _QKV_BIAS,
+        _OUTPUT_BIAS,
     ),
     fixed={**_MOE_FIXED, "attention.qk_norm": "head"},
-    required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}, block="attention/moe",
+    required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    block="attention/moe",
 )
 
 OLMOE = Architecture(
-    "olmoe", "OlmoeForCausalLM", tables.OLMOE,
+    "olmoe",
+    "OlmoeForCausalLM",
+    tables.OLMOE,
     fields=(*_experts("intermediate_size", "num_experts"), _NORMALIZE, _QKV_BIAS, _OUTPUT_BIAS),
-    fixed={**_MOE_FIXED, "attention.qk_norm": "full"}, required={"clip_qkv": None}, block="attention/moe",
+    fixed={**_MOE_FIXED, "attention.qk_norm": "full"},
+    required={"clip_qkv": None},
+    block="attention/moe",
 )
 
 
 _SHARED = "shared_attention"
 ZAMBA2 = Architecture(
-    "zamba2", "Zamba2ForCausalLM", tables.ZAMBA2,
+    "zamba2",
+    "Zamba2ForCausalLM",
+    tables.ZAMBA2,
     fields=(
-        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
-        Field("mamba2.expand", "mamba_expand"), Field("mamba2.state_size", "mamba_d_state"),
-        Field("mamba2.convolution", "mamba_d_conv"), Field("mamba2.groups", "mamba_ngroups"),
-        Field("mamba2.time_step_high", "time_step_max"), Field("mamba2.time_step_floor", "time_step_floor"),
-        Field(f"{_SHARED}.heads", "num_attention_heads"), Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
-        Field(f"{_SHARED}.blocks", "num_mem_blocks"), Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("mamba2.expand", "mamba_expand"),
+        Field("mamba2.state_size", "mamba_d_state"),
+        Field("mamba2.convolution", "mamba_d_conv"),
+        Field("mamba2.groups", "mamba_ngroups"),
+        Field("mamba2.time_step_high", "time_step_max"),
+        Field("mamba2.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"),
+        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.blocks", "num_mem_blocks"),
+        Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
         Field(f"{_SHARED}.attention_adapters", "use_shared_attention_adapter"),
         Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
         Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
     ),
     # transformers ties the shared blocks where it ties the embedding, and only there
     fixed={
-        **_BARE, "embedding.tied": True, "norm.epsilon": 1e-5, "mamba2.convolution_bias": True,
-        "mamba2.most_step": None, f"{_SHARED}.mlp.gated": True,
+        **_BARE,
+        "embedding.tied": True,
+        "norm.epsilon": 1e-5,
+        "mamba2.convolution_bias": True,
+        "mamba2.most_step": None,
+        f"{_SHARED}.mlp.gated": True,
     },
     required={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "use_long_context": False, "use_conv_bias": True},
-    rotary="none", block="mamba2", hybrid=zamba.ZAMBA2,
+    rotary="none",
+    block="mamba2",
+    hybrid=zamba.ZAMBA2,
 )
 
-_MAMBA_SIZES = tuple(Field(f"mamba.{ours}", theirs) for ours, theirs in {
-    "expand": "mamba_expand", "state_size": "mamba_d_state", "convolution": "mamba_d_conv", "rank": "mamba_dt_rank",
-    "convolution_bias": "mamba_conv_bias", "bias": "mamba_proj_bias"}.items())
+_MAMBA_SIZES = tuple(
+    Field(f"mamba.{ours}", theirs)
+    for ours, theirs in {
+        "expand": "mamba_expand",
+        "state_size": "mamba_d_state",
+        "convolution": "mamba_d_conv",
+        "rank": "mamba_dt_rank",
+        "convolution_bias": "mamba_conv_bias",
+        "bias": "mamba_proj_bias",
+    }.items()
+)
 ZAMBA = Architecture(
-    "zamba", "ZambaForCausalLM", tables.ZAMBA,
+    "zamba",
+    "ZambaForCausalLM",
+    tables.ZAMBA,
     fields=(
-        Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"), _rms(), *_MAMBA_SIZES,
-        Field("mamba.heads", "n_mamba_heads"), Field("mamba.time_step_low", "time_step_min"),
-        Field("mamba.time_step_high", "time_step_max"), Field("mamba.time_step_floor", "time_step_floor"),
-        Field(f"{_SHARED}.heads", "num_attention_heads"), Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
-        Field(f"{_SHARED}.head_dim", "attention_head_dim"), Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        _rms(),
+        *_MAMBA_SIZES,
+        Field("mamba.heads", "n_mamba_heads"),
+        Field("mamba.time_step_low", "time_step_min"),
+        Field("mamba.time_step_high", "time_step_max"),
+        Field("mamba.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"),
+        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.head_dim", "attention_head_dim"),
+        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
         Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
     ),
     # as for Zamba2, shared blocks are tied where the embedding is
     fixed={
-        **_BARE, "embedding.tied": True, "mamba.inner_norms": False, f"{_SHARED}.blocks": 1, f"{_SHARED}.adapter_rank": 0,
-        f"{_SHARED}.position": "none", f"{_SHARED}.mlp.gated": True, f"{_SHARED}.mlp.bias": False,
+        **_BARE,
+        "embedding.tied": True,
+        "mamba.inner_norms": False,
+        f"{_SHARED}.blocks": 1,
+        f"{_SHARED}.adapter_rank": 0,
+        f"{_SHARED}.position": "none",
+        f"{_SHARED}.mlp.gated": True,
+        f"{_SHARED}.mlp.bias": False,
     },
-    required={"tie_word_embeddings": True, "hidden_mamba_act": "silu"}, rotary="none", block="mamba", hybrid=zamba.ZAMBA,
+    required={"tie_word_embeddings": True, "hidden_mamba_act": "silu"},
+    rotary="none",
+    block="mamba",
+    hybrid=zamba.ZAMBA,
 )
 
 JAMBA = Architecture(
-    "jamba", "JambaForCausalLM", jamba.LINKS,
+    "jamba",
+    "JambaForCausalLM",
+    jamba.LINKS,
     fields=(
-        *_experts("intermediate_size", "num_experts"), Field("mlp.hidden_size", "intermediate_size"), *_MAMBA_SIZES,
+        *_experts("intermediate_size", "num_experts"),
+        Field("mlp.hidden_size", "intermediate_size"),
+        *_MAMBA_SIZES,
         _activation("hidden_act"),
     ),
     fixed={
-        **_MOE_FIXED, "attention.position": "none", "attention.qkv_bias": False, "attention.output_bias": False,
-        "moe.router.normalize": False, "mlp.gated": True, "mlp.bias": False, "mamba.heads": 1, "mamba.inner_norms": True,
+        **_MOE_FIXED,
+        "attention.position": "none",
+        "attention.qkv_bias": False,
+        "attention.output_bias": False,
+        "moe.router.normalize": False,
+        "mlp.gated": True,
+        "mlp.bias": False,
+        "mamba.heads": 1,
+        "mamba.inner_norms": True,
     },
-    required={"hidden_act": "silu"}, rotary="none", block="mamba/moe", hybrid=jamba.HYBRID,
+    required={"hidden_act": "silu"},
+    rotary="none",
+    block="mamba/moe",
+    hybrid=jamba.HYBRID,
 )
 
 BAMBA = Architecture(
-    "bamba", "BambaForCausalLM", tables.BAMBA,
+    "bamba",
+    "BambaForCausalLM",
+    tables.BAMBA,
     fields=(
-        *_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS, Field("mlp.bias", "mlp_bias"),
-        Field("mamba2.expand", "mamba_expand"), Field("mamba2.state_size", "mamba_d_state"),
-        Field("mamba2.convolution", "mamba_d_conv"), Field("mamba2.groups", "mamba_n_groups"),
-        Field("mamba2.convolution_bias", "mamba_conv_bias"), Field("mamba2.bias", "mamba_proj_bias"),
+        *_LLAMA_SIZES,
+        _QKV_BIAS,
+        _OUTPUT_BIAS,
+        Field("mlp.bias", "mlp_bias"),
+        Field("mamba2.expand", "mamba_expand"),
+        Field("mamba2.state_size", "mamba_d_state"),
+        Field("mamba2.convolution", "mamba_d_conv"),
+        Field("mamba2.groups", "mamba_n_groups"),
+        Field("mamba2.convolution_bias", "mamba_conv_bias"),
+        Field("mamba2.bias", "mamba_proj_bias"),
     ),
-    fixed=_LLAMA_FIXED, required={"hidden_act": "silu"}, rotary="partial", hybrid=hybrids.BAMBA,
+    fixed=_LLAMA_FIXED,
+    required={"hidden_act": "silu"},
+    rotary="partial",
+    hybrid=hybrids.BAMBA,
 )
 
 RWKV = Architecture(
-    "rwkv", "RwkvForCausalLM", tables.RWKV,
+    "rwkv",
+    "RwkvForCausalLM",
+    tables.RWKV,
     fields=(
-        Field("hidden_size", "attention_hidden_size"), Field("hidden_size", "hidden_size"), Field("vocab_size", "vocab_size"),
-        Field("embedding.tied", "tie_word_embeddings"), Field("rwkv4_ffn.hidden_size", "intermediate_size"),
+        Field("hidden_size", "attention_hidden_size"),
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("embedding.tied", "tie_word_embeddings"),
+        Field("rwkv4_ffn.hidden_size", "intermediate_size"),
     ),
     fixed={
-        "norm.type": "layernorm", "norm.bias": True, "residual.form": "sequential", "residual.norm": "pre",
-        "embedding.norm": True, "embedding.position": "none", "norm.epsilon": 1e-5,
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.form": "sequential",
+        "residual.norm": "pre",
+        "embedding.norm": True,
+        "embedding.position": "none",
+        "norm.epsilon": 1e-5,
     },
     # transformers' last norm has this epsilon whatever the configuration says
-    required={"layer_norm_epsilon": 1e-5}, rotary="none", block="rwkv4/rwkv4_ffn", prefix="rwkv.", buffers=(),
+    required={"layer_norm_epsilon": 1e-5},
+    rotary="none",
+    block="rwkv4/rwkv4_ffn",
+    prefix="rwkv.",
+    buffers=(),
 )
 
 ZAYA = Architecture(
-    "zaya", "ZayaForCausalLM", zaya.LINKS,
+    "zaya",
+    "ZayaForCausalLM",
+    zaya.LINKS,
     fields=(*(Field(ours, theirs) for ours, theirs in zaya.FIELDS.items()), _activation("hidden_act", "moe")),
-    fixed=zaya.FIXED, rotary="none", block="cca/moe", hybrid=zaya.HYBRID,
+    fixed=zaya.FIXED,
+    rotary="none",
+    block="cca/moe",
+    hybrid=zaya.HYBRID,
 )
 
-ARCHITECTURES = {each.name: each for each in (
-    GPT_NEOX, LLAMA, MISTRAL, QWEN3, OLMO2, OLMO_HYBRID, GPT2, MAMBA, MAMBA2, MIXTRAL, QWEN3_MOE, OLMOE, ZAMBA, ZAMBA2,
-    BAMBA, JAMBA, ZAYA, RWKV)}
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        GPT_NEOX,
+        LLAMA,
+        MISTRAL,
+        QWEN3,
+        OLMO2,
+        OLMO_HYBRID,
+        GPT2,
+        MAMBA,
+        MAMBA2,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+        ZAMBA,
+        ZAMBA2,
+        BAMBA,
+        JAMBA,
+        ZAYA,
+        RWKV,
+    )
+}

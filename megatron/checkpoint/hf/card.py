@@ -37,5 +37,7 @@ def card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dty
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value)
     notes = f"\n{config.run.notes}\n" if config.run.notes else ""
     head = "\n".join(["---", "library_name: transformers", "pipeline_tag: text-generation", "---"])
-    return f"{head}\n\n# {config.run.name}\n{notes}\n| | |\n|---|---|\n{rows}\n\n" \
+    return (
+        f"{head}\n\n# {config.run.name}\n{notes}\n| | |\n|---|---|\n{rows}\n\n"
         f"```json\n{json.dumps({'layers': config.model.layers}, indent=2)}\n```\n"
+    )

@@ -39,11 +39,15 @@ def architecture_of(config: PreTrainedConfig) -> Architecture:
 
 def dims_of(model: ModelSection) -> Dims:
     inner, mamba2, delta, cca = model.mamba2.expand * model.hidden_size, model.mamba2, model.gated_delta, model.cca
-    return Dims(model.attention.heads, model.attention.head_dim,
-                (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim), model.moe.experts,
-                (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
-                ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)),
-                model.mamba.heads)
+    return Dims(
+        model.attention.heads,
+        model.attention.head_dim,
+        (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim),
+        model.moe.experts,
+        (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
+        ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)),
+        model.mamba.heads,
+    )
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------
@@ -63,8 +67,10 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         try:
             _put(values, field.ours, field.read(theirs))
         except KeyError as error:
-            problems.append(f"{field.theirs}={error.args[0]!r} is not computed here; "
-                            f"{field.ours} is one of {', '.join(map(str, field.values))}")
+            problems.append(
+                f"{field.theirs}={error.args[0]!r} is not computed here; "
+                f"{field.ours} is one of {', '.join(map(str, field.values))}"
+            )
     for name, value in architecture.required.items():
         if getattr(theirs, name) != value:
             problems.append(f"{name}={getattr(theirs, name)!r} is not computed here, only {value!r}")
@@ -109,7 +115,8 @@ def _put_layers(values: dict[str, Any], architecture: Architecture, theirs: PreT
         values["attention"]["window"] = theirs.sliding_window
     if architecture.window == "layer" and "sliding_attention" in theirs.layer_types:
         values["layers"] = " ".join(
-            "attention@sliding/mlp" if kind == "sliding_attention" else "attention/mlp" for kind in theirs.layer_types)
+            "attention@sliding/mlp" if kind == "sliding_attention" else "attention/mlp" for kind in theirs.layer_types
+        )
         values["variants"] = {"sliding": {"window": theirs.sliding_window}}
 
 
@@ -149,9 +156,14 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     if architecture.blocks[0] not in map(without_variants, blocks):
         return None, [f"model.layers has no {architecture.blocks[0]}"]
     settings: dict[str, Any] = {
-        "num_hidden_layers": len(blocks), "architectures": [architecture.class_name], "dtype": "float32",
-        "initializer_range": model.init.std, "bos_token_id": None, "pad_token_id": None,
-        "eos_token_id": config.tokenizer.eod_id, **architecture.required,
+        "num_hidden_layers": len(blocks),
+        "architectures": [architecture.class_name],
+        "dtype": "float32",
+        "initializer_range": model.init.std,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "eos_token_id": config.tokenizer.eod_id,
+        **architecture.required,
     }
     attends = any(kind.name == "attention" for block in blocks for kind in block.kinds)
     for field in architecture.fields:
@@ -199,7 +211,8 @@ def _windows(model: ModelSection, architecture: Architecture) -> dict[str, Any]:
     if architecture.window == "layer":
         used = sorted({window for window in windows if window is not None})
         return {
-            "use_sliding_window": bool(used), "sliding_window": used[0] if used else None,
+            "use_sliding_window": bool(used),
+            "sliding_window": used[0] if used else None,
             "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         }
     return {}

@@ -96,7 +96,9 @@ def match(
         if source is None or source not in there:
             problems.append(f"left over: {there[name]}")
         elif not read(there[name]).equal(read(there[source])):
-            problems.append(f"{there[name]} and {there[source]} are one tensor of layers that share it, but they differ")
+            problems.append(
+                f"{there[name]} and {there[source]} are one tensor of layers that share it, but they differ"
+            )
     if problems:
         raise CheckpointError(architecture.class_name, problems)
     return there
@@ -118,5 +120,7 @@ def _untied(architecture: Architecture, steps: list[Step], there: dict[str, str]
     embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
     if read(there[architecture.head]).equal(read(there[embedding])):
         return []
-    return [f"the configuration says that {there[architecture.head]} is {there[embedding]} (tie_word_embeddings), "
-            "but they differ"]
+    return [
+        f"the configuration says that {there[architecture.head]} is {there[embedding]} (tie_word_embeddings), "
+        "but they differ"
+    ]

@@ -44,7 +44,9 @@ class Hybrid:
     def pattern(self, theirs: PreTrainedConfig) -> str:
         """Our layer pattern of their list of layers."""
         names = {theirs: ours for ours, theirs in self.blocks.items()}
-        runs = itertools.groupby(names[each] for each in getattr(theirs, "layers_block_type", None) or theirs.layer_types)
+        runs = itertools.groupby(
+            names[each] for each in getattr(theirs, "layers_block_type", None) or theirs.layer_types
+        )
         return " ".join(f"{name} x{len(list(run))}" for name, run in runs)
 
     def kinds(self, model: ModelSection) -> list[str]:
@@ -109,11 +111,15 @@ def _olmo_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     turned = model.attention.position == "rotary"
     nothing = {"rope_type": "default", "rope_theta": None}
     return {
-        "layer_types": kinds, "rope_parameters": rope_parameters(model.attention.rotary, partial=False) if turned else nothing}
+        "layer_types": kinds,
+        "rope_parameters": rope_parameters(model.attention.rotary, partial=False) if turned else nothing,
+    }
 
 
 def _olmo_links(ours: Collection[str]) -> tuple[Link, ...]:
-    """transformers saves the norm after a mixer under one name, whether it is the mixer's own (attention) or the MLP's."""
+    """transformers saves the norm after a mixer under one name, whether it is the mixer's own (attention) or
+    the MLP's.
+    """
     links: list[Link] = []
     for layer in sorted({int(name.split(".")[1]) for name in ours if name.startswith("layers.")}):
         mine, theirs = f"layers.{layer}", f"model.layers.{layer}"
@@ -134,14 +140,24 @@ def _olmo_links(ours: Collection[str]) -> tuple[Link, ...]:
 def _gated_delta(ours: str, theirs: str) -> tuple[Link, ...]:
     pairs = {"query_key": "qk", "value_gate": "vg", "decay_beta": "ab"}
     return (
-        *(Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), Fused()) for name, both in pairs.items()),
+        *(
+            Link(f"{ours}.{name}", tuple(f"{theirs}.{each}_proj" for each in both), Fused())
+            for name, both in pairs.items()
+        ),
         *(Link(f"{ours}.{name}", f"{theirs}.{name}", suffixes=("",)) for name in ("A_log", "dt_bias")),
-        Link((f"{ours}.query_key_conv", f"{ours}.value_conv"), tuple(f"{theirs}.{each}_conv1d" for each in "qkv"),
-             DeltaConvolutions()),
+        Link(
+            (f"{ours}.query_key_conv", f"{ours}.value_conv"),
+            tuple(f"{theirs}.{each}_conv1d" for each in "qkv"),
+            DeltaConvolutions(),
+        ),
         Link(f"{ours}.norm", f"{theirs}.o_norm"),
         Link(f"{ours}.output", f"{theirs}.o_proj"),
     )
 
 
 OLMO_HYBRID = Hybrid(
-    {"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"}, _olmo_values, _olmo_settings, _olmo_links)
+    {"gated_delta/mlp": "linear_attention", "attention/mlp": "full_attention"},
+    _olmo_values,
+    _olmo_settings,
+    _olmo_links,
+)

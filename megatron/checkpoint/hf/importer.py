@@ -49,8 +49,11 @@ class Folder:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
 
-        wrong = [f"{INDEX} says that {name} is in {file}, and it is not"
-                 for name, file in listed.items() if self.places.get(name) != path / file]
+        wrong = [
+            f"{INDEX} says that {name} is in {file}, and it is not"
+            for name, file in listed.items()
+            if self.places.get(name) != path / file
+        ]
         if wrong:
             raise CheckpointError(path, wrong)
 
@@ -60,7 +63,10 @@ class Folder:
         if not index.is_file():
             return {}
         try:
-            listed = {str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+            listed = {
+                str(name): str(file)
+                for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(index, f"it is damaged: {error!r}") from error
         lost = [name for name in sorted(set(listed.values())) if not (self.path / name).is_file()]
@@ -140,7 +146,9 @@ class Source(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def write(source: Source, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]) -> None:
+def write(
+    source: Source, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]
+) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
     steps = plan(architecture, logical, len(parse(resolved.config.model.layers)), dims_of(resolved.config.model))

@@ -47,8 +47,12 @@ def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     blocks = parse(model.layers)
     attention = _every([block.mixer.name == "attention" for block in blocks])
     experts = _every([block.ffn.name == "moe" for block in blocks])
-    return {"attn_layer_period": attention[0], "attn_layer_offset": attention[1], "expert_layer_period": experts[0],
-            "expert_layer_offset": experts[1]}
+    return {
+        "attn_layer_period": attention[0],
+        "attn_layer_offset": attention[1],
+        "expert_layer_period": experts[0],
+        "expert_layer_offset": experts[1],
+    }
 
 
 def _every(chosen: list[bool]) -> tuple[int, int]:
@@ -65,5 +69,4 @@ def _nothing(_theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
     return {}, []
 
 
-HYBRID = _Jamba(
-    dict.fromkeys(("mamba/moe", "mamba/mlp", "attention/mlp", "attention/moe"), ""), _nothing, _settings)
+HYBRID = _Jamba(dict.fromkeys(("mamba/moe", "mamba/mlp", "attention/mlp", "attention/moe"), ""), _nothing, _settings)

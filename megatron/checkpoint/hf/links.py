@@ -108,7 +108,8 @@ class Mamba2Rows:
 
 @dataclass(frozen=True)
 class DeltaConvolutions:
-    """Our two, of queries and keys and of values, are their three. transformers cuts what it saves into three equal parts,
+    """Our two, of queries and keys and of values, are their three. transformers cuts what it saves into three equal
+    parts,
     whatever the widths, and joins them when it loads: so what is read is joined first."""
 
     def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
@@ -205,14 +206,14 @@ class Stacked:
         return [part for expert in ours[0] for part in expert.chunk(self.parts)]
 
     def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
-        experts = [torch.cat(theirs[at: at + self.parts]) for at in range(0, len(theirs), self.parts)]
+        experts = [torch.cat(theirs[at : at + self.parts]) for at in range(0, len(theirs), self.parts)]
         return [torch.stack(experts)]
 
 
 @dataclass(frozen=True)
 class Link:
-    """Our modules and theirs. `{n}` in the names stands for the number of the layer, on both sides alike, `{e}` in theirs
-    for that of each expert.
+    """Our modules and theirs. `{n}` in the names stands for the number of the layer, on both sides alike, `{e}` in
+    theirs for that of each expert.
 
     `suffixes` are the tensors that a module may have; ("",) where the names are those of tensors themselves.
     """
@@ -232,7 +233,8 @@ class Link:
         numbers = range(experts) if any("{e}" in module for module in theirs) else [None]
         return tuple(
             tuple(f"{module.format(n=layer, e=number)}.{suffix}".rstrip(".") for number in some for module in side)
-            for side, some in ((_all(self.ours), [None]), (theirs, numbers)))
+            for side, some in ((_all(self.ours), [None]), (theirs, numbers))
+        )
 
 
 def _all(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -27,15 +27,25 @@ from .written import INDEX
 
 FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RENAMED = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
-ROWS = ("word_embeddings.weight", "final_linear.weight", "attention.query_key_value.weight",
-        "attention.query_key_value.bias", "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias")
+ROWS = (
+    "word_embeddings.weight",
+    "final_linear.weight",
+    "attention.query_key_value.weight",
+    "attention.query_key_value.bias",
+    "mlp.dense_h_to_4h.weight",
+    "mlp.dense_h_to_4h.bias",
+)
 COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 OUTPUT_BIASES = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-NORMS = tuple(f"{norm}.{part}" for norm in ("input_layernorm", "post_attention_layernorm", "norm")
-              for part in ("weight", "bias"))
+NORMS = tuple(
+    f"{norm}.{part}" for norm in ("input_layernorm", "post_attention_layernorm", "norm") for part in ("weight", "bias")
+)
 BUFFERS = ("attention.rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
-OUTSIDE = {"word_embeddings.": "gpt_neox.embed_in.", "norm.": "gpt_neox.final_layer_norm.",
-           "final_linear.": "embed_out."}
+OUTSIDE = {
+    "word_embeddings.": "gpt_neox.embed_in.",
+    "norm.": "gpt_neox.final_layer_norm.",
+    "final_linear.": "embed_out.",
+}
 
 
 def layers_of(folder: Path) -> dict[int, list[Path]]:
@@ -49,11 +59,18 @@ def layers_of(folder: Path) -> dict[int, list[Path]]:
         if match := FILE.fullmatch(path.name):
             found.setdefault(int(match[1]), {})[int(match[2])] = path
     if not found:
-        raise CheckpointError(folder, "it has no layer_XX-model_YY-model_states.pt; give the global_stepN folder of a "
-                                      "run with pipe_parallel_size of at least 1")
+        raise CheckpointError(
+            folder,
+            "it has no layer_XX-model_YY-model_states.pt; give the global_stepN folder of a "
+            "run with pipe_parallel_size of at least 1",
+        )
     ranks = max(rank for files in found.values() for rank in files) + 1
-    lost = [f"layer_{layer:02d}-model_{rank:02d}-model_states.pt is lost"
-            for layer, files in sorted(found.items()) for rank in range(ranks) if rank not in files]
+    lost = [
+        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt is lost"
+        for layer, files in sorted(found.items())
+        for rank in range(ranks)
+        if rank not in files
+    ]
     if lost:
         raise CheckpointError(folder, lost)
     return {layer: [files[rank] for rank in range(ranks)] for layer, files in sorted(found.items())}

@@ -11,11 +11,18 @@ _NAMES = {  # ours -> theirs, by type of scaling
     "none": {},
     "linear": {"factor": "factor"},
     "llama3": {
-        "factor": "factor", "original_length": "original_max_position_embeddings",
-        "low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"},
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "low_frequency_factor": "low_freq_factor",
+        "high_frequency_factor": "high_freq_factor",
+    },
     "yarn": {
-        "factor": "factor", "original_length": "original_max_position_embeddings", "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow", "attention_factor": "attention_factor"},
+        "factor": "factor",
+        "original_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
 }
 
 
@@ -43,8 +50,10 @@ def rope_values(parameters: dict[str, Any], *, partial: bool) -> tuple[dict[str,
     if "attention_factor" in given:
         known |= {"mscale", "mscale_all_dim"}
     problems = [
-        f"rope_parameters.{name}={value!r} is not computed here" for name, value in given.items()
-        if name not in known and (name, value) not in harmless]
+        f"rope_parameters.{name}={value!r} is not computed here"
+        for name, value in given.items()
+        if name not in known and (name, value) not in harmless
+    ]
     fraction = given.get("partial_rotary_factor", 1.0)
     if not partial and fraction != 1.0:
         problems.append(f"rope_parameters.partial_rotary_factor={fraction} is not computed here")

@@ -83,11 +83,13 @@ def rwkv7(head_dim: int) -> tuple[Link, ...]:
         _tensor("rwkv7.mix", tuple(f"att.x_{name}" for name in "rwkvag"), Wide()),
         _tensor("rwkv7_ffn.mix", ("ffn.x_k",), Wide()),
         *(_tensor(f"rwkv7.{ours}", f"att.{theirs}", Wide(rows=False)) for ours, theirs in vectors.items()),
-        *(_tensor(f"rwkv7.{ours}.{part}.weight", f"att.{theirs}{number}", Transposed())
-          for ours, theirs in low.items() for part, number in (("down", 1), ("up", 2))),
+        *(
+            _tensor(f"rwkv7.{ours}.{part}.weight", f"att.{theirs}{number}", Transposed())
+            for ours, theirs in low.items()
+            for part, number in (("down", 1), ("up", 2))
+        ),
         _tensor("rwkv7.bonus", "att.r_k", ByHead(head_dim)),
     )
-
 
 
 def rwkv6(head_dim: int) -> tuple[Link, ...]:
@@ -140,8 +142,14 @@ def architecture_of(config: Config) -> Architecture:
     """The tables of the published file of a model."""
     kind = kind_of(config)
     return Architecture(
-        kind, f"a published {kind} file", LINKS[kind](getattr(config.model, kind).head_dim), fields=(), fixed={},
-        prefix="", buffers=(r"blocks\.0\.att\.v[012]",))  # the authors' code makes them in the first layer, too: unused
+        kind,
+        f"a published {kind} file",
+        LINKS[kind](getattr(config.model, kind).head_dim),
+        fields=(),
+        fixed={},
+        prefix="",
+        buffers=(r"blocks\.0\.att\.v[012]",),
+    )  # the authors' code makes them in the first layer, too: unused
 
 
 def steps_of(config: Config) -> list[Step]:
@@ -188,8 +196,11 @@ class Published:
         kinds = {"rwkv7": "r_k", "rwkv6": "time_maa_x", "rwkv5": "time_mix_g"}
         kind = next((kind for kind, name in kinds.items() if f"blocks.0.att.{name}" in self.shapes), None)
         if kind is None:
-            raise CheckpointError(self.path, f"it is none of {', '.join(kinds)}: it has no block 0 with a tensor att."
-                                             f"{', att.'.join(kinds.values())}")
+            raise CheckpointError(
+                self.path,
+                f"it is none of {', '.join(kinds)}: it has no block 0 with a tensor att."
+                f"{', att.'.join(kinds.values())}",
+            )
         layers = 1 + max(int(match[1]) for name in self.shapes if (match := re.match(r"blocks\.(\d+)\.", name)))
         att, heads = "blocks.0.att", "r_k" if kind == "rwkv7" else "time_faaaa"
         options: dict[str, Any] = {"head_dim": self.size(f"{att}.{heads}", 1)}
@@ -199,23 +210,33 @@ class Published:
             if layers > 1:
                 options["value_rank"] = self.size("blocks.1.att.v1", 1)
         if kind == "rwkv6":
-            options |= {"mix_rank": self.size(f"{att}.time_maa_w2", 1), "decay_rank": self.size(f"{att}.time_decay_w1", 1)}
+            options |= {
+                "mix_rank": self.size(f"{att}.time_maa_w2", 1),
+                "decay_rank": self.size(f"{att}.time_decay_w1", 1),
+            }
         return {
-            "layers": f"({kind}/{kind}_ffn) x{layers}", "hidden_size": self.size("emb.weight", 1),
-            "vocab_size": self.size("emb.weight", 0), "embedding": {"norm": True},
+            "layers": f"({kind}/{kind}_ffn) x{layers}",
+            "hidden_size": self.size("emb.weight", 1),
+            "vocab_size": self.size("emb.weight", 0),
+            "embedding": {"norm": True},
             "init": {"embedding": "tiny_uniform", "head": "half_orthogonal"},
-            kind: options, f"{kind}_ffn": {"hidden_size": self.size("blocks.0.ffn.key.weight", 0)},
+            kind: options,
+            f"{kind}_ffn": {"hidden_size": self.size("blocks.0.ffn.key.weight", 0)},
         }
 
 
-def import_published(path: Path, out: Path, *, sequence_length: int,
-                     progress: Callable[[str], None] = lambda text: None) -> Resolved:
+def import_published(
+    path: Path, out: Path, *, sequence_length: int, progress: Callable[[str], None] = lambda text: None
+) -> Resolved:
     """Write a published file as a checkpoint of step 0, as `import_model` does with a Hugging Face folder."""
     if out.exists():
         raise CheckpointError(out, "it exists already")
     source = Published(path)
-    values = {"model": source.model(), "training": {"steps": 0, "sequence_length": sequence_length},
-              "tokenizer": {"type": "none"}}
+    values = {
+        "model": source.model(),
+        "training": {"steps": 0, "sequence_length": sequence_length},
+        "tokenizer": {"type": "none"},
+    }
     resolved = combine([Values(values)], ranks=1, check_inputs=False, name=path.stem)
     write(source, architecture_of(resolved.config), resolved, out, progress)
     return resolved
@@ -252,9 +273,13 @@ def _differences(config: Config) -> list[str]:
     blocks = parse(config.model.layers)
     values = {
         "model": {
-            "layers": f"({kind}/{kind}_ffn) x{len(blocks)}", "hidden_size": config.model.hidden_size,
-            "vocab_size": config.model.vocab_size, "embedding": {"norm": True},
+            "layers": f"({kind}/{kind}_ffn) x{len(blocks)}",
+            "hidden_size": config.model.hidden_size,
+            "vocab_size": config.model.vocab_size,
+            "embedding": {"norm": True},
             kind: {**getattr(config.model, kind).model_dump(), "norm_epsilon": 64e-5},
-            f"{kind}_ffn": getattr(config.model, f"{kind}_ffn").model_dump()},
-        "training": {"steps": 0, "sequence_length": config.training.sequence_length}}
+            f"{kind}_ffn": getattr(config.model, f"{kind}_ffn").model_dump(),
+        },
+        "training": {"steps": 0, "sequence_length": config.training.sequence_length},
+    }
     return differences(config.model, resolve(values).model)

@@ -11,8 +11,17 @@ from megatron.model.options import options_of
 
 _TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
-_NOT_COMPUTED = ("init", "losses", "dropout", "chunk", "time_step_low", "time_step_high", "time_step_floor",
-                 "decay_low", "decay_high")
+_NOT_COMPUTED = (
+    "init",
+    "losses",
+    "dropout",
+    "chunk",
+    "time_step_low",
+    "time_step_high",
+    "time_step_floor",
+    "decay_low",
+    "decay_high",
+)
 
 
 def differences(model: ModelSection, other: ModelSection) -> list[str]:
@@ -64,7 +73,8 @@ def _drop_idle_rotary(values: dict[str, Any]) -> None:
         values["rotary"] = None
         return
     used = {
-        "none": (), "linear": ("factor",),
+        "none": (),
+        "linear": ("factor",),
         "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
         "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
     }[values["rotary"]["scaling"]["type"]]

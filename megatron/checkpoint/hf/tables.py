@@ -10,8 +10,11 @@ _OURS, _LLAMA, _NEOX, _GPT2 = "layers.{n}", "model.layers.{n}", "gpt_neox.layers
 GPT_NEOX = (
     Link("embedding.tokens", "gpt_neox.embed_in"),
     Link(f"{_OURS}.mixer_norm", f"{_NEOX}.input_layernorm"),
-    Link((f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"), f"{_NEOX}.attention.query_key_value",
-         QueryKeyValueByHead()),
+    Link(
+        (f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"),
+        f"{_NEOX}.attention.query_key_value",
+        QueryKeyValueByHead(),
+    ),
     Link(f"{_OURS}.attention.output", f"{_NEOX}.attention.dense"),
     Link(f"{_OURS}.ffn_norm", f"{_NEOX}.post_attention_layernorm"),
     Link(f"{_OURS}.mlp.up", f"{_NEOX}.mlp.dense_h_to_4h"),
@@ -49,12 +52,15 @@ OLMO2 = _LLAMA_COMMON + _POST_NORMS + _QK_NORMS
 OLMO_HYBRID = _LLAMA_COMMON + _QK_NORMS
 
 
-
 def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Link, ...]:
     """The router and the gated experts of each layer."""
     return (
         Link(f"{_OURS}.moe.router", f"{theirs}.gate"),
-        Link(f"{_OURS}.moe.experts.gate_up", (f"{theirs}.experts.{{e}}.{gate}", f"{theirs}.experts.{{e}}.{up}"), Stacked(2)),
+        Link(
+            f"{_OURS}.moe.experts.gate_up",
+            (f"{theirs}.experts.{{e}}.{gate}", f"{theirs}.experts.{{e}}.{up}"),
+            Stacked(2),
+        ),
         Link(f"{_OURS}.moe.experts.down", f"{theirs}.experts.{{e}}.{down}", Stacked()),
     )
 
@@ -67,8 +73,11 @@ GPT2 = (
     Link("embedding.tokens", "transformer.wte"),
     Link("embedding.positions", "transformer.wpe"),
     Link(f"{_OURS}.mixer_norm", f"{_GPT2}.ln_1"),
-    Link((f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"), f"{_GPT2}.attn.c_attn",
-         Transposed(QueryKeyValue())),
+    Link(
+        (f"{_OURS}.attention.query", f"{_OURS}.attention.key_value"),
+        f"{_GPT2}.attn.c_attn",
+        Transposed(QueryKeyValue()),
+    ),
     Link(f"{_OURS}.attention.output", f"{_GPT2}.attn.c_proj", Transposed()),
     Link(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
     Link(f"{_OURS}.mlp.up", f"{_GPT2}.mlp.c_fc", Transposed()),
@@ -136,7 +145,9 @@ _RWKV = "rwkv.blocks.{n}"
 
 
 def _mixes(kind: str, theirs: str, *names: str) -> Link:
-    return Link(f"{_OURS}.{kind}.mix", tuple(f"{_RWKV}.{theirs}.time_mix_{name}" for name in names), Wide(), suffixes=("",))
+    return Link(
+        f"{_OURS}.{kind}.mix", tuple(f"{_RWKV}.{theirs}.time_mix_{name}" for name in names), Wide(), suffixes=("",)
+    )
 
 
 RWKV = (

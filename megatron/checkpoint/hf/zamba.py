@@ -49,7 +49,9 @@ def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
         found = re.fullmatch(rf"model\.layers\.(\d+)\.{module}\.(.+)", name)
         if found is None:
             return None
-        calls = sorted(int(each.split(".")[2]) for each in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", each))
+        calls = sorted(
+            int(each.split(".")[2]) for each in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", each)
+        )
         blocks = len({each.split(".")[2] for each in saved if f".{module}." in each})
         layer = int(found[1])
         if layer not in calls[blocks:]:
@@ -65,8 +67,10 @@ def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
 def _zamba_values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
     problems = []
     if theirs.attention_hidden_size != 2 * theirs.hidden_size:
-        problems.append(f"attention_hidden_size={theirs.attention_hidden_size} is not computed here, "
-                        f"only 2 * hidden_size = {2 * theirs.hidden_size}")
+        problems.append(
+            f"attention_hidden_size={theirs.attention_hidden_size} is not computed here, "
+            f"only 2 * hidden_size = {2 * theirs.hidden_size}"
+        )
     if list(theirs.layers_block_type).count("hybrid") < 2:
         problems.append("layers_block_type: transformers builds no Zamba with fewer than two layers that share")
     return {}, problems
@@ -102,8 +106,12 @@ def _zamba_links(ours: Collection[str]) -> tuple[Link, ...]:
 
 
 ZAMBA = Hybrid(
-    {"mamba+shared_attention": "hybrid", "mamba": "linear_attention"}, _zamba_values, _zamba_settings, _zamba_links,
-    _source("shared_transf"))
+    {"mamba+shared_attention": "hybrid", "mamba": "linear_attention"},
+    _zamba_values,
+    _zamba_settings,
+    _zamba_links,
+    _source("shared_transf"),
+)
 
 
 # -- Zamba2: Mamba-2, shared blocks used in turn, adapters -------------------------------------------------------------
@@ -164,5 +172,9 @@ def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
 
 
 ZAMBA2 = Hybrid(
-    {"mamba2+shared_attention": "hybrid", "mamba2": "linear_attention"}, _zamba2_values, _zamba2_settings, _zamba2_links,
-    _source("shared_transformer"))
+    {"mamba2+shared_attention": "hybrid", "mamba2": "linear_attention"},
+    _zamba2_values,
+    _zamba2_settings,
+    _zamba2_links,
+    _source("shared_transformer"),
+)

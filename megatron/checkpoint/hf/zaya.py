@@ -1,4 +1,6 @@
-"""ZAYA1: compressed convolutional attention and experts in every layer, routers that hand on a state, scaled residuals."""
+"""ZAYA1: compressed convolutional attention and experts in every layer, routers that hand on a state, scaled
+residuals.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ def _whole(ours: str, theirs: str) -> Link:
     return Link(f"{_OURS}.{ours}", f"{_THEIRS}.{theirs}", suffixes=("",))
 
 
-_JOINTS = {"branch_scale": "hidden_states_scale", "branch_shift": "hidden_states_bias",
-           "stream_scale": "residual_scale", "stream_shift": "residual_bias"}
+_JOINTS = {
+    "branch_scale": "hidden_states_scale",
+    "branch_shift": "hidden_states_bias",
+    "stream_scale": "residual_scale",
+    "stream_shift": "residual_bias",
+}
 _PROJECTION, _GATE = f"{_THEIRS}.self_attn.qkv_proj", f"{_THEIRS}.mlp.gate"
 
 LINKS = (
@@ -53,24 +59,49 @@ LINKS = (
 )
 
 FIELDS = {  # ours -> theirs
-    "hidden_size": "hidden_size", "vocab_size": "vocab_size", "embedding.tied": "tie_word_embeddings",
-    "head.bias": "lm_head_bias", "norm.epsilon": "rms_norm_eps", "cca.heads": "num_attention_heads",
-    "cca.kv_heads": "num_key_value_heads", "cca.head_dim": "head_dim", "cca.qkv_bias": "attention_bias",
-    "cca.output_bias": "attention_bias", "cca.depthwise": "cca_time0", "cca.grouped": "cca_time1",
-    "moe.experts": "num_experts", "moe.top_k": "num_experts_per_tok", "moe.hidden_size": "moe_intermediate_size",
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "embedding.tied": "tie_word_embeddings",
+    "head.bias": "lm_head_bias",
+    "norm.epsilon": "rms_norm_eps",
+    "cca.heads": "num_attention_heads",
+    "cca.kv_heads": "num_key_value_heads",
+    "cca.head_dim": "head_dim",
+    "cca.qkv_bias": "attention_bias",
+    "cca.output_bias": "attention_bias",
+    "cca.depthwise": "cca_time0",
+    "cca.grouped": "cca_time1",
+    "moe.experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.hidden_size": "moe_intermediate_size",
     "moe.router.width": "router_hidden_size",
 }
 FIXED = {
-    "norm.type": "rmsnorm", "residual.form": "sequential", "residual.norm": "pre", "residual.channel_scales": True,
-    "embedding.position": "none", "cca.position": "rotary", "cca.temperature": "linear", "moe.gated": True,
-    "moe.shared_size": 0, "moe.capacity_factor": None, "moe.router.network": "mlp", "moe.router.skip": True,
-    "moe.router.score": "softmax", "moe.router.select": "top_k", "moe.router.normalize": False, "moe.router.scale": 1.0,
-    "moe.router.groups": 1, "moe.router.correction": "sign",
+    "norm.type": "rmsnorm",
+    "residual.form": "sequential",
+    "residual.norm": "pre",
+    "residual.channel_scales": True,
+    "embedding.position": "none",
+    "cca.position": "rotary",
+    "cca.temperature": "linear",
+    "moe.gated": True,
+    "moe.shared_size": 0,
+    "moe.capacity_factor": None,
+    "moe.router.network": "mlp",
+    "moe.router.skip": True,
+    "moe.router.score": "softmax",
+    "moe.router.select": "top_k",
+    "moe.router.normalize": False,
+    "moe.router.scale": 1.0,
+    "moe.router.groups": 1,
+    "moe.router.correction": "sign",
 }
 
 
 class _Zaya(Hybrid):
-    """The first layer's router has no state before it; some layers may have a window, and rotary options of their own."""
+    """The first layer's router has no state before it; some layers may have a window, and rotary options of
+    their own.
+    """
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         mixers = ["cca@sliding" if each == _SLIDING else "cca" for each in theirs.layer_types]

@@ -8,47 +8,82 @@ from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "num_layers": None, "hidden_size": None, "num_attention_heads": None, "num_kv_heads": None,
-    "max_position_embeddings": None, "intermediate_size": None, "mlp_multiple_of": 1, "expansion_factor": None,
-    "no_weight_tying": False, "gpt_j_residual": False, "gpt_j_tied": False, "use_bias_in_attn_linear": True,
-    "use_bias_in_mlp": True, "attention_dropout": 0.0, "hidden_dropout": 0.0, "activation": "gelu",
-    "bias_gelu_fusion": False, "init_method": "normal", "output_layer_init_method": "scaled_normal",
-    "init_method_std": 0.02, "norm": "layernorm", "layernorm_epsilon": 1e-05, "rms_norm_epsilon": 1e-08,
-    "pos_emb": "learned", "rotary_pct": 1.0, "rotary_emb_base": 10000, "attention_config": None,
-    "sliding_window_width": None, "make_vocab_size_divisible_by": 128,
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "num_kv_heads": None,
+    "max_position_embeddings": None,
+    "intermediate_size": None,
+    "mlp_multiple_of": 1,
+    "expansion_factor": None,
+    "no_weight_tying": False,
+    "gpt_j_residual": False,
+    "gpt_j_tied": False,
+    "use_bias_in_attn_linear": True,
+    "use_bias_in_mlp": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "activation": "gelu",
+    "bias_gelu_fusion": False,
+    "init_method": "normal",
+    "output_layer_init_method": "scaled_normal",
+    "init_method_std": 0.02,
+    "norm": "layernorm",
+    "layernorm_epsilon": 1e-05,
+    "rms_norm_epsilon": 1e-08,
+    "pos_emb": "learned",
+    "rotary_pct": 1.0,
+    "rotary_emb_base": 10000,
+    "attention_config": None,
+    "sliding_window_width": None,
+    "make_vocab_size_divisible_by": 128,
 }
 
 # activation -> (native activation, gated)
 ACTIVATIONS = {
-    "gelu": ("gelu", False), "relu": ("relu", False), "silu": ("silu", False), "swish": ("silu", False),
-    "geglu": ("gelu", True), "reglu": ("relu", True), "swiglu": ("silu", True), "bilinear": ("identity", True),
+    "gelu": ("gelu", False),
+    "relu": ("relu", False),
+    "silu": ("silu", False),
+    "swish": ("silu", False),
+    "geglu": ("gelu", True),
+    "reglu": ("relu", True),
+    "swiglu": ("silu", True),
+    "bilinear": ("identity", True),
 }
 NO_ACTIVATION = dict.fromkeys(("softsign", "mish"), "take gelu, relu or silu") | {
-    "glu": "the sigmoid gate is not one of the gated forms here; take swiglu, geglu, reglu or bilinear"}
+    "glu": "the sigmoid gate is not one of the gated forms here; take swiglu, geglu, reglu or bilinear"
+}
 
 # norm -> (native norm, key of its epsilon)
 NORMS = {
-    "layernorm": ("layernorm", "layernorm_epsilon"), "te_layernorm": ("layernorm", "layernorm_epsilon"),
-    "rmsnorm": ("rmsnorm", "rms_norm_epsilon"), "te_rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
+    "layernorm": ("layernorm", "layernorm_epsilon"),
+    "te_layernorm": ("layernorm", "layernorm_epsilon"),
+    "rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
+    "te_rmsnorm": ("rmsnorm", "rms_norm_epsilon"),
     "non_parametric_layernorm": ("nonparametric", "layernorm_epsilon"),
 }
 NO_NORM = {"scalenorm": "take rmsnorm, which differs by a weight per channel instead of one in all"}
 
 # pos_emb -> (position in the embedding, position in attention)
-POSITIONS = {"learned": ("learned", "none"), "rotary": ("none", "rotary"), "alibi": ("none", "alibi"),
-             "none": ("none", "none")}
+POSITIONS = {
+    "learned": ("learned", "none"),
+    "rotary": ("none", "rotary"),
+    "alibi": ("none", "alibi"),
+    "none": ("none", "none"),
+}
 NO_POSITION = {
     "sinusoidal": "fixed sinusoids are not available; take learned, rotary, alibi or none",
     "rpe": "T5's relative position buckets are not available; take alibi, rotary, learned or none",
 }
 
-INITS = {name: name for name in
-         ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")}
+INITS = {
+    name: name for name in ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
+}
 NO_INIT = {
     "orthogonal": "GPT-NeoX fails with it too; take normal here, or set model.init natively",
     "scaled_orthogonal": "GPT-NeoX fails with it too; take scaled_normal here, or set model.init natively",
     "single_residual_scaled_normal": "not available: normal with std / sqrt(layers) is meant for Mamba's single "
-                                     "residual; take scaled_normal (std / sqrt(2 layers))",
+    "residual; take scaled_normal (std / sqrt(2 layers))",
 }
 
 SPARSE = "block-sparse attention is not available; take global attention with sliding_window_width"
@@ -91,12 +126,19 @@ def _stack(flat: Flat, native: Native) -> None:
     kinds = expand(config, layers)
     if kinds is None or len(kinds) != layers:
         found = "it cannot be read" if kinds is None else f"it has {len(kinds)}"
-        flat.problem("attention_config", f"attention_config must name {layers} layers (num_layers); {found}",
-                     f'write [[["flash"], {layers}]] or [[["flash"], "all"]]')
+        flat.problem(
+            "attention_config",
+            f"attention_config must name {layers} layers (num_layers); {found}",
+            f'write [[["flash"], {layers}]] or [[["flash"], "all"]]',
+        )
         return
     for kind in sorted(set(map(str, kinds)) - {"global", "flash"}):
-        flat.problem("attention_config", "attention kinds here are global and flash, which compute the same",
-                     NO_ATTENTION.get(kind, "take flash or global"), value=kind)
+        flat.problem(
+            "attention_config",
+            "attention kinds here are global and flash, which compute the same",
+            NO_ATTENTION.get(kind, "take flash or global"),
+            value=kind,
+        )
 
 
 def expand(config: list, layers: int) -> list | None:
@@ -133,8 +175,10 @@ def _norm(flat: Flat, native: Native) -> None:
     if kind == "layernorm":
         native.put("model.norm.bias", True, "norm")
     if kind == "rmsnorm" and not flat.given("rms_norm_epsilon"):
-        native.note("model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon; Llama-like models use 1.0e-05 "
-                    "or 1.0e-06")
+        native.note(
+            "model.norm.epsilon: 1.0e-08 is GPT-NeoX's default rms_norm_epsilon; Llama-like models use 1.0e-05 "
+            "or 1.0e-06"
+        )
     native.unused("of a norm that is not used", *({"layernorm_epsilon", "rms_norm_epsilon"} - {epsilon}))
 
 
@@ -144,8 +188,11 @@ def _positions(flat: Flat, native: Native) -> None:
     native.put("model.attention.position", attention, "pos_emb")
     positions, length = flat.count("max_position_embeddings"), flat.count("seq_length")
     if positions and length and positions < length:
-        flat.problem("max_position_embeddings", f"max_position_embeddings must be at least seq_length ({length})",
-                     f"set it to {length}")
+        flat.problem(
+            "max_position_embeddings",
+            f"max_position_embeddings must be at least seq_length ({length})",
+            f"set it to {length}",
+        )
     if embedding == "learned":
         flat.require("max_position_embeddings", "the number of learned positions")
         native.put("model.embedding.max_positions", positions, "max_position_embeddings")
@@ -170,8 +217,10 @@ def _attention(flat: Flat, native: Native) -> None:
     window = flat.count("sliding_window_width")
     if window is not None:
         native.put("model.attention.window", window + 1, "sliding_window_width")
-        native.note(f"model.attention.window: {window + 1}, because with sliding_window_width {window} GPT-NeoX lets a "
-                    f"token attend to itself and to the {window} before it")
+        native.note(
+            f"model.attention.window: {window + 1}, because with sliding_window_width {window} GPT-NeoX lets a "
+            f"token attend to itself and to the {window} before it"
+        )
 
 
 def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
@@ -181,8 +230,10 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
     fused = flat.boolean("bias_gelu_fusion") and activation == "gelu" and not gated
     if fused:
         activation = "gelu_tanh"
-        native.note("model.mlp.activation: gelu_tanh, because bias_gelu_fusion computes the tanh approximation of "
-                    "gelu; published Hugging Face configurations of such models (Pythia) say gelu, the exact form")
+        native.note(
+            "model.mlp.activation: gelu_tanh, because bias_gelu_fusion computes the tanh approximation of "
+            "gelu; published Hugging Face configurations of such models (Pythia) say gelu, the exact form"
+        )
     else:
         native.unused("the plain activation is computed", "bias_gelu_fusion")
     native.put("model.mlp.activation", activation, "activation", *(["bias_gelu_fusion"] if fused else []))
@@ -190,20 +241,24 @@ def _mlp(flat: Flat, native: Native, hidden: int | None) -> None:
     bias = flat.boolean("use_bias_in_mlp") and not (llama and not flat.given("use_bias_in_mlp"))
     native.put("model.mlp.bias", bias, "use_bias_in_mlp", "mlp_type")
     if gated and bias and not flat.given("use_bias_in_mlp"):
-        native.note("model.mlp.bias: true, GPT-NeoX's default for gated MLPs too; Llama-like models have none "
-                    "(use_bias_in_mlp: false)")
+        native.note(
+            "model.mlp.bias: true, GPT-NeoX's default for gated MLPs too; Llama-like models have none "
+            "(use_bias_in_mlp: false)"
+        )
     if hidden:
         width = _gated_width(flat, native, hidden, llama) if gated else _plain_width(flat, hidden)
-        native.put("model.mlp.hidden_size", width,
-                   "intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_type")
+        native.put(
+            "model.mlp.hidden_size", width, "intermediate_size", "expansion_factor", "mlp_multiple_of", "mlp_type"
+        )
 
 
 def _stated_width(flat: Flat, hidden: int) -> int | None:
     """intermediate_size, or expansion_factor times hidden_size; None if neither is given."""
     size, factor = flat.count("intermediate_size"), flat.number("expansion_factor")
     if size and factor:
-        flat.problem("expansion_factor", "GPT-NeoX takes intermediate_size or expansion_factor, not both",
-                     "remove one of them")
+        flat.problem(
+            "expansion_factor", "GPT-NeoX takes intermediate_size or expansion_factor, not both", "remove one of them"
+        )
     return size or (int(factor * hidden) if factor else None)
 
 
@@ -233,8 +288,10 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
     if stated is None:
         width, built = _up(hidden * 8 // 3, multiple), _third(4 * hidden, multiple)
         if not llama:
-            native.note(f"model.mlp.hidden_size: {width}, 8/3 of hidden_size; GPT-NeoX since 2024-09 halves it to "
-                        f"{built} by mistake (set model.mlp.hidden_size to say otherwise)")
+            native.note(
+                f"model.mlp.hidden_size: {width}, 8/3 of hidden_size; GPT-NeoX since 2024-09 halves it to "
+                f"{built} by mistake (set model.mlp.hidden_size to say otherwise)"
+            )
         return width
     as_written = _up(stated, multiple)
     built = _third(stated, multiple)
@@ -242,10 +299,15 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
         return as_written
     before_gating = stated >= BEFORE_GATING * hidden
     width = built if before_gating else as_written
-    reading = ("GPT-NeoX's width before gating, of which it builds a third" if before_gating else
-               f"the width of gate and up each, as in Hugging Face; GPT-NeoX since 2024-09 builds {built}")
-    native.note(f"model.mlp.hidden_size: {width}: with a gated activation {stated} is read as {reading} "
-                "(set model.mlp.hidden_size to say otherwise)")
+    reading = (
+        "GPT-NeoX's width before gating, of which it builds a third"
+        if before_gating
+        else f"the width of gate and up each, as in Hugging Face; GPT-NeoX since 2024-09 builds {built}"
+    )
+    native.note(
+        f"model.mlp.hidden_size: {width}: with a gated activation {stated} is read as {reading} "
+        "(set model.mlp.hidden_size to say otherwise)"
+    )
     return width
 
 
@@ -255,22 +317,28 @@ def _residual(flat: Flat, native: Native) -> None:
     if parallel:
         native.put("model.residual.shared_norm", flat.boolean("gpt_j_tied"), "gpt_j_tied")
         if not flat.boolean("use_bias_in_mlp"):
-            native.note("gpt_j_residual with use_bias_in_mlp false: attention and MLP are both added to the stream; "
-                        "GPT-NeoX since 2024-09 drops the attention output here")
+            native.note(
+                "gpt_j_residual with use_bias_in_mlp false: attention and MLP are both added to the stream; "
+                "GPT-NeoX since 2024-09 drops the attention output here"
+            )
     else:
         native.unused("gpt_j_residual is off", "gpt_j_tied")
     native.put("model.embedding.tied", not flat.boolean("no_weight_tying"), "no_weight_tying")
     dropout = float(flat.number("hidden_dropout"))
     native.put("model.dropout", dropout, "hidden_dropout")
     if dropout and not flat.boolean("use_bias_in_mlp"):
-        native.note("model.dropout: applied to the MLP's output too; GPT-NeoX leaves it out where use_bias_in_mlp is "
-                    "false")
+        native.note(
+            "model.dropout: applied to the MLP's output too; GPT-NeoX leaves it out where use_bias_in_mlp is false"
+        )
 
 
 def _inits(flat: Flat, native: Native) -> None:
     stream = flat.choice("init_method", INITS, NO_INIT) or "normal"
     for role in ("embedding", "hidden", "head"):
         native.put(f"model.init.{role}", stream, "init_method")
-    native.put("model.init.output", flat.choice("output_layer_init_method", INITS, NO_INIT) or "scaled_normal",
-               "output_layer_init_method")
+    native.put(
+        "model.init.output",
+        flat.choice("output_layer_init_method", INITS, NO_INIT) or "scaled_normal",
+        "output_layer_init_method",
+    )
     native.put("model.init.std", float(flat.number("init_method_std")), "init_method_std")

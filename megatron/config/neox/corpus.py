@@ -8,11 +8,21 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "data_path": None, "split": "969, 30, 1",
-    "train_data_paths": None, "valid_data_paths": None, "test_data_paths": None,
-    "train_label_data_paths": None, "valid_label_data_paths": None, "test_label_data_paths": None,
-    "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
-    "num_workers": 2, "tokenizer_type": "GPT2BPETokenizer", "vocab_file": None, "merge_file": None,
+    "data_path": None,
+    "split": "969, 30, 1",
+    "train_data_paths": None,
+    "valid_data_paths": None,
+    "test_data_paths": None,
+    "train_label_data_paths": None,
+    "valid_label_data_paths": None,
+    "test_label_data_paths": None,
+    "train_data_weights": None,
+    "valid_data_weights": None,
+    "test_data_weights": None,
+    "num_workers": 2,
+    "tokenizer_type": "GPT2BPETokenizer",
+    "vocab_file": None,
+    "merge_file": None,
 }
 
 # Share by which GPT-NeoX asks each blended source for more samples than it needs.
@@ -21,8 +31,11 @@ BLEND_MARGIN = 1.005
 EOD = "<|endoftext|>"
 # tokenizer_type -> (native type, end-of-document token where GPT-NeoX fixes one)
 TOKENIZERS = {
-    "gpt2bpetokenizer": ("gpt2", EOD), "hftokenizer": ("huggingface", EOD), "hfgpt2tokenizer": ("huggingface", EOD),
-    "spmtokenizer": ("sentencepiece", None), "charleveltokenizer": ("characters", None),
+    "gpt2bpetokenizer": ("gpt2", EOD),
+    "hftokenizer": ("huggingface", EOD),
+    "hfgpt2tokenizer": ("huggingface", EOD),
+    "spmtokenizer": ("sentencepiece", None),
+    "charleveltokenizer": ("characters", None),
     "tiktokentokenizer": ("tiktoken", None),
 }
 
@@ -64,8 +77,9 @@ def _separate_files(flat: Flat, native: Native) -> None:
     for name, key in (("train", "data.train"), ("valid", "data.validation"), ("test", "data.test")):
         paths = f"{name}_data_paths"
         if not flat.given(paths):
-            flat.problem(paths, "train_data_paths, valid_data_paths and test_data_paths are given together",
-                         f"add {paths}")
+            flat.problem(
+                paths, "train_data_paths, valid_data_paths and test_data_paths are given together", f"add {paths}"
+            )
             continue
         sources = _sources(flat, name)
         value = sources if name == "train" else {"validation" if name == "valid" else name: sources}
@@ -82,16 +96,22 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         weights = [1.0] * len(paths)
     numbers = [as_number(weight) for weight in weights]
     if len(numbers) != len(paths) or None in numbers or any(number <= 0 for number in numbers):
-        flat.problem(f"{name}_data_weights", f"it must have one number above 0 for each of the {len(paths)} paths",
-                     "write as many weights as paths; leave out sources without weight")
+        flat.problem(
+            f"{name}_data_weights",
+            f"it must have one number above 0 for each of the {len(paths)} paths",
+            "write as many weights as paths; leave out sources without weight",
+        )
         return []
     sources = [{"path": path, "weight": float(weight)} for path, weight in zip(paths, numbers)]
     labels = flat.items(f"{name}_label_data_paths")
     if not labels:
         return sources
     if len(labels) != len(paths) or not all(isinstance(path, str) for path in labels):
-        flat.problem(f"{name}_label_data_paths", f"it must have one prefix for each of the {len(paths)} paths",
-                     "write as many label files as paths")
+        flat.problem(
+            f"{name}_label_data_paths",
+            f"it must have one prefix for each of the {len(paths)} paths",
+            "write as many label files as paths",
+        )
         return sources
     return [source | {"labels": path} for source, path in zip(sources, labels)]
 

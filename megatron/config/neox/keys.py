@@ -20,8 +20,13 @@ Kind = Literal["translated", "no effect", "refused", "retired", "unknown"]
 
 def kind_of(name: str) -> Kind:
     """The class of a key, given with underscores."""
-    for kind, names in (("translated", TRANSLATED), ("no effect", NO_EFFECT), ("refused", REFUSED),
-                        ("translated", RETIRED_READ), ("retired", RETIRED)):
+    for kind, names in (
+        ("translated", TRANSLATED),
+        ("no effect", NO_EFFECT),
+        ("refused", REFUSED),
+        ("translated", RETIRED_READ),
+        ("retired", RETIRED),
+    ):
         if name in names:
             return kind
     return "unknown"

@@ -9,12 +9,27 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "pipe_parallel_size": 0, "model_parallel_size": 1, "pipe_partition_method": "type:transformer|mlp",
-    "sequence_parallel": False, "zero_optimization": None,
-    "checkpoint_activations": False, "checkpoint_num_layers": 1,
-    "hostfile": None, "include": None, "exclude": None, "num_gpus": None, "num_nodes": -1,
-    "master_port": 29500, "master_addr": None, "launcher": "pdsh", "force_multi": False,
-    "flops_profiler": None, "comms_logger": None, "tensorboard": None, "wandb": None, "csv_monitor": None,
+    "pipe_parallel_size": 0,
+    "model_parallel_size": 1,
+    "pipe_partition_method": "type:transformer|mlp",
+    "sequence_parallel": False,
+    "zero_optimization": None,
+    "checkpoint_activations": False,
+    "checkpoint_num_layers": 1,
+    "hostfile": None,
+    "include": None,
+    "exclude": None,
+    "num_gpus": None,
+    "num_nodes": -1,
+    "master_port": 29500,
+    "master_addr": None,
+    "launcher": "pdsh",
+    "force_multi": False,
+    "flops_profiler": None,
+    "comms_logger": None,
+    "tensorboard": None,
+    "wandb": None,
+    "csv_monitor": None,
     "deepspeed_extra_args": None,
 }
 
@@ -23,13 +38,30 @@ LAUNCHERS = {"pdsh": "pdsh", "openmpi": "openmpi", "mpich": "mpich", "mvapich": 
 
 # Parts of zero_optimization: those with a native key, those that DeepSpeed gets as they are, and those without effect.
 ZERO_SIZES = {"stage3_prefetch_bucket_size": "prefetch_size", "stage3_param_persistence_threshold": "persistent_size"}
-ZERO_OWN = {"stage", "overlap_comm", "reduce_bucket_size", "allgather_bucket_size", "cpu_offload",
-            "offload_optimizer", "offload_param"} | set(ZERO_SIZES)
+ZERO_OWN = {
+    "stage",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "cpu_offload",
+    "offload_optimizer",
+    "offload_param",
+} | set(ZERO_SIZES)
 ZERO_USUAL = {"allgather_partitions": True, "reduce_scatter": True}
-ZERO_RAW = {"stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save", "stage3_model_persistence_threshold", "sub_group_size",
-            "round_robin_gradients", "ignore_unused_parameters", "zero_hpz_partition_size",
-            "zero_quantized_weights", "zero_quantized_gradients", "legacy_stage1"}
+ZERO_RAW = {
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "stage3_model_persistence_threshold",
+    "sub_group_size",
+    "round_robin_gradients",
+    "ignore_unused_parameters",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "legacy_stage1",
+}
 ZERO_IDLE = {"contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint"}
 
 
@@ -43,8 +75,7 @@ def translate(flat: Flat, native: Native) -> None:
         method = flat.text("pipe_partition_method").lower()
         native.put("parallel.pipeline_split", PARTITIONS.get(method, "uniform"), "pipe_partition_method")
         if method not in PARTITIONS:
-            native.note(f"parallel.pipeline_split: uniform; '{method}' is not available, a list of "
-                        "blocks per stage is")
+            native.note(f"parallel.pipeline_split: uniform; '{method}' is not available, a list of blocks per stage is")
     else:
         native.unused("there is one pipeline stage", "pipe_partition_method")
     _zero(flat, native, stages)
@@ -83,8 +114,12 @@ def _zero(flat: Flat, native: Native, stages: int) -> None:
     known = ZERO_OWN | ZERO_USUAL.keys() | ZERO_RAW | ZERO_IDLE
     for key in sorted(map(str, options.keys() - known)):
         near = difflib.get_close_matches(key, known, 1)
-        flat.problem(name, f"zero_optimization has no key {key}",
-                     f"take {near[0]}" if near else "put it into deepspeed_extra_args", value=key)
+        flat.problem(
+            name,
+            f"zero_optimization has no key {key}",
+            f"take {near[0]}" if near else "put it into deepspeed_extra_args",
+            value=key,
+        )
 
 
 def _zero_0_trouble(flat: Flat, native: Native, stages: int) -> str | None:
@@ -100,8 +135,12 @@ def _zero_0_trouble(flat: Flat, native: Native, stages: int) -> str | None:
 def _part(flat: Flat, options: dict, key: str, default: int) -> float | int:
     number = as_number(options.get(key, default))
     if number is None:
-        flat.problem("zero_optimization", f"zero_optimization.{key} must be a number", f"write it as in {default}",
-                     value=options[key])
+        flat.problem(
+            "zero_optimization",
+            f"zero_optimization.{key} must be a number",
+            f"write it as in {default}",
+            value=options[key],
+        )
         return default
     return number
 
@@ -113,9 +152,12 @@ def _offload(flat: Flat, native: Native, options: dict) -> None:
     for name, key in places.items():
         given = options.get(name) or {}
         if not isinstance(given, dict) or given.get("device", "none") not in ("none", "cpu", "nvme"):
-            flat.problem("zero_optimization",
-                         f"zero_optimization.{name} must be a mapping with device none, cpu or nvme",
-                         "write {device: cpu}", value=given)
+            flat.problem(
+                "zero_optimization",
+                f"zero_optimization.{name} must be a mapping with device none, cpu or nvme",
+                "write {device: cpu}",
+                value=given,
+            )
             continue
         raw = {part: value for part, value in given.items() if part not in ("device", "nvme_path", "pin_memory")}
         for part, own in (("device", "device"), ("nvme_path", "path"), ("pin_memory", "pin_memory")):
@@ -134,13 +176,19 @@ def _recomputation(flat: Flat, native: Native) -> None:
     else:
         native.unused("checkpoint_activations is off", "checkpoint_num_layers")
     if full and chunk > 1:
-        native.note(f"training.activation_checkpointing.every: 1; GPT-NeoX recomputes chunks of {chunk} layers, here "
-                    "each block is recomputed by itself, with the same result")
+        native.note(
+            f"training.activation_checkpointing.every: 1; GPT-NeoX recomputes chunks of {chunk} layers, here "
+            "each block is recomputed by itself, with the same result"
+        )
 
 
 def _launch(flat: Flat, native: Native) -> None:
-    for name, key in (("hostfile", "hostfile"), ("include", "include"), ("exclude", "exclude"),
-                      ("master_addr", "master_address")):
+    for name, key in (
+        ("hostfile", "hostfile"),
+        ("include", "include"),
+        ("exclude", "exclude"),
+        ("master_addr", "master_address"),
+    ):
         if flat.given(name):
             native.put(f"launch.{key}", flat.text(name), name)
     for name, key in (("num_gpus", "ranks"), ("master_port", "master_port")):
@@ -148,8 +196,11 @@ def _launch(flat: Flat, native: Native) -> None:
             native.put(f"launch.{key}", value, name)
     nodes = flat.integer("num_nodes")
     if nodes > 1 and not flat.given("include"):
-        flat.problem("num_nodes", "the first hosts of the hostfile are not counted off here",
-                     "name the hosts in include, or in the hostfile itself")
+        flat.problem(
+            "num_nodes",
+            "the first hosts of the hostfile are not counted off here",
+            "name the hosts in include, or in the hostfile itself",
+        )
     runner = flat.choice("launcher", LAUNCHERS)
     if runner and (flat.given("hostfile") or flat.boolean("force_multi") or nodes > 1):
         native.put("launch.runner", runner, "launcher")
@@ -170,6 +221,10 @@ def _deepspeed(flat: Flat, native: Native) -> None:
             native.used.add("deepspeed_extra_args")
             continue
         if key in native.result.values.get("deepspeed", {}):
-            flat.problem("deepspeed_extra_args", f"{key} stands in deepspeed_extra_args and at the top level",
-                         "remove one of them", value={key: value})
+            flat.problem(
+                "deepspeed_extra_args",
+                f"{key} stands in deepspeed_extra_args and at the top level",
+                "remove one of them",
+                value={key: value},
+            )
         native.put(f"deepspeed.{key}", value, f"deepspeed_extra_args.{key}")

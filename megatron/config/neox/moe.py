@@ -8,12 +8,16 @@ from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "moe_num_experts": 1, "moe_expert_interval": 1, "moe_top_k": 1, "moe_router_type": "sinkhorn", "moe_jitter_eps": None,
+    "moe_num_experts": 1,
+    "moe_expert_interval": 1,
+    "moe_top_k": 1,
+    "moe_router_type": "sinkhorn",
+    "moe_jitter_eps": None,
 }
 ROUTERS = {"sinkhorn": "sinkhorn", "topk": "top_k"}
 
-# GPT-NeoX's Sinkhorn runs three rounds: it means to stop when the column factors settle, but asks the wrong way round, and
-# from some thousand tokens on they are smaller than its tolerance.
+# GPT-NeoX's Sinkhorn runs three rounds: it means to stop when the column factors settle, but asks the wrong way round,
+# and from some thousand tokens on they are smaller than its tolerance.
 ROUNDS = 3
 WIDTH_MULTIPLE = 256  # of experts without a stated width, whatever mlp_multiple_of says
 
@@ -23,7 +27,9 @@ def translate(flat: Flat, native: Native) -> None:
     experts = flat.count("moe_num_experts") if flat.raw("moe_num_experts") != 0 else 1
     if experts == 1:
         native.unused("at a value that changes nothing", "moe_num_experts")
-        native.unused("no layer reads it: mixture of experts is off", *(name for name in KEYS if name != "moe_num_experts"))
+        native.unused(
+            "no layer reads it: mixture of experts is off", *(name for name in KEYS if name != "moe_num_experts")
+        )
         return
     native.put("model.moe.experts", experts, "moe_num_experts")
     native.put("model.moe.top_k", flat.count("moe_top_k"), "moe_top_k")
@@ -32,8 +38,10 @@ def translate(flat: Flat, native: Native) -> None:
     _router(flat, native)
     _ranks(flat, native, experts)
     if flat.boolean("gpt_j_residual"):
-        native.note("gpt_j_residual with experts: attention and experts are both added to the stream; GPT-NeoX drops the "
-                    "attention output here")
+        native.note(
+            "gpt_j_residual with experts: attention and experts are both added to the stream; GPT-NeoX drops the "
+            "attention output here"
+        )
     if flat.number("hidden_dropout"):
         native.note("model.dropout: applied to the experts' output too; GPT-NeoX leaves it out")
 
@@ -50,7 +58,9 @@ def _layers(flat: Flat, native: Native) -> None:
         parts.append("attention/moe")
     if rest > 1:
         parts.append(f"attention/mlp x{rest - 1}")
-    native.put("model.layers", " ".join(parts), "num_layers", "moe_num_experts", "moe_expert_interval", "attention_config")
+    native.put(
+        "model.layers", " ".join(parts), "num_layers", "moe_num_experts", "moe_expert_interval", "attention_config"
+    )
 
 
 def _experts(flat: Flat, native: Native) -> None:
@@ -58,12 +68,17 @@ def _experts(flat: Flat, native: Native) -> None:
     mlp = native.result.values["model"]["mlp"]
     llama = flat.choice("mlp_type", {"regular": False, "llama": True}) or False
     if mlp["gated"] and not llama:
-        flat.problem("activation", "GPT-NeoX's experts are not gated: it fails with this activation",
-                     "take gelu, silu or relu, or the native model.moe.gated")
+        flat.problem(
+            "activation",
+            "GPT-NeoX's experts are not gated: it fails with this activation",
+            "take gelu, silu or relu, or the native model.moe.gated",
+        )
     if flat.given("expansion_factor"):
         flat.problem("expansion_factor", "GPT-NeoX's experts do not read it", "say their width in intermediate_size")
     if mlp["activation"] == "gelu_tanh":
-        native.note("model.moe.activation: gelu, the exact form; bias_gelu_fusion is of MLPs, whose biases experts lack")
+        native.note(
+            "model.moe.activation: gelu, the exact form; bias_gelu_fusion is of MLPs, whose biases experts lack"
+        )
     native.put("model.moe.activation", mlp["activation"].removesuffix("_tanh"), "activation")
     native.put("model.moe.gated", llama, "mlp_type", "activation")
     hidden = flat.count("hidden_size")
@@ -83,8 +98,10 @@ def _router(flat: Flat, native: Native) -> None:
         native.unused("the sinkhorn router does not read it", "moe_jitter_eps")
     else:
         native.put("model.moe.router.score", "softmax", "moe_router_type")
-        native.note("model.moe.losses: none, as in GPT-NeoX; with moe_router_type topk nothing evens the load: give "
-                    "model.moe.losses.balance or model.moe.router.correction: sign")
+        native.note(
+            "model.moe.losses: none, as in GPT-NeoX; with moe_router_type topk nothing evens the load: give "
+            "model.moe.losses.balance or model.moe.router.correction: sign"
+        )
         if jitter := flat.number("moe_jitter_eps"):
             native.put("model.moe.router.jitter", float(jitter), "moe_jitter_eps")
     native.note("model.moe.router: its weights and scores are fp32; GPT-NeoX has them in the type of the model")
@@ -95,7 +112,10 @@ def _ranks(flat: Flat, native: Native, experts: int) -> None:
     ranks = flat.count("model_parallel_size")
     if ranks and ranks > 1:
         if experts % ranks:
-            flat.problem("moe_num_experts", f"each of the {ranks} tensor parallel ranks has the same number of whole experts",
-                         f"use a multiple of {ranks}")
+            flat.problem(
+                "moe_num_experts",
+                f"each of the {ranks} tensor parallel ranks has the same number of whole experts",
+                f"use a multiple of {ranks}",
+            )
         native.put("parallel.expert", ranks, "model_parallel_size", "moe_num_experts")
         native.put("parallel.expert_tensor", 1, "model_parallel_size", "moe_num_experts")

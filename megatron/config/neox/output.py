@@ -8,17 +8,37 @@ from .reader import Flat, Native
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "save": None, "load": None, "finetune": False, "checkpoint_factor": None, "checkpoint_scale": "linear",
-    "extra_save_iters": None, "keep_last_n_checkpoints": None, "s3_path": None,
-    "eval_interval": 1000, "eval_iters": 100,
-    "log_interval": 100, "tensorboard_dir": None, "peak_theoretical_tflops": None,
-    "use_wandb": None, "wandb_project": "neox", "wandb_group": None, "wandb_team": None, "wandb_run_name": None,
+    "save": None,
+    "load": None,
+    "finetune": False,
+    "checkpoint_factor": None,
+    "checkpoint_scale": "linear",
+    "extra_save_iters": None,
+    "keep_last_n_checkpoints": None,
+    "s3_path": None,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "log_interval": 100,
+    "tensorboard_dir": None,
+    "peak_theoretical_tflops": None,
+    "use_wandb": None,
+    "wandb_project": "neox",
+    "wandb_group": None,
+    "wandb_team": None,
+    "wandb_run_name": None,
     "wandb_host": "https://api.wandb.ai",
-    "profile": False, "profile_step_start": 10, "profile_step_stop": 12, "memory_profiling": False,
+    "profile": False,
+    "profile_step_start": 10,
+    "profile_step_stop": 12,
+    "memory_profiling": False,
 }
 
-WANDB_OPTIONS = {"wandb_project": "logging.wandb.project", "wandb_group": "logging.wandb.group",
-                 "wandb_team": "logging.wandb.entity", "wandb_run_name": "run.name"}
+WANDB_OPTIONS = {
+    "wandb_project": "logging.wandb.project",
+    "wandb_group": "logging.wandb.group",
+    "wandb_team": "logging.wandb.entity",
+    "wandb_run_name": "run.name",
+}
 MOST_LOG_SAVES = 1000
 
 
@@ -49,8 +69,11 @@ def _when_to_save(flat: Flat, native: Native) -> None:
         steps |= _log_steps(flat, factor)
     elif factor is not None and scale == "linear":
         if factor != int(factor) or factor < 1:
-            flat.problem(name, f"{name} must be a whole number of steps, at least 1, with checkpoint_scale linear",
-                         "write a whole number")
+            flat.problem(
+                name,
+                f"{name} must be a whole number of steps, at least 1, with checkpoint_scale linear",
+                "write a whole number",
+            )
         else:
             native.put("checkpoint.every", int(factor), name, "checkpoint_scale")
     if steps:
@@ -68,8 +91,8 @@ def _log_steps(flat: Flat, factor: float) -> set[int]:
         flat.problem("checkpoint_factor", "checkpoint_factor must be above 1 with checkpoint_scale log", "take 2")
         return set()
     steps, power = set(), 0
-    while int(factor ** power) <= last and power < MOST_LOG_SAVES:
-        steps.add(int(factor ** power))
+    while int(factor**power) <= last and power < MOST_LOG_SAVES:
+        steps.add(int(factor**power))
         power += 1
     return steps
 
@@ -79,8 +102,11 @@ def _where_to_save(flat: Flat, native: Native) -> None:
     if save is not None:
         native.put("checkpoint.dir", save.rstrip("/") or "/", "save")
         if not any(flat.given(name) for name in ("checkpoint_factor", "save_interval", "extra_save_iters")):
-            flat.problem("save", "with save, GPT-NeoX files must give checkpoint_factor or extra_save_iters",
-                         "add checkpoint_factor: the number of steps between checkpoints")
+            flat.problem(
+                "save",
+                "with save, GPT-NeoX files must give checkpoint_factor or extra_save_iters",
+                "add checkpoint_factor: the number of steps between checkpoints",
+            )
     if (path := flat.text("s3_path")) is not None:
         native.put("checkpoint.upload", path if "://" in path else f"s3://{path}", "s3_path")
 
@@ -98,8 +124,9 @@ def _load(flat: Flat, native: Native) -> None:
     else:
         native.put("checkpoint.resume", "auto" if same else load, "load", "save", "finetune")
         if not same:
-            native.note(f"checkpoint.resume: {load}: a missing checkpoint stops the run; GPT-NeoX then starts at "
-                        "step 0")
+            native.note(
+                f"checkpoint.resume: {load}: a missing checkpoint stops the run; GPT-NeoX then starts at step 0"
+            )
 
 
 def _evaluation(flat: Flat, native: Native) -> None:
@@ -142,8 +169,9 @@ def _profile(flat: Flat, native: Native) -> None:
         return
     start, stop = flat.integer("profile_step_start"), flat.integer("profile_step_stop")
     if stop <= start:
-        flat.problem("profile_step_stop", f"profile_step_stop must be above profile_step_start ({start})",
-                     f"take {start + 2}")
+        flat.problem(
+            "profile_step_stop", f"profile_step_stop must be above profile_step_start ({start})", f"take {start + 2}"
+        )
         return
     names = ("profile", "memory_profiling")
     native.put("logging.profile.start", start, "profile_step_start", *names)

@@ -55,8 +55,7 @@ class Flat:
     def problem(self, name: str, rule: str, fix: str, value: Any = None) -> None:
         """Report a key; `value` replaces the whole value in the message, for a part of a dictionary."""
         entry = self.entries.get(name, Entry(None, "", None, name))
-        found = FlatProblem(
-            entry.path, entry.line, entry.spelling, entry.value if value is None else value, rule, fix)
+        found = FlatProblem(entry.path, entry.line, entry.spelling, entry.value if value is None else value, rule, fix)
         if found not in self.problems:  # several topics read some keys
             self.problems.append(found)
 
@@ -75,13 +74,21 @@ class Flat:
 
     def count(self, name: str) -> int | None:
         """A whole number above 0, or None."""
-        return self._typed(name, lambda value: whole if (whole := _whole(value)) and whole > 0 else None,
-                           "a whole number above 0", "write a whole number above 0 without quotes")
+        return self._typed(
+            name,
+            lambda value: whole if (whole := _whole(value)) and whole > 0 else None,
+            "a whole number above 0",
+            "write a whole number above 0 without quotes",
+        )
 
     def boolean(self, name: str) -> bool | None:
         """true or false, or None."""
-        return self._typed(name, lambda value: value if isinstance(value, bool) else None,
-                           "true or false", "write true or false without quotes")
+        return self._typed(
+            name,
+            lambda value: value if isinstance(value, bool) else None,
+            "true or false",
+            "write true or false without quotes",
+        )
 
     def text(self, name: str) -> str | None:
         """Text, or None."""
@@ -93,8 +100,9 @@ class Flat:
 
     def mapping(self, name: str) -> dict | None:
         """A dictionary, or None."""
-        return self._typed(name, lambda value: value if isinstance(value, dict) else None,
-                           "a mapping", "write {key: value}")
+        return self._typed(
+            name, lambda value: value if isinstance(value, dict) else None, "a mapping", "write {key: value}"
+        )
 
     def choice(self, name: str, choices: Mapping[str, Any], others: Mapping[str, str] | None = None) -> Any:
         """What `choices` has for the value, in any letter case; `others` says what to do about known, refused ones.

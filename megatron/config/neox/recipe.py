@@ -10,19 +10,42 @@ from .reader import Flat, Native, as_number
 
 # Key -> GPT-NeoX's default.
 KEYS: dict[str, Any] = {
-    "seed": 1234, "seq_length": None, "train_batch_size": None, "train_micro_batch_size_per_gpu": None,
-    "gradient_accumulation_steps": 1, "global_num_gpus": None, "train_iters": None, "exit_interval": None,
-    "optimizer": None, "weight_decay": 0.1, "gradient_clipping": 1.0, "lr_decay_style": "linear",
-    "lr_decay_iters": None, "lr_decay_fraction": None, "min_lr": 0.0, "warmup": 0.01,
-    "precision": None, "fp16": None, "bf16": None, "data_types": None, "communication_data_type": None,
+    "seed": 1234,
+    "seq_length": None,
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": 1,
+    "global_num_gpus": None,
+    "train_iters": None,
+    "exit_interval": None,
+    "optimizer": None,
+    "weight_decay": 0.1,
+    "gradient_clipping": 1.0,
+    "lr_decay_style": "linear",
+    "lr_decay_iters": None,
+    "lr_decay_fraction": None,
+    "min_lr": 0.0,
+    "warmup": 0.01,
+    "precision": None,
+    "fp16": None,
+    "bf16": None,
+    "data_types": None,
+    "communication_data_type": None,
 }
 
 # optimizer.type -> native type
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "cpu_adam": "adamw", "cpu_torch_adam": "adamw",
-              "lion": "lion", "sgd": "sgd"}
+OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "cpu_adam": "adamw",
+    "cpu_torch_adam": "adamw",
+    "lion": "lion",
+    "sgd": "sgd",
+}
 NO_OPTIMIZER = {
     "onebitadam": "1-bit optimizers are gone from DeepSpeed; take Adam",
-    "sm3": "not available; take Adam", "madgrad_wd": "not available; take Adam",
+    "sm3": "not available; take Adam",
+    "madgrad_wd": "not available; take Adam",
 }
 # native type -> {parameter: (native key, default of the class that GPT-NeoX builds)}
 PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
@@ -38,17 +61,46 @@ NO_SCHEDULE = {"exponential": "an exponential decay to no fixed end is not avail
 
 FORMATS = {"fp32": "fp32", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
 NUMBERS = FORMATS | {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfp16": "bf16"}
-LOSS_SCALE = {"loss_scale": "static", "loss_scale_window": "window", "hysteresis": "hysteresis",
-              "min_loss_scale": "minimum", "initial_scale_power": "initial_power"}
+LOSS_SCALE = {
+    "loss_scale": "static",
+    "loss_scale_window": "window",
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "minimum",
+    "initial_scale_power": "initial_power",
+}
 PLAIN_PARTS = {"enabled", "fp16", "bf16", "type", "auto_cast"}
 
 # Keys younger than August 2023, when GPT-NeoX changed its learning rates.
 AFTER_V1 = {
-    "num_kv_heads", "sliding_window_width", "intermediate_size", "expansion_factor", "mlp_multiple_of", "rope_fusion",
-    "layernorm_fusion", "rmsnorm_fusion", "use_bias_in_mlp", "use_flashattn_swiglu", "train_impl", "dataset_impl",
-    "pack_impl", "allow_chopped", "moe_num_experts", "lr_decay_fraction", "s3_path", "profile", "memory_profiling",
-    "peak_theoretical_tflops", "use_comet", "wandb_run_name", "te_columnparallel", "te_layernorm_mlp", "te_mha",
-    "mamba_selective_scan_fusion", "mamba_inner_func_fusion", "dim_att", "fused_kernels_build_path",
+    "num_kv_heads",
+    "sliding_window_width",
+    "intermediate_size",
+    "expansion_factor",
+    "mlp_multiple_of",
+    "rope_fusion",
+    "layernorm_fusion",
+    "rmsnorm_fusion",
+    "use_bias_in_mlp",
+    "use_flashattn_swiglu",
+    "train_impl",
+    "dataset_impl",
+    "pack_impl",
+    "allow_chopped",
+    "moe_num_experts",
+    "lr_decay_fraction",
+    "s3_path",
+    "profile",
+    "memory_profiling",
+    "peak_theoretical_tflops",
+    "use_comet",
+    "wandb_run_name",
+    "te_columnparallel",
+    "te_layernorm_mlp",
+    "te_mha",
+    "mamba_selective_scan_fusion",
+    "mamba_inner_func_fusion",
+    "dim_att",
+    "fused_kernels_build_path",
     "sequence_parallel",
 }
 
@@ -76,8 +128,11 @@ def _batch(flat: Flat, native: Native) -> None:
     total, micro = flat.count("train_batch_size"), flat.count("train_micro_batch_size_per_gpu")
     steps = flat.count("gradient_accumulation_steps") if flat.given("gradient_accumulation_steps") else None
     if total is None and micro is None:
-        flat.problem("train_micro_batch_size_per_gpu", "GPT-NeoX files must give train_batch_size, "
-                     "train_micro_batch_size_per_gpu or both", "add train_micro_batch_size_per_gpu")
+        flat.problem(
+            "train_micro_batch_size_per_gpu",
+            "GPT-NeoX files must give train_batch_size, train_micro_batch_size_per_gpu or both",
+            "add train_micro_batch_size_per_gpu",
+        )
         return
     if total is not None:
         native.put("training.global_batch_size", total, "train_batch_size")
@@ -89,8 +144,10 @@ def _batch(flat: Flat, native: Native) -> None:
     native.put("training.micro_batch_size", _micro(flat, total, steps or 1), "train_batch_size", "global_num_gpus")
     if steps is not None:
         native.unused("accumulation follows from the batch sizes", "gradient_accumulation_steps")
-    native.note(f"training.micro_batch_size: {native.result.values['training']['micro_batch_size']}, because only "
-                "train_batch_size is given; the updates are the same for every micro_batch_size that divides it")
+    native.note(
+        f"training.micro_batch_size: {native.result.values['training']['micro_batch_size']}, because only "
+        "train_batch_size is given; the updates are the same for every micro_batch_size that divides it"
+    )
 
 
 def _accumulation_alias(flat: Flat, native: Native) -> None:
@@ -100,9 +157,12 @@ def _accumulation_alias(flat: Flat, native: Native) -> None:
     if flat.integer("gas") == flat.count("gradient_accumulation_steps"):
         native.unused("GPT-NeoX always derived it", "gas")
         return
-    flat.problem("gas", "gas never had an effect in GPT-NeoX: it ran with gradient_accumulation_steps "
-                 f"{flat.raw('gradient_accumulation_steps')}",
-                 "remove gas, or set gradient_accumulation_steps to what is meant")
+    flat.problem(
+        "gas",
+        "gas never had an effect in GPT-NeoX: it ran with gradient_accumulation_steps "
+        f"{flat.raw('gradient_accumulation_steps')}",
+        "remove gas, or set gradient_accumulation_steps to what is meant",
+    )
 
 
 def _micro(flat: Flat, total: int, steps: int) -> int:
@@ -123,8 +183,12 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
     name = optimizer.get("type", "adam")
     kind = OPTIMIZERS.get(str(name).lower())
     if kind is None:
-        flat.problem("optimizer", f"optimizer.type must be one of {', '.join(OPTIMIZERS)}",
-                     NO_OPTIMIZER.get(str(name).lower(), "take Adam"), value=name)
+        flat.problem(
+            "optimizer",
+            f"optimizer.type must be one of {', '.join(OPTIMIZERS)}",
+            NO_OPTIMIZER.get(str(name).lower(), "take Adam"),
+            value=name,
+        )
         return None
     native.put("optimizer.type", kind, "optimizer.type")
     for extra in sorted(map(str, optimizer.keys() - {"type", "params"})):
@@ -136,9 +200,11 @@ def _optimizer(flat: Flat, native: Native) -> float | None:
         values[key] = _parameter(flat, parameter, params.pop(parameter, default), default)
         native.put(f"optimizer.{key}", values[key], f"optimizer.params.{parameter}")
     if kind == "sgd" and decay and values["momentum"]:
-        flat.problem("weight_decay",
-                     "sgd with momentum: GPT-NeoX adds weight decay to the gradient, here it is decoupled",
-                     "set weight_decay to 0, or momentum to 0, where both are the same")
+        flat.problem(
+            "weight_decay",
+            "sgd with momentum: GPT-NeoX adds weight decay to the gradient, here it is decoupled",
+            "set weight_decay to 0, or momentum to 0, where both are the same",
+        )
     _other_parameters(flat, params, kind)
     return values["lr"]
 
@@ -169,9 +235,11 @@ def _weight_decay(flat: Flat, native: Native, params: dict) -> float:
     else:
         value, name = _parameter(flat, "weight_decay", inside, 0.0), "optimizer.params.weight_decay"
         if flat.given("weight_decay") and flat.number("weight_decay") != value:
-            flat.problem("weight_decay",
-                         f"weight_decay must agree with optimizer.params.weight_decay, which is {inside}",
-                         "remove one of them")
+            flat.problem(
+                "weight_decay",
+                f"weight_decay must agree with optimizer.params.weight_decay, which is {inside}",
+                "remove one of them",
+            )
         native.used.add("weight_decay")
     native.put("optimizer.weight_decay", value, name)
     return value
@@ -213,13 +281,17 @@ def _compatibility(flat: Flat, native: Native) -> None:
     if flat.given("gas") or not younger:
         native.put("schedule.compat", "neox-v1", "gas" if flat.given("gas") else "lr_decay_style")
         why = "the file has gas, which later versions refuse" if flat.given("gas") else "no key of the file is younger"
-        native.note(f"schedule.compat: neox-v1, the learning rates of GPT-NeoX 1.0 (Pythia, NeoX-20B), because {why}; "
-                    "`schedule.compat: none` gives those of GPT-NeoX since 2023-08")
+        native.note(
+            f"schedule.compat: neox-v1, the learning rates of GPT-NeoX 1.0 (Pythia, NeoX-20B), because {why}; "
+            "`schedule.compat: none` gives those of GPT-NeoX since 2023-08"
+        )
         return
     native.put("schedule.compat", "none", younger[0])
-    native.note(f"schedule.compat: none, the learning rates of GPT-NeoX since 2023-08, because {younger[0]} is younger "
-                "than 1.0; after lr_decay_iters they stay, where GPT-NeoX's rise again; `schedule.compat: neox-v1` "
-                "gives those of GPT-NeoX 1.0")
+    native.note(
+        f"schedule.compat: none, the learning rates of GPT-NeoX since 2023-08, because {younger[0]} is younger "
+        "than 1.0; after lr_decay_iters they stay, where GPT-NeoX's rise again; `schedule.compat: neox-v1` "
+        "gives those of GPT-NeoX 1.0"
+    )
 
 
 def _precision(flat: Flat, native: Native) -> None:
@@ -277,5 +349,7 @@ def _accumulation_format(flat: Flat, native: Native) -> None:
     else:
         native.put("precision.reduce", "fp32", "communication_data_type")
     if native.result.values["precision"]["compute"] != "fp32" and given is None:
-        native.note("precision.accumulate and precision.reduce: fp32; GPT-NeoX sums gradients in the compute type "
-                    "unless told otherwise")
+        native.note(
+            "precision.accumulate and precision.reduce: fp32; GPT-NeoX sums gradients in the compute type "
+            "unless told otherwise"
+        )

@@ -40,56 +40,80 @@ PAIRS = _later("training on pairs", "remove it")
 OFF = "set it to false or remove it"
 OBSOLETE = "removed from DeepSpeed"
 
-REFUSED: dict[str, Refusal] = {
-    "deepspeed": Refusal((True,), "GPT-NeoX refuses it too unless it is true", "remove it"),
-    "train_epochs": Refusal((), "the length of a run is given in steps", "remove it and set train_iters"),
-    "weight_by_num_documents": Refusal(
-        (False,), "GPT-NeoX's weights by document count are not proportional to the counts and replace those given",
-        "set train_data_weights and its like to the weights that are meant"),
-    "data_impl": Refusal(("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind",
-                         "tokenize the text again"),
-    "dataset_impl": _later("pairwise and online data", "take gpt2", "gpt2"),
-    "pack_impl": Refusal(
-        ("packed",), "GPT-NeoX's other ways of packing are not available",
-        "take packed, or natively data.packing: best_fit, which packs whole documents"),
-    "allow_chopped": Refusal((True,), "documents longer than seq_length are cut, not left out",
-                             "set it to true or remove it"),
-    "eod_mask_loss": Refusal(
-        (False,), "GPT-NeoX's eod_mask_loss leaves the token after an end of document out of the loss, which is not "
-        "available",
-        "set it to false, or take data.mask_loss_at_eod, which leaves out the end-of-document token itself"),
-    "curriculum_learning": Refusal((), f"{OBSOLETE}: the curriculum over sequence lengths", "remove it"),
-    "data_efficiency": _later("DeepSpeed's data efficiency library", "remove it"),
-    "opt_pos_emb_offset": _later("learned positions with an offset", "set it to 0", 0),
-    "use_qk_layernorm": Refusal(
-        (False,), "GPT-NeoX normalises over all heads of a tensor parallel rank with one weight for queries and keys, "
-        "so the model depends on the layout",
-        "take the native model.attention.qk_norm: head (Qwen3) or full (OLMo-2)"),
-    "soft_prompt_tuning": Refusal((), "soft prompts are not available (GPT-NeoX fails with them too)", "remove it"),
-    "sparse_attention": Refusal((), "block-sparse attention is not available", "remove it; sliding_window_width is"),
-    "use_mup": _later("muP", OFF, False),
-    "save_base_shapes": _later("muP", OFF, False),
-    "coord_check": _later("muP", OFF, False),
-    "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
-    "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
-    "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
-    "autotuning": Refusal((), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"),
-    "autotuning_run": Refusal((), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"),
-    "use_bnb_optimizer": Refusal((False,), "8-bit optimizers are not available", OFF),
-    "no_load_optim": Refusal(
-        (False,), "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",
-        "to start from weights alone set finetune: true"),
-    "use_checkpoint_lr_scheduler": Refusal(
-        (False,), "the learning rate is a function of this configuration alone",
-        "set the schedule's keys to those of the checkpoint"),
-    "train_impl": _later("dpo, rm, kto and reinforce", "take normal", "normal"),
-    "serve_model_weights": _later("reinforce", OFF, False),
-} | {
-    f"{split}_reward_data_paths": REWARDS for split in ("train", "valid", "test")
-} | {
-    f"{sign}_{split}_{kind}data_paths": PAIRS
-    for sign in ("pos", "neg") for split in ("train", "valid", "test") for kind in ("", "label_")
-}
+REFUSED: dict[str, Refusal] = (
+    {
+        "deepspeed": Refusal((True,), "GPT-NeoX refuses it too unless it is true", "remove it"),
+        "train_epochs": Refusal((), "the length of a run is given in steps", "remove it and set train_iters"),
+        "weight_by_num_documents": Refusal(
+            (False,),
+            "GPT-NeoX's weights by document count are not proportional to the counts and replace those given",
+            "set train_data_weights and its like to the weights that are meant",
+        ),
+        "data_impl": Refusal(
+            ("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind", "tokenize the text again"
+        ),
+        "dataset_impl": _later("pairwise and online data", "take gpt2", "gpt2"),
+        "pack_impl": Refusal(
+            ("packed",),
+            "GPT-NeoX's other ways of packing are not available",
+            "take packed, or natively data.packing: best_fit, which packs whole documents",
+        ),
+        "allow_chopped": Refusal(
+            (True,), "documents longer than seq_length are cut, not left out", "set it to true or remove it"
+        ),
+        "eod_mask_loss": Refusal(
+            (False,),
+            "GPT-NeoX's eod_mask_loss leaves the token after an end of document out of the loss, which is not "
+            "available",
+            "set it to false, or take data.mask_loss_at_eod, which leaves out the end-of-document token itself",
+        ),
+        "curriculum_learning": Refusal((), f"{OBSOLETE}: the curriculum over sequence lengths", "remove it"),
+        "data_efficiency": _later("DeepSpeed's data efficiency library", "remove it"),
+        "opt_pos_emb_offset": _later("learned positions with an offset", "set it to 0", 0),
+        "use_qk_layernorm": Refusal(
+            (False,),
+            "GPT-NeoX normalises over all heads of a tensor parallel rank with one weight for queries and keys, "
+            "so the model depends on the layout",
+            "take the native model.attention.qk_norm: head (Qwen3) or full (OLMo-2)",
+        ),
+        "soft_prompt_tuning": Refusal((), "soft prompts are not available (GPT-NeoX fails with them too)", "remove it"),
+        "sparse_attention": Refusal(
+            (), "block-sparse attention is not available", "remove it; sliding_window_width is"
+        ),
+        "use_mup": _later("muP", OFF, False),
+        "save_base_shapes": _later("muP", OFF, False),
+        "coord_check": _later("muP", OFF, False),
+        "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
+        "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
+        "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),
+        "autotuning": Refusal(
+            (), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"
+        ),
+        "autotuning_run": Refusal(
+            (), "there is no autotuner", "remove it; tools/config.py layers shows what each layer costs"
+        ),
+        "use_bnb_optimizer": Refusal((False,), "8-bit optimizers are not available", OFF),
+        "no_load_optim": Refusal(
+            (False,),
+            "GPT-NeoX does not train with it: it takes an optimizer with learning rate 0",
+            "to start from weights alone set finetune: true",
+        ),
+        "use_checkpoint_lr_scheduler": Refusal(
+            (False,),
+            "the learning rate is a function of this configuration alone",
+            "set the schedule's keys to those of the checkpoint",
+        ),
+        "train_impl": _later("dpo, rm, kto and reinforce", "take normal", "normal"),
+        "serve_model_weights": _later("reinforce", OFF, False),
+    }
+    | {f"{split}_reward_data_paths": REWARDS for split in ("train", "valid", "test")}
+    | {
+        f"{sign}_{split}_{kind}data_paths": PAIRS
+        for sign in ("pos", "neg")
+        for split in ("train", "valid", "test")
+        for kind in ("", "label_")
+    }
+)
 
 # Names that GPT-NeoX once had, or that its files have although it knows no such key. The first ones are still read.
 RETIRED_READ: dict[str, Any] = {"gas": None, "mlp_type": None, "save_interval": None}

@@ -13,8 +13,19 @@ from .reader import Entry, Flat, Native
 from .refused import REFUSED, RETIRED
 
 # Native sections that no GPT-NeoX key is called like.
-SECTIONS = frozenset({"run", "model", "parallel", "zero", "schedule", "training", "data", "evaluation", "logging",
-                      "launch", "extends"})
+SECTIONS = frozenset({
+    "run",
+    "model",
+    "parallel",
+    "zero",
+    "schedule",
+    "training",
+    "data",
+    "evaluation",
+    "logging",
+    "launch",
+    "extends",
+})
 
 
 def is_flat(values: dict[str, Any]) -> bool:
@@ -71,11 +82,18 @@ def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> di
             entry = Entry(value, document.path, document.lines.get(spelling), spelling)
             earlier = merged.get(name)
             if earlier is not None and not document.override and not _same(earlier.value, value):
-                problems.append(FlatProblem(
-                    document.path, entry.line, spelling, value,
-                    f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}; GPT-NeoX files must not "
-                    "contradict each other",
-                    "remove one of the two"))
+                problems.append(
+                    FlatProblem(
+                        document.path,
+                        entry.line,
+                        spelling,
+                        value,
+                        f"{_place(earlier)} already says {earlier.spelling} = {earlier.value!r}; GPT-NeoX files must "
+                        "not "
+                        "contradict each other",
+                        "remove one of the two",
+                    )
+                )
             elif earlier is None or document.override:
                 merged[name] = entry
     return merged

@@ -181,18 +181,14 @@ def named_sets_have_sources(facts: Facts) -> Iterator[Problem]:
         for name, members in getattr(facts.config.data, kind).items():
             if not members:
                 yield facts.problem_at(
-                    ("data", kind, name),
-                    rule="a named set has at least one source",
-                    fix="give it a path, or remove it",
+                    ("data", kind, name), rule="a named set has at least one source", fix="give it a path, or remove it"
                 )
 
 
 def no_tokenizer(facts: Facts) -> bool:
     """Whether there is nothing that could turn text into tokens."""
     tokenizer = facts.config.tokenizer
-    return tokenizer.type == "none" or (
-        tokenizer.path is None and tokenizer.type not in ("bytes", "characters")
-    )
+    return tokenizer.type == "none" or (tokenizer.path is None and tokenizer.type not in ("bytes", "characters"))
 
 
 def end_of_document_is_known(facts: Facts) -> Iterator[Problem]:

@@ -52,10 +52,7 @@ OWNED: dict[Path, tuple[str, Callable[[Config], Any]]] = {
     ("zero_optimization", "overlap_comm"): ("zero.overlap", lambda c: c.zero.overlap),
     ("zero_optimization", "reduce_bucket_size"): ("zero.bucket_size", lambda c: c.zero.bucket_size),
     ("zero_optimization", "allgather_bucket_size"): ("zero.bucket_size", lambda c: c.zero.bucket_size),
-    ("zero_optimization", "stage3_prefetch_bucket_size"): (
-        "zero.prefetch_size",
-        lambda c: c.zero.prefetch_size,
-    ),
+    ("zero_optimization", "stage3_prefetch_bucket_size"): ("zero.prefetch_size", lambda c: c.zero.prefetch_size),
     ("zero_optimization", "stage3_param_persistence_threshold"): (
         "zero.persistent_size",
         lambda c: c.zero.persistent_size,
@@ -74,44 +71,23 @@ OWNED: dict[Path, tuple[str, Callable[[Config], Any]]] = {
 REFUSED: dict[Path, tuple[str, str]] = {
     ("optimizer",): ("the optimizer is made from the optimizer section", "use optimizer.type and its keys"),
     ("scheduler",): ("the learning rate is set by the schedule section", "use schedule.type and its keys"),
-    ("activation_checkpointing",): (
-        "blocks are recomputed by the model",
-        "use training.activation_checkpointing",
-    ),
-    ("sequence_parallel_size",): (
-        "this route does not reduce gradients over sequence parallel ranks",
-        "remove it",
-    ),
-    ("data_parallel_size",): (
-        "the data parallel size follows from the ranks and the parallel section",
-        "remove it",
-    ),
+    ("activation_checkpointing",): ("blocks are recomputed by the model", "use training.activation_checkpointing"),
+    ("sequence_parallel_size",): ("this route does not reduce gradients over sequence parallel ranks", "remove it"),
+    ("data_parallel_size",): ("the data parallel size follows from the ranks and the parallel section", "remove it"),
     ("mesh_param",): ("this route does not reduce gradients over sequence parallel ranks", "remove it"),
     ("tensor_parallel",): ("layers are cut by the parallel section", "use parallel.tensor"),
     ("expert_parallel",): ("layers are cut by the parallel section", "use parallel.expert"),
-    ("checkpoint", "writer"): (
-        "checkpoints are written by the checkpoint section",
-        "use checkpoint.asynchronous",
-    ),
+    ("checkpoint", "writer"): ("checkpoints are written by the checkpoint section", "use checkpoint.asynchronous"),
     ("data_efficiency",): ("samples are ordered by the data section", "use data.phases"),
-    ("pipeline", "pipe_partitioned"): (
-        "stages exchange several tensors, which this would break",
-        "remove it",
-    ),
-    ("pipeline", "grad_partitioned"): (
-        "stages exchange several tensors, which this would break",
-        "remove it",
-    ),
+    ("pipeline", "pipe_partitioned"): ("stages exchange several tensors, which this would break", "remove it"),
+    ("pipeline", "grad_partitioned"): ("stages exchange several tensors, which this would break", "remove it"),
     ("pipeline", "activation_checkpoint_interval"): (
         "blocks are recomputed by the model",
         "use training.activation_checkpointing",
     ),
     ("managed_gradient_accumulation",): ("the engine sums micro-batches itself", "remove it"),
     ("zero_allow_untested_optimizer",): ("the engine sets it", "remove it"),
-    ("prescale_gradients",): (
-        "the engine scales gradients so that every layout gives the same numbers",
-        "remove it",
-    ),
+    ("prescale_gradients",): ("the engine scales gradients so that every layout gives the same numbers", "remove it"),
     ("gradient_predivide_factor",): (
         "the engine scales gradients so that every layout gives the same numbers",
         "remove it",
@@ -120,7 +96,8 @@ REFUSED: dict[Path, tuple[str, str]] = {
 
 
 # The names that DeepSpeed 0.19.8 looks for at the top of its configuration; it passes over any other without a word.
-KNOWN = frozenset("""
+KNOWN = frozenset(
+    """
     activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
     csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
     expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
@@ -129,7 +106,8 @@ KNOWN = frozenset("""
     tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
-""".split())
+""".split()
+)
 
 
 def names_are_deepspeeds(facts: Facts) -> Iterator[Problem]:

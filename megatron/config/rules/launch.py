@@ -55,9 +55,11 @@ def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
         if _SECRET.search(name):
             yield Problem(
                 f"launch.environment.{name}",
-                rule="the configuration is kept with the run, with every checkpoint and in its logs, which is no place for a "
+                rule="the configuration is kept with the run, with every checkpoint and in its logs, which is no "
+                "place for a "
                 "secret",
-                fix="put it into a file that launch.environment_file names, or export it where the run is started (HF_* and "
+                fix="put it into a file that launch.environment_file names, or export it where the run is started "
+                "(HF_* and "
                 "WANDB_* go along to all ranks, others by launch.forward)",
                 where=str(facts.origin(("launch", "environment", name))).partition("=")[0],
             )

@@ -14,9 +14,7 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
     if facts.ranks is not None and facts.ranks % inner:
         below = facts.ranks // inner * inner
         counts = " or ".join(str(each) for each in (below, below + inner) if each)
-        key = next(
-            f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1
-        )
+        key = next(f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1)
         others = [
             f"parallel.{name}"
             for name in ("tensor", "pipeline", "context")
@@ -84,7 +82,8 @@ def mamba_heads_fit_the_tensor_ranks(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 section_key(facts, prefix, "heads", "mamba"),
                 "parallel.tensor",
-                rule=f"a tensor parallel rank has whole heads of mamba, of which there are {mamba.heads}, or an equal part of one",
+                rule=f"a tensor parallel rank has whole heads of mamba, of which there are {mamba.heads}, or an "
+                "equal part of one",
                 fix=f"use parallel.tensor = {near(ranks, divisors(mamba.heads))} or a multiple of {mamba.heads}",
             )
 
@@ -189,11 +188,7 @@ def stages_have_layers(facts: Facts) -> Iterator[Problem]:
 
 def pipeline_split_adds_up(facts: Facts) -> Iterator[Problem]:
     """At least one block per stage: a last stage that holds nothing but a tied head fails in bf16 training."""
-    split, stages, blocks = (
-        facts.config.parallel.pipeline_split,
-        facts.config.parallel.pipeline,
-        len(facts.blocks),
-    )
+    split, stages, blocks = (facts.config.parallel.pipeline_split, facts.config.parallel.pipeline, len(facts.blocks))
     if isinstance(split, str) or not blocks:
         return
     key = "parallel.pipeline_split"
@@ -242,12 +237,7 @@ def zero_0_needs_fp32(facts: Facts) -> Iterator[Problem]:
 
 def zero_2_and_3_traffic(facts: Facts) -> Iterator[Problem]:
     count = facts.config.training.accumulation or 1
-    if (
-        facts.config.zero.stage >= 2
-        and count > 1
-        and facts.config.parallel.pipeline == 1
-        and facts.data_ranks != 1
-    ):
+    if facts.config.zero.stage >= 2 and count > 1 and facts.config.parallel.pipeline == 1 and facts.data_ranks != 1:
         yield facts.warning(
             "zero.stage",
             "training.accumulation",
@@ -335,10 +325,7 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
         if offload.device == "none" and (offload.path is not None or offload.pin_memory):
             given = "path" if offload.path is not None else "pin_memory"
             yield facts.warning(
-                f"{key}.{given}",
-                f"{key}.device",
-                rule="nothing is offloaded",
-                fix=f"give {key}.device: cpu or nvme",
+                f"{key}.{given}", f"{key}.device", rule="nothing is offloaded", fix=f"give {key}.device: cpu or nvme"
             )
 
 

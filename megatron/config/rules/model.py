@@ -36,7 +36,8 @@ def mixers_have_heads(facts: Facts) -> Iterator[Problem]:
 def heads_have_channels(facts: Facts) -> Iterator[Problem]:
     """Widths of heads that follow from the model's: none is left where the heads are too many."""
     for section, width, count, unit in (
-        ("gated_delta", "key_dim", "key_heads", "heads of keys"), ("cca", "head_dim", "heads", "heads"),
+        ("gated_delta", "key_dim", "key_heads", "heads of keys"),
+        ("cca", "head_dim", "heads", "heads"),
     ):
         for prefix, own in kind_options(facts, section):
             heads = getattr(own, count)
@@ -142,7 +143,8 @@ def mamba_heads_are_equal(facts: Facts) -> Iterator[Problem]:
         inner = mamba.expand * facts.config.model.hidden_size
         if inner % mamba.heads:
             yield facts.problem(
-                section_key(facts, prefix, "heads", "mamba"), "model.hidden_size",
+                section_key(facts, prefix, "heads", "mamba"),
+                "model.hidden_size",
                 rule=f"the heads share the {inner} inner channels (expand * hidden_size) evenly",
                 fix=f"use {near(mamba.heads, divisors(inner))} heads",
             )
@@ -153,21 +155,25 @@ def state_space_heads_are_whole(facts: Facts) -> Iterator[Problem]:
         inner = mamba2.expand * facts.config.model.hidden_size
         if inner % mamba2.head_dim:
             yield facts.problem(
-                section_key(facts, prefix, "head_dim", "mamba2"), "model.hidden_size",
+                section_key(facts, prefix, "head_dim", "mamba2"),
+                "model.hidden_size",
                 rule=f"the {inner} inner channels (expand * hidden_size) are whole heads",
                 fix=f"use head_dim = {near(mamba2.head_dim, divisors(inner))}",
             )
         elif inner // mamba2.head_dim % mamba2.groups:
             heads = inner // mamba2.head_dim
             yield facts.problem(
-                section_key(facts, prefix, "groups", "mamba2"), "model.hidden_size",
+                section_key(facts, prefix, "groups", "mamba2"),
+                "model.hidden_size",
                 rule=f"each group has the same number of the {heads} heads (expand * hidden_size / head_dim)",
                 fix=f"use groups = {near(mamba2.groups, divisors(heads))}",
             )
         if mamba2.most_step is not None and mamba2.most_step <= mamba2.least_step:
             yield facts.problem(
-                section_key(facts, prefix, "most_step", "mamba2"), "model.mamba2.least_step",
-                rule="the largest time step is above the smallest", fix="leave most_step out, or make it larger",
+                section_key(facts, prefix, "most_step", "mamba2"),
+                "model.mamba2.least_step",
+                rule="the largest time step is above the smallest",
+                fix="leave most_step out, or make it larger",
             )
 
 
@@ -217,7 +223,8 @@ def cca_heads_fit(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 section_key(facts, prefix, "head_dim", "cca"),
                 "model.cca.rotary.fraction",
-                rule=f"rotary positions turn pairs of channels, and head_dim * fraction = {rotated} is no positive even number",
+                rule=f"rotary positions turn pairs of channels, and head_dim * fraction = {rotated} is no positive "
+                "even number",
                 fix="use an even head_dim, and a fraction that leaves an even number of channels",
             )
         elif cca.head_dim * cca.kv_heads % 2:
@@ -287,28 +294,45 @@ def rotary_scaling_is_complete(facts: Facts) -> Iterator[Problem]:
     for section in (*ATTENTIONS, "cca"):
         for prefix, own in kind_options(facts, section):
             if own.position == "rotary":
-                yield from _scaling_is_complete(facts, section_key(facts, prefix, "rotary", section), own.rotary.scaling)
+                yield from _scaling_is_complete(
+                    facts, section_key(facts, prefix, "rotary", section), own.rotary.scaling
+                )
 
 
 def _scaling_is_complete(facts: Facts, rotary: str, scaling: RotaryScaling) -> Iterable[Problem]:
     """`rotary`: the key of the rotary options; a variant has only those that differ, so it is named as a whole."""
 
     def problem(name: str, other: str, rule: str, fix: str) -> Problem:
-        keys = (rotary,) if rotary.startswith("model.variants.") else tuple(
-            f"{rotary}.scaling.{each}" for each in (name, other))
+        keys = (
+            (rotary,)
+            if rotary.startswith("model.variants.")
+            else tuple(f"{rotary}.scaling.{each}" for each in (name, other))
+        )
         return facts.problem(*keys, rule=rule, fix=fix)
 
     if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
-        yield problem("original_length", "type", f"{scaling.type} scaling needs the original context length",
-                      "give scaling.original_length, the sequence length that the frequencies were trained with")
+        yield problem(
+            "original_length",
+            "type",
+            f"{scaling.type} scaling needs the original context length",
+            "give scaling.original_length, the sequence length that the frequencies were trained with",
+        )
     if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
-        yield problem("high_frequency_factor", "low_frequency_factor", "high_frequency_factor is above low_frequency_factor",
-                      "Llama 3 uses 4 and 1")
+        yield problem(
+            "high_frequency_factor",
+            "low_frequency_factor",
+            "high_frequency_factor is above low_frequency_factor",
+            "Llama 3 uses 4 and 1",
+        )
     if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
         yield problem("beta_fast", "beta_slow", "beta_fast is above beta_slow", "YaRN uses 32 and 1")
     if scaling.type == "none" and scaling.factor != 1.0:
-        yield problem("factor", "type", "a factor has no effect without a type",
-                      "give rotary.scaling.type: linear, llama3 or yarn")
+        yield problem(
+            "factor",
+            "type",
+            "a factor has no effect without a type",
+            "give rotary.scaling.type: linear, llama3 or yarn",
+        )
 
 
 def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
@@ -342,11 +366,7 @@ def channel_scales_join_one_branch(facts: Facts) -> Iterator[Problem]:
 
 def learned_positions_cover_the_sequence(facts: Facts) -> Iterator[Problem]:
     embedding, length = facts.config.model.embedding, facts.config.training.sequence_length
-    if (
-        embedding.position == "learned"
-        and embedding.max_positions is not None
-        and embedding.max_positions < length
-    ):
+    if embedding.position == "learned" and embedding.max_positions is not None and embedding.max_positions < length:
         yield facts.problem(
             "model.embedding.max_positions",
             "training.sequence_length",

@@ -31,8 +31,11 @@ def top_k_of_the_experts(facts: Facts) -> Iterator[Problem]:
     for prefix, moe in moe_options(facts):
         if moe.top_k > moe.experts:
             yield facts.problem(
-                _key(facts, prefix, "top_k"), _key(facts, prefix, "experts"),
-                rule="a token cannot use more experts than there are", fix=f"use at most {moe.experts}, or more experts")
+                _key(facts, prefix, "top_k"),
+                _key(facts, prefix, "experts"),
+                rule="a token cannot use more experts than there are",
+                fix=f"use at most {moe.experts}, or more experts",
+            )
 
 
 def groups_are_equal(facts: Facts) -> Iterator[Problem]:
@@ -40,17 +43,27 @@ def groups_are_equal(facts: Facts) -> Iterator[Problem]:
         router, groups = moe.router, _router_key(facts, prefix, "groups")
         if moe.experts % router.groups:
             yield facts.problem(
-                groups, _key(facts, prefix, "experts"), rule="the groups have equal numbers of experts",
-                fix=f"use {near(router.groups, divisors(moe.experts))} groups")
+                groups,
+                _key(facts, prefix, "experts"),
+                rule="the groups have equal numbers of experts",
+                fix=f"use {near(router.groups, divisors(moe.experts))} groups",
+            )
         elif router.top_groups > router.groups:
             yield facts.problem(
-                _router_key(facts, prefix, "top_groups"), groups, rule="a token cannot choose from more groups than there are",
-                fix=f"use at most {router.groups}")
+                _router_key(facts, prefix, "top_groups"),
+                groups,
+                rule="a token cannot choose from more groups than there are",
+                fix=f"use at most {router.groups}",
+            )
         elif moe.top_k <= moe.experts and moe.top_k > router.top_groups * (moe.experts // router.groups):
             yield facts.problem(
-                _key(facts, prefix, "top_k"), _router_key(facts, prefix, "top_groups"), groups,
-                rule=f"the groups that a token may choose from have {router.top_groups * (moe.experts // router.groups)} experts",
-                fix="use a smaller top_k, more top_groups, or fewer groups")
+                _key(facts, prefix, "top_k"),
+                _router_key(facts, prefix, "top_groups"),
+                groups,
+                rule=f"the groups that a token may choose from have "
+                f"{router.top_groups * (moe.experts // router.groups)} experts",
+                fix="use a smaller top_k, more top_groups, or fewer groups",
+            )
 
 
 def widths_are_cut_and_aligned(facts: Facts) -> Iterator[Problem]:
@@ -60,21 +73,28 @@ def widths_are_cut_and_aligned(facts: Facts) -> Iterator[Problem]:
     cut = "parallel.expert_tensor" if facts.given("parallel.expert_tensor") else "parallel.tensor"
     if facts.uses("moe") and facts.config.model.hidden_size % unit:
         yield facts.problem(
-            "model.hidden_size", "precision.compute",
+            "model.hidden_size",
+            "precision.compute",
             rule=f"the grouped products of a moe layer need a multiple of 16 bytes, {unit} channels in {compute}",
-            fix=f"use {_multiples(facts.config.model.hidden_size, unit)} channels")
+            fix=f"use {_multiples(facts.config.model.hidden_size, unit)} channels",
+        )
     for prefix, moe in moe_options(facts):
         if moe.hidden_size % (ranks * unit):
             yield facts.problem(
-                _key(facts, prefix, "hidden_size"), cut, "precision.compute",
+                _key(facts, prefix, "hidden_size"),
+                cut,
+                "precision.compute",
                 rule="each tensor parallel rank has the same share of an expert's channels, "
                 f"a multiple of 16 bytes ({unit} channels in {compute})",
-                fix=f"use {_multiples(moe.hidden_size, ranks * unit)} channels")
+                fix=f"use {_multiples(moe.hidden_size, ranks * unit)} channels",
+            )
         if moe.shared_size % parallel.tensor:
             yield facts.problem(
-                _key(facts, prefix, "shared_size"), "parallel.tensor",
+                _key(facts, prefix, "shared_size"),
+                "parallel.tensor",
                 rule="each tensor parallel rank has the same share of the shared expert's channels",
-                fix=f"use {_multiples(moe.shared_size, parallel.tensor)} channels")
+                fix=f"use {_multiples(moe.shared_size, parallel.tensor)} channels",
+            )
 
 
 def _multiples(number: int, unit: int) -> str:
@@ -87,43 +107,67 @@ def balancers_fit_the_choice(facts: Facts) -> Iterator[Problem]:
         router, select = moe.router, _router_key(facts, prefix, "select")
         if router.select == "expert_choice":
             yield facts.warning(
-                select, rule="experts choose among all tokens of a micro-batch, later ones included: the model is not causal, "
-                "and what it generates is not what it was trained on", fix="use select: top_k, but for studies of the method")
+                select,
+                rule="experts choose among all tokens of a micro-batch, later ones included: the model is not causal, "
+                "and what it generates is not what it was trained on",
+                fix="use select: top_k, but for studies of the method",
+            )
         if router.select != "top_k" and router.correction != "none":
             yield facts.problem(
-                _router_key(facts, prefix, "correction"), select, rule=f"{router.select} evens the load by itself",
-                fix="use correction: none, or select: top_k")
+                _router_key(facts, prefix, "correction"),
+                select,
+                rule=f"{router.select} evens the load by itself",
+                fix="use correction: none, or select: top_k",
+            )
         if router.select != "top_k" and router.top_groups < router.groups:
             yield facts.problem(
-                _router_key(facts, prefix, "top_groups"), select, rule=f"{router.select} knows no groups",
-                fix="leave groups and top_groups out, or use select: top_k")
+                _router_key(facts, prefix, "top_groups"),
+                select,
+                rule=f"{router.select} knows no groups",
+                fix="leave groups and top_groups out, or use select: top_k",
+            )
         if router.select == "expert_choice" and router.normalize:
             yield facts.problem(
-                _router_key(facts, prefix, "normalize"), select,
-                rule="a token that several experts have chosen does not know of all of them, so nothing can be normalised",
-                fix="use normalize: false")
+                _router_key(facts, prefix, "normalize"),
+                select,
+                rule="a token that several experts have chosen does not know of all of them, so nothing can be "
+                "normalised",
+                fix="use normalize: false",
+            )
         if router.select == "expert_choice" and moe.capacity_factor is not None:
             yield facts.problem(
-                _key(facts, prefix, "capacity_factor"), select,
+                _key(facts, prefix, "capacity_factor"),
+                select,
                 rule="experts choose as many tokens as top_k gives each of them on average, and nothing is dropped",
-                fix="leave capacity_factor out, and give top_k the tokens that an expert takes over an even share")
+                fix="leave capacity_factor out, and give top_k the tokens that an expert takes over an even share",
+            )
 
 
 def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
     """The first MLP router has nothing to average with; all others carry states of one width."""
-    routers = [(kind.variant, options(facts.config, kind).router) for block in facts.blocks for kind in block.kinds
-               if kind.name == "moe" and (kind.variant is None or kind.variant in facts.config.model.variants)]
+    routers = [
+        (kind.variant, options(facts.config, kind).router)
+        for block in facts.blocks
+        for kind in block.kinds
+        if kind.name == "moe" and (kind.variant is None or kind.variant in facts.config.model.variants)
+    ]
     routers = [(variant, router) for variant, router in routers if router.network == "mlp"]
     if routers and routers[0][1].average:
         prefix = "model.moe" if routers[0][0] is None else f"model.variants.{routers[0][0]}"
         yield facts.problem(
-            _router_key(facts, prefix, "average"), "model.layers",
+            _router_key(facts, prefix, "average"),
+            "model.layers",
             rule="the first MoE layer with an MLP router has no router state before it",
             fix="name a variant there, as in 'attention/moe@first (attention/moe) x7' with model.variants.first: "
-            "{router: {average: false}}")
+            "{router: {average: false}}",
+        )
     if len({router.width for _, router in routers}) > 1:
-        yield facts.problem("model.moe.router.width", "model.layers", rule="router states are carried on, so all have one width",
-                            fix="give no variant a width of its own")
+        yield facts.problem(
+            "model.moe.router.width",
+            "model.layers",
+            rule="router states are carried on, so all have one width",
+            fix="give no variant a width of its own",
+        )
 
 
 def skipping_is_a_choice_of_one(facts: Facts) -> Iterator[Problem]:
@@ -131,40 +175,61 @@ def skipping_is_a_choice_of_one(facts: Facts) -> Iterator[Problem]:
         router = moe.router
         if router.skip and (moe.top_k > 1 or router.select != "top_k" or router.groups > 1):
             yield facts.problem(
-                _router_key(facts, prefix, "skip"), _key(facts, prefix, "top_k"), _router_key(facts, prefix, "select"),
+                _router_key(facts, prefix, "skip"),
+                _key(facts, prefix, "top_k"),
+                _router_key(facts, prefix, "select"),
                 rule="a token that uses no expert chooses none beside it, and not within groups",
-                fix="use top_k: 1, select: top_k and no groups, or skip: false")
+                fix="use top_k: 1, select: top_k and no groups, or skip: false",
+            )
         if router.skip and moe.capacity_factor is not None:
             yield facts.problem(
-                _key(facts, prefix, "capacity_factor"), _router_key(facts, prefix, "skip"),
+                _key(facts, prefix, "capacity_factor"),
+                _router_key(facts, prefix, "skip"),
                 rule="tokens that use no expert are computed beside the others, and would take their places",
-                fix="leave capacity_factor out, or use skip: false")
+                fix="leave capacity_factor out, or use skip: false",
+            )
 
 
 def idle_moe_options(facts: Facts) -> Iterator[Problem]:
     for prefix, moe in moe_options(facts):
         if moe.shared_gate and not moe.shared_size:
             yield facts.warning(
-                _key(facts, prefix, "shared_gate"), _key(facts, prefix, "shared_size"),
-                rule="there is no shared expert to gate", fix="give shared_size, or leave shared_gate out")
+                _key(facts, prefix, "shared_gate"),
+                _key(facts, prefix, "shared_size"),
+                rule="there is no shared expert to gate",
+                fix="give shared_size, or leave shared_gate out",
+            )
         rate = _router_key(facts, prefix, "correction_rate")
         if moe.router.correction == "none" and facts.given(rate):
-            yield facts.warning(rate, _router_key(facts, prefix, "correction"), rule="nothing is corrected",
-                                fix="use correction: sign, or leave the rate out")
+            yield facts.warning(
+                rate,
+                _router_key(facts, prefix, "correction"),
+                rule="nothing is corrected",
+                fix="use correction: sign, or leave the rate out",
+            )
 
 
 def routers_learn(facts: Facts) -> Iterator[Problem]:
     for prefix, moe in moe_options(facts):
         if moe.top_k == 1 and moe.router.normalize:
             yield facts.warning(
-                _router_key(facts, prefix, "normalize"), _key(facts, prefix, "top_k"),
-                rule="a score over itself: the weight of the expert is always 1, and the loss gives the router no gradient",
-                fix="use normalize: false, or a larger top_k")
+                _router_key(facts, prefix, "normalize"),
+                _key(facts, prefix, "top_k"),
+                rule="a score over itself: the weight of the expert is always 1, and the loss gives the router no "
+                "gradient",
+                fix="use normalize: false, or a larger top_k",
+            )
 
 
 # (option of model.moe, the one that makes it work, what the values of that one are, what is so without, fix)
 _IDLE = (
-    ("router.sinkhorn_iterations", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
+    (
+        "router.sinkhorn_iterations",
+        "router.select",
+        ("sinkhorn",),
+        "nothing is balanced in rounds",
+        "use select: sinkhorn",
+    ),
     ("router.sinkhorn_start", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
     ("router.width", "router.network", ("mlp",), "the router is one matrix", "use network: mlp"),
     ("router.average", "router.network", ("mlp",), "the router is one matrix, without a state", "use network: mlp"),
@@ -180,8 +245,12 @@ def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
             fix = f"{fix}, or leave {name.rsplit('.', 1)[-1]} out"
             yield facts.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
     if used and facts.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
-        yield facts.warning("model.moe.losses.over", "model.moe.losses.balance", rule="there is no balancing loss",
-                            fix="give losses.balance a coefficient, or leave over out")
+        yield facts.warning(
+            "model.moe.losses.over",
+            "model.moe.losses.balance",
+            rule="there is no balancing loss",
+            fix="give losses.balance a coefficient, or leave over out",
+        )
 
 
 def _get(moe: object, key: str) -> object:
@@ -195,13 +264,20 @@ def experts_divide_over_expert_ranks(facts: Facts) -> Iterator[Problem]:
     for name in ("expert", "expert_tensor"):
         if facts.given(f"parallel.{name}") and _spreads(facts) and facts.blocks and not facts.uses("moe"):
             yield facts.problem(
-                f"parallel.{name}", "model.layers", rule="there are no experts to spread over ranks",
-                fix=f"leave parallel.{name} out, or use layers with a moe feed-forward")
+                f"parallel.{name}",
+                "model.layers",
+                rule="there are no experts to spread over ranks",
+                fix=f"leave parallel.{name} out, or use layers with a moe feed-forward",
+            )
     for prefix, moe in moe_options(facts):
         if moe.experts % ranks:
             yield facts.problem(
-                _key(facts, prefix, "experts"), "parallel.expert", rule="each expert parallel rank has the same number of experts",
-                fix=f"use {_multiples(moe.experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(moe.experts))}")
+                _key(facts, prefix, "experts"),
+                "parallel.expert",
+                rule="each expert parallel rank has the same number of experts",
+                fix=f"use {_multiples(moe.experts, ranks)} experts, or parallel.expert = "
+                f"{near(ranks, divisors(moe.experts))}",
+            )
 
 
 def _folds(facts: Facts) -> bool:
@@ -218,9 +294,11 @@ def experts_are_cut_or_whole(facts: Facts) -> Iterator[Problem]:
     if parallel.expert_tensor not in (1, parallel.tensor):
         either = "1" if parallel.tensor == 1 else f"1 or {parallel.tensor}"
         yield facts.problem(
-            "parallel.expert_tensor", "parallel.tensor",
+            "parallel.expert_tensor",
+            "parallel.tensor",
             rule="an expert is cut over all tensor parallel ranks, or is whole on each of them",
-            fix=f"use parallel.expert_tensor = {either}")
+            fix=f"use parallel.expert_tensor = {either}",
+        )
 
 
 def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
@@ -236,35 +314,59 @@ def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
         why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
         wider = "" if folds or data * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
         yield facts.problem(
-            "parallel.expert", *sizes, rule=f"experts are spread over the {where}, of which there are {line}{why}",
-            fix=f"use parallel.expert = {near(parallel.expert, divisors(line))}{wider}, or another number of ranks")
+            "parallel.expert",
+            *sizes,
+            rule=f"experts are spread over the {where}, of which there are {line}{why}",
+            fix=f"use parallel.expert = {near(parallel.expert, divisors(line))}{wider}, or another number of ranks",
+        )
 
 
 def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
     if _spreads(facts) and facts.config.zero.stage == 3:
         key = "parallel.expert_tensor" if _folds(facts) else "parallel.expert"
         yield facts.problem(
-            "zero.stage", key, rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
+            "zero.stage",
+            key,
+            rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
             "and expert parallel ranks have different parameters",
-            fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts")
+            fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts",
+        )
 
 
 def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
-    """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other numbers of
-    elements fill it at other parameters; where their experts' groups have several such ranks, they would wait for ever."""
+    """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other
+    numbers of elements fill it at other parameters; where their experts' groups have several such ranks, they would
+    wait for ever.
+    """
     config = facts.config
     vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
     if _folds(facts) and facts.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
         yield facts.problem(
-            "model.vocab_size", "parallel.tensor", "parallel.expert_tensor", "zero.stage",
-            rule="folded experts' gradients are summed across tensor parallel ranks in ZeRO's buckets, so those ranks have equal "
-            "numbers of parameters", fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "
-            "or zero.stage=0")
+            "model.vocab_size",
+            "parallel.tensor",
+            "parallel.expert_tensor",
+            "zero.stage",
+            rule="folded experts' gradients are summed across tensor parallel ranks in ZeRO's buckets, so those "
+            "ranks have equal "
+            "numbers of parameters",
+            fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "
+            "or zero.stage=0",
+        )
 
 
 RULES = (
-    top_k_of_the_experts, groups_are_equal, widths_are_cut_and_aligned, balancers_fit_the_choice, idle_moe_options,
-    routers_learn, options_that_nothing_reads, router_states_have_a_first, skipping_is_a_choice_of_one,
-    experts_divide_over_expert_ranks, experts_are_cut_or_whole, expert_ranks_divide_their_line, spread_experts_fit_the_stage,
+    top_k_of_the_experts,
+    groups_are_equal,
+    widths_are_cut_and_aligned,
+    balancers_fit_the_choice,
+    idle_moe_options,
+    routers_learn,
+    options_that_nothing_reads,
+    router_states_have_a_first,
+    skipping_is_a_choice_of_one,
+    experts_divide_over_expert_ranks,
+    experts_are_cut_or_whole,
+    expert_ranks_divide_their_line,
+    spread_experts_fit_the_stage,
     folded_experts_want_equal_shards,
 )

@@ -44,7 +44,8 @@ def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "checkpoint.initialize_from",
             rule=f"there is no checkpoint or folder {path}",
-            fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the hub)",
+            fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the "
+            "hub)",
         )
 
 
@@ -87,9 +88,7 @@ def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
         )
     wrong = [step for step in checkpoint.steps if step < 0]
     if wrong:
-        yield facts.problem(
-            "checkpoint.steps", rule=f"steps are of at least 0, and {wrong[0]} is not", fix="remove it"
-        )
+        yield facts.problem("checkpoint.steps", rule=f"steps are of at least 0, and {wrong[0]} is not", fix="remove it")
     late = [step for step in checkpoint.steps if step > steps]
     if late:
         yield facts.warning(
@@ -131,17 +130,25 @@ def map_has_its_source(facts: Facts) -> Iterator[Problem]:
     checkpoint = facts.config.checkpoint
     if checkpoint.initialize_map and checkpoint.initialize_from is None:
         yield facts.problem(
-            "checkpoint.initialize_map", "checkpoint.initialize_from",
+            "checkpoint.initialize_map",
+            "checkpoint.initialize_from",
             rule="the map says how tensors are made of those of another checkpoint, and there is none",
-            fix="give checkpoint.initialize_from, or leave the map out")
+            fix="give checkpoint.initialize_from, or leave the map out",
+        )
     for ours, theirs in checkpoint.initialize_map.items():
         if theirs != "new" and ours.count("*") != theirs.count("*"):
             yield facts.problem_at(
                 ("checkpoint", "initialize_map", ours),
                 rule="each * of a tensor's name stands for the same word on both sides",
-                fix="write as many * on the right as on the left, or 'new'")
+                fix="write as many * on the right as on the left, or 'new'",
+            )
 
 
 RULES = (
-    one_way_to_start, map_has_its_source, kept_checkpoints_are_saved, resuming_needs_optimizer_state, profiled_steps_are_run)
+    one_way_to_start,
+    map_has_its_source,
+    kept_checkpoints_are_saved,
+    resuming_needs_optimizer_state,
+    profiled_steps_are_run,
+)
 INPUT_RULES = (resume_exists, initial_weights_exist, urls_can_be_opened)

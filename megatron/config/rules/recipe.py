@@ -29,20 +29,12 @@ def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
         )
     elif total % unit:
         sizes = [each for each in (total // unit * unit, (total // unit + 1) * unit) if each]
-        micros = (
-            [each for each in range(1, total + 1) if total % (each * ranks) == 0]
-            if total % ranks == 0
-            else []
-        )
+        micros = [each for each in range(1, total + 1) if total % (each * ranks) == 0] if total % ranks == 0 else []
         fix = f"use global_batch_size = {' or '.join(map(str, sizes))}"
         fix += f", or micro_batch_size = {min(micros, key=lambda each: abs(each - micro))}" if micros else ""
     else:
         return
-    product = (
-        f"{micro} * {count} * {ranks} = {unit * count}"
-        if fixed
-        else f"a multiple of {micro} * {ranks} = {unit}"
-    )
+    product = f"{micro} * {count} * {ranks} = {unit * count}" if fixed else f"a multiple of {micro} * {ranks} = {unit}"
     yield facts.problem(
         "training.global_batch_size",
         *keys,

@@ -19,7 +19,8 @@ def rwkv_heads_are_whole(facts: Facts) -> Iterator[Problem]:
         for prefix, own in kind_options(facts, kind):
             if width % getattr(own, "head_dim", 1):
                 yield facts.problem(
-                    section_key(facts, prefix, "head_dim", kind), "model.hidden_size",
+                    section_key(facts, prefix, "head_dim", kind),
+                    "model.hidden_size",
                     rule=f"the {width} channels of {kind} are whole heads",
                     fix=f"use head_dim = {near(own.head_dim, divisors(width))}",
                 )
@@ -33,7 +34,8 @@ def rwkv_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
             if width % size == 0 and width // size % ranks:
                 key = section_key(facts, prefix, "head_dim", kind) if size > 1 else "model.hidden_size"
                 yield facts.problem(
-                    key, "parallel.tensor",
+                    key,
+                    "parallel.tensor",
                     rule=f"each tensor parallel rank has the same number of the {width // size} "
                     f"{'heads' if size > 1 else 'channels'} of {kind}",
                     fix=f"use parallel.tensor = {near(ranks, divisors(width // size))}",
@@ -42,7 +44,8 @@ def rwkv_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
         for prefix, own in kind_options(facts, kind):
             if own.hidden_size is not None and own.hidden_size % ranks:
                 yield facts.problem(
-                    section_key(facts, prefix, "hidden_size", kind), "parallel.tensor",
+                    section_key(facts, prefix, "hidden_size", kind),
+                    "parallel.tensor",
                     rule=f"each tensor parallel rank has the same share of the {own.hidden_size} channels of {kind}",
                     fix=f"use parallel.tensor = {near(ranks, divisors(own.hidden_size))}",
                 )

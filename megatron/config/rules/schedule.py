@@ -56,9 +56,7 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
         parts["schedule.cooldown_steps"] = schedule.cooldown_steps or 0
     if length > 0 and sum(parts.values()) > length:
         listed = " + ".join(f"{name.split('.')[1]} {value:g}" for name, value in parts.items() if value)
-        first, *others = sorted(
-            (name for name, value in parts.items() if value), key=lambda name: -parts[name]
-        )
+        first, *others = sorted((name for name, value in parts.items() if value), key=lambda name: -parts[name])
         keys = ["training.global_batch_size"] if first == "schedule.warmup_tokens" else []
         yield facts.problem(
             first,

@@ -13,7 +13,8 @@ class Section(BaseModel):
     """A closed, frozen group of keys. Unknown keys and silent type conversions are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, validate_default=False, allow_inf_nan=False, protected_namespaces=())
+        frozen=True, extra="forbid", strict=True, validate_default=False, allow_inf_nan=False, protected_namespaces=()
+    )
 
     def model_post_init(self, context: Any) -> None:
         """Freeze lists and dictionaries too: `frozen` alone only guards the attributes."""

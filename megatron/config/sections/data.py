@@ -13,7 +13,8 @@ class Source(Section):
     name: str | None = key(None, "Name in reports.", derived="the last part of path")
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
     labels: str | None = key(
-        None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere.")
+        None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere."
+    )
 
 
 class Phase(Section):
@@ -32,42 +33,52 @@ class FillInTheMiddle(Section):
 class DataSection(Section):
     train: list[Source] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
     validation: dict[str, list[Source]] = key(
-        dict, "Named validation sets; a bare path or list becomes the set `validation`.")
+        dict, "Named validation sets; a bare path or list becomes the set `validation`."
+    )
     test: dict[str, list[Source]] = key(dict, "Named test sets.")
     split: list[float] | None = key(
         None,
-        "Cut one training file's documents into training, validation and test by these shares (GPT-NeoX data_path).")
+        "Cut one training file's documents into training, validation and test by these shares (GPT-NeoX data_path).",
+    )
     order: Literal["pythia", "stream", "sequential"] = key(
         "pythia",
         "Sample order: GPT-NeoX's shuffle; a keyed permutation without index files; or the file's own order "
-        "(pre-shuffled files).")
+        "(pre-shuffled files).",
+    )
     seed: int | None = key(None, "Seed of the order.", derived="training.seed", ge=0)
     margin: float = key(
-        1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1)
+        1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
+    )
     weighting: Literal["given", "documents", "tokens"] = key(
         "given",
         "What shares of a blend follow: the weights alone, or weight * (the source's documents or tokens) ** "
-        "data.alpha.")
+        "data.alpha.",
+    )
     alpha: float = key(1.0, "Exponent of data.weighting; below 1 small sources count for more.", ge=0)
     packing: Literal["continuous", "best_fit"] = key(
         "continuous",
-        "Documents back to back and cut, or packed whole into samples with as little room left as possible.")
+        "Documents back to back and cut, or packed whole into samples with as little room left as possible.",
+    )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
     reset_attention_at_eod: bool = key(
-        False, "Documents packed into one sample do not attend to each other; positions restart at each.")
+        False, "Documents packed into one sample do not attend to each other; positions restart at each."
+    )
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
     fim: FillInTheMiddle = key(
-        FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill.")
+        FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
+    )
     cache: str | None = key(None, "Folder of sample order caches.", derived="<run.dir>/cache")
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)
     synthetic: Literal["none", "copy"] = key(
-        "none", "Make data instead of reading it: `copy` is a learnable random task for tests.")
+        "none", "Make data instead of reading it: `copy` is a learnable random task for tests."
+    )
 
 
 class TokenizerSection(Section):
     type: Literal["huggingface", "sentencepiece", "tiktoken", "gpt2", "bytes", "characters", "none"] = key(
-        "huggingface", "Kind of tokenizer.")
+        "huggingface", "Kind of tokenizer."
+    )
     path: str | None = key(None, "tokenizer.json, a model file, or a name on the hub.")
     merges: str | None = key(None, "gpt2: the merges file beside the vocabulary.")
     eod_token: str | None = key(None, "Text of the end-of-document token.", derived="the tokenizer's own end token")

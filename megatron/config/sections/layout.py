@@ -12,17 +12,30 @@ class ParallelSection(Section):
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
     context: int = key(1, "Context parallel size: ranks that share each sequence.", unit="ranks", gt=0)
     expert: int = key(
-        1, "Expert parallel size: data parallel ranks (with expert_tensor 1: data and tensor parallel ranks) that share the "
-        "experts of a layer; the rest of the model stays as it is.", unit="ranks", gt=0)
+        1,
+        "Expert parallel size: data parallel ranks (with expert_tensor 1: data and tensor parallel ranks) that share "
+        "the "
+        "experts of a layer; the rest of the model stays as it is.",
+        unit="ranks",
+        gt=0,
+    )
     expert_tensor: int | None = key(
-        None, "Tensor parallel size inside an expert: that of the model, or 1, where experts are folded over the tensor axis: "
-        "each rank has whole experts and works on its share of the tokens.", unit="ranks", derived="parallel.tensor", gt=0)
+        None,
+        "Tensor parallel size inside an expert: that of the model, or 1, where experts are folded over the tensor "
+        "axis: "
+        "each rank has whole experts and works on its share of the tokens.",
+        unit="ranks",
+        derived="parallel.tensor",
+        gt=0,
+    )
     sequence: bool = key(
-        False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism).")
+        False, "Shard norms, dropout and the residual stream over the tensor parallel ranks (sequence parallelism)."
+    )
     pipeline_split: Literal["uniform", "parameters"] | list[int] = key(
         "parameters",
         "How layers are shared by the stages: equal counts, equal parameters, or a list of the number of "
-        "blocks per stage.")
+        "blocks per stage.",
+    )
 
 
 class OffloadOptions(Section):
@@ -35,14 +48,16 @@ class ZeroSection(Section):
     stage: Literal[0, 1, 2, 3] = key(
         1,
         "ZeRO stage: what data parallel ranks share: 0 nothing, 1 optimizer state, 2 also gradients, 3 also "
-        "parameters.")
+        "parameters.",
+    )
     offload_optimizer: OffloadOptions = key(OffloadOptions, "Keep optimizer state off the accelerator.")
     offload_parameters: OffloadOptions = key(OffloadOptions, "Keep parameters off the accelerator (stage 3).")
     bucket_size: int = key(500_000_000, "Elements reduced or gathered in one collective.", unit="elements", gt=0)
     overlap: bool = key(False, "Overlap gradient reduction with the backward pass (stages 1-3 without pipeline).")
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
     persistent_size: int = key(
-        100_000, "Stage 3: parameters smaller than this are never partitioned away.", unit="elements", ge=0)
+        100_000, "Stage 3: parameters smaller than this are never partitioned away.", unit="elements", ge=0
+    )
 
 
 class LossScaleOptions(Section):
@@ -55,17 +70,20 @@ class LossScaleOptions(Section):
 
 class PrecisionSection(Section):
     compute: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Type of weights and activations; masters are fp32 always. `precision: bf16` is short for this.")
+        "fp32", "Type of weights and activations; masters are fp32 always. `precision: bf16` is short for this."
+    )
     accumulate: Literal["fp32", "bf16", "fp16"] = key("fp32", "Type in which gradients of micro-batches are summed.")
     reduce: Literal["fp32", "bf16", "fp16"] = key(
-        "fp32", "Type in which gradients are summed over data parallel ranks.")
+        "fp32", "Type in which gradients are summed over data parallel ranks."
+    )
     loss_scale: LossScaleOptions = key(LossScaleOptions, "Loss scaling, used with fp16.")
 
 
 class ActivationCheckpointing(Section):
     mode: Literal["none", "selective", "full"] = key(
         "none",
-        "What is recomputed in the backward pass: nothing, all but matrix products and attention, or whole blocks.")
+        "What is recomputed in the backward pass: nothing, all but matrix products and attention, or whole blocks.",
+    )
     every: int = key(1, "full: checkpoint every n-th block.", unit="blocks", gt=0)
 
 
@@ -78,10 +96,12 @@ class BatchOptions(Section):
     partition: str | None = key(None, "Partition or queue.")
     qos: str | None = key(None, "Quality of service.")
     cores: int | None = key(
-        None, "Cores per host; none leaves it to the partition (exclusive hosts).", unit="cores", gt=0)
+        None, "Cores per host; none leaves it to the partition (exclusive hosts).", unit="cores", gt=0
+    )
     requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
     warning: int = key(
-        300, "USR1 comes this long before the time limit, so that the run saves and ends.", unit="seconds", ge=0)
+        300, "USR1 comes this long before the time limit, so that the run saves and ends.", unit="seconds", ge=0
+    )
     setup: list[str] = key(list, "Shell lines before the start (`module load ...`).")
     options: list[str] = key(list, "Further lines for the scheduler, as it reads them (`--constraint=h100`).")
     image: str = key("megatron:latest", "Container image (Kubernetes).")
@@ -90,7 +110,8 @@ class BatchOptions(Section):
 class LaunchSection(Section):
     ranks: int | None = key(None, "Processes on each host.", derived="the number of GPUs, or 1 on CPU", gt=0)
     runner: Literal["auto", "local", "ssh", "pdsh", "openmpi", "mpich", "slurm", "torchrun"] = key(
-        "auto", "What starts the ranks.")
+        "auto", "What starts the ranks."
+    )
     hostfile: str | None = key(None, "File of hosts, one `name slots=N` per line.")
     include: str | None = key(None, "Hosts and slots to use, in DeepSpeed's syntax.")
     exclude: str | None = key(None, "Hosts and slots to leave out, in DeepSpeed's syntax.")
@@ -99,23 +120,30 @@ class LaunchSection(Section):
     interface: str | None = key(None, "Network interface for collectives.")
     environment: dict[str, str] = key(dict, "Environment variables set for every rank.")
     environment_file: str | None = key(
-        None, "File of `NAME=value` lines, set for every rank; values are taken as they stand.")
+        None, "File of `NAME=value` lines, set for every rank; values are taken as they stand."
+    )
     forward: list[str] = key(
-        list, "Names (or patterns such as NCCL_*) of environment variables passed on to every rank.")
+        list, "Names (or patterns such as NCCL_*) of environment variables passed on to every rank."
+    )
     grace: float = key(60.0, "Time given to ranks between a stop signal and the kill.", unit="seconds", gt=0)
     heartbeat: float = key(
-        60.0, "A host or a launcher that is silent this long is taken for lost.", unit="seconds", ge=15)
+        60.0, "A host or a launcher that is silent this long is taken for lost.", unit="seconds", ge=15
+    )
     start_timeout: float = key(120.0, "Every host must have answered the launcher by then.", unit="seconds", gt=0)
     timeout: float = key(1800.0, "A collective that takes longer fails the run.", unit="seconds", gt=0)
     restarts: int = key(
-        0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0)
+        0, "Start the run again after a failure, from the newest intact checkpoint, at most this often.", ge=0
+    )
     restart_delay: float = key(
-        10.0, "Pause before the first restart; it doubles with each failure in a row, up to 600.", unit="seconds", ge=0)
+        10.0, "Pause before the first restart; it doubles with each failure in a row, up to 600.", unit="seconds", ge=0
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")
     bind: Literal["none", "numa", "cores"] = key(
-        "numa", "Cores of a rank: all, those next to its GPU, or an equal share.")
+        "numa", "Cores of a rank: all, those next to its GPU, or an equal share."
+    )
     console: Literal["first", "all"] = key(
-        "first", "Whose output is shown: rank 0's, or everybody's. Each rank has a log file.")
+        "first", "Whose output is shown: rank 0's, or everybody's. Each rank has a log file."
+    )
     check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
     python: str | None = key(None, "Python interpreter on the hosts; none is the path of the launcher's own.")
     ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)

@@ -11,46 +11,65 @@ Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
 
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
-        "linear", "What gives a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).")
+        "linear",
+        "What gives a token's logits: one matrix, or a state of few channels and a three-layer MLP on it (ZAYA1).",
+    )
     width: int = key(256, "mlp: channels of the router's state and layers.", unit="channels", gt=0)
     average: bool = key(
-        True, "mlp: add the router state of the MoE layer before, times a trained number per channel; the first has none.")
+        True,
+        "mlp: add the router state of the MoE layer before, times a trained number per channel; the first has none.",
+    )
     skip: bool = key(False, "One more class, of tokens that use no expert (ZAYA1); its correction stays at -1.")
     bias: bool = key(False, "linear: whether the router has a trained bias (BlackMamba).")
     score: Literal["softmax", "sigmoid"] = key("softmax", "What makes scores of logits, in fp32.")
     select: Literal["top_k", "sinkhorn", "expert_choice"] = key(
         "top_k",
         "top_k: a token takes its best experts. sinkhorn: in training, the best after balancing the loads of the "
-        "micro-batch (BlackMamba). expert_choice: an expert takes its best tokens (Zhou et al. 2022), which is not causal.")
+        "micro-batch (BlackMamba). expert_choice: an expert takes its best tokens (Zhou et al. 2022), which is not "
+        "causal.",
+    )
     normalize: bool = key(
-        False, "The weights of a token's experts are its scores divided by their sum (Mixtral), else the scores "
-        "themselves (OLMoE).")
+        False,
+        "The weights of a token's experts are its scores divided by their sum (Mixtral), else the scores "
+        "themselves (OLMoE).",
+    )
     scale: float = key(1.0, "The weights are multiplied by this (DeepSeek's routed_scaling_factor).", gt=0)
     groups: int = key(1, "Equal groups of experts; a token may choose from top_groups of them.", gt=0)
     top_groups: int | None = key(
-        None, "Groups that a token may choose from: those whose two best experts have the largest sum.",
-        derived="model.moe.router.groups", gt=0)
+        None,
+        "Groups that a token may choose from: those whose two best experts have the largest sum.",
+        derived="model.moe.router.groups",
+        gt=0,
+    )
     correction: Literal["none", "sign"] = key(
         "none",
         "A bias on the scores that only choice sees, moved after each step by the load of the whole global batch: by a "
-        "fixed amount towards the mean (DeepSeek-V3). No gradient, no auxiliary loss.")
+        "fixed amount towards the mean (DeepSeek-V3). No gradient, no auxiliary loss.",
+    )
     correction_rate: float = key(1e-3, "How far the correction moves in a step.", ge=0)
     jitter: float = key(
-        0.0, "In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (Switch).",
-        ge=0, lt=1)
+        0.0,
+        "In training the router's input is multiplied by uniform noise in [1 - jitter, 1 + jitter] (Switch).",
+        ge=0,
+        lt=1,
+    )
     sinkhorn_iterations: int = key(1, "sinkhorn: rounds of balancing.", gt=0)
     sinkhorn_start: Literal["load", "ones"] = key(
-        "load", "sinkhorn: first column factors: one over each expert's sum (BlackMamba), or one (Megatron).")
+        "load", "sinkhorn: first column factors: one over each expert's sum (BlackMamba), or one (Megatron)."
+    )
 
 
 class AuxiliaryLossOptions(Section):
     balance: float = key(
-        0.0, "Coefficient of the load balancing loss, per layer: experts / top_k * sum of load share * mean score, 1 "
-        "where balanced (Fedus et al. 2022).", ge=0)
+        0.0,
+        "Coefficient of the load balancing loss, per layer: experts / top_k * sum of load share * mean score, 1 "
+        "where balanced (Fedus et al. 2022).",
+        ge=0,
+    )
     over: Literal["micro_batch", "ranks"] = key(
-        "micro_batch", "Loads of the balancing loss: of one rank's micro-batch, or of those of all data parallel ranks.")
-    sequence: float = key(
-        0.0, "Coefficient of the same loss for each sequence by itself (DeepSeek-V2).", ge=0)
+        "micro_batch", "Loads of the balancing loss: of one rank's micro-batch, or of those of all data parallel ranks."
+    )
+    sequence: float = key(0.0, "Coefficient of the same loss for each sequence by itself (DeepSeek-V2).", ge=0)
     z: float = key(0.0, "Coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE).", ge=0)
 
 
@@ -58,17 +77,31 @@ class MoEOptions(Section):
     experts: int = key(8, "Number of routed experts.", gt=0)
     top_k: int = key(2, "Experts that a token uses (expert_choice: on average).", gt=0)
     hidden_size: int | None = key(
-        None, "Width of one expert (each of gate and up has this width).", unit="channels",
-        derived="4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)", gt=0)
+        None,
+        "Width of one expert (each of gate and up has this width).",
+        unit="channels",
+        derived="4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)",
+        gt=0,
+    )
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
     gated: bool = key(True, "Gated experts: activation(gate(x)) * up(x).")
     shared_size: int = key(
-        0, "Width of a shared expert that every token uses; several shared experts are one of their summed width.",
-        unit="channels", ge=0)
-    shared_gate: bool = key(False, "Multiply the shared expert's output by the sigmoid of a trained number (Qwen2-MoE).")
+        0,
+        "Width of a shared expert that every token uses; several shared experts are one of their summed width.",
+        unit="channels",
+        ge=0,
+    )
+    shared_gate: bool = key(
+        False, "Multiply the shared expert's output by the sigmoid of a trained number (Qwen2-MoE)."
+    )
     capacity_factor: float | None = key(
         None,
-        "Tokens that an expert takes, over an even share; the rest are dropped. None drops nothing and computes nothing "
-        "in vain; a factor is for comparison.", gt=0)
+        "Tokens that an expert takes, over an even share; the rest are dropped. None drops nothing and computes "
+        "nothing "
+        "in vain; a factor is for comparison.",
+        gt=0,
+    )
     router: RouterOptions = key(RouterOptions, "Who chooses.")
-    losses: AuxiliaryLossOptions = key(AuxiliaryLossOptions, "Losses on the router, of each layer, added to the model's.")
+    losses: AuxiliaryLossOptions = key(
+        AuxiliaryLossOptions, "Losses on the router, of each layer, added to the model's."
+    )

@@ -17,24 +17,31 @@ class CheckpointSection(Section):
     dir: str | None = key(None, "Folder of checkpoints.", derived="<run.dir>/checkpoints")
     every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)
     minutes: float | None = key(
-        None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0)
+        None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0
+    )
     steps: list[int] = key(list, "Save at these steps too.", unit="steps")
     log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
     at_end: bool = key(True, "Save after the last step.")
     keep_last: int | None = key(None, "Keep only the newest k checkpoints (and those of keep_every).", gt=0)
     keep_every: int | None = key(
-        None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0)
+        None, "Keep each checkpoint whose step is a multiple of this for ever.", unit="steps", gt=0
+    )
     resume: str = key(
         "auto",
-        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or fsspec URL "
-        "of one.")
+        "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or "
+        "fsspec URL "
+        "of one.",
+    )
     initialize_from: str | None = key(
-        None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder.")
+        None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder."
+    )
     initialize_map: dict[str, str] = key(
         dict,
         "With initialize_from: tensors of this model that are made of others of the checkpoint, as in "
-        "'layers.*.moe.experts.down.weight: layers.*.mlp.down.weight', or that start anew ('layers.*.moe.router.weight: "
-        "new'); `*` is a word.")
+        "'layers.*.moe.experts.down.weight: layers.*.mlp.down.weight', or that start anew "
+        "('layers.*.moe.router.weight: "
+        "new'); `*` is a word.",
+    )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
@@ -52,7 +59,11 @@ class SampleOptions(Section):
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
-        10, "Global batches per validation set; 0 reads each set once, as far as it fills whole batches.", unit="batches", ge=0)
+        10,
+        "Global batches per validation set; 0 reads each set once, as far as it fills whole batches.",
+        unit="batches",
+        ge=0,
+    )
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
@@ -76,10 +87,12 @@ class ProfileOptions(Section):
 class LoggingSection(Section):
     every: int = key(1, "Log a training line every n steps.", unit="steps", gt=0)
     console: Literal["auto", "live", "plain", "quiet"] = key(
-        "auto", "Console style: a live line on a terminal, plain lines elsewhere.")
+        "auto", "Console style: a live line on a terminal, plain lines elsewhere."
+    )
     tensorboard: bool = key(False, "Write TensorBoard events.")
     wandb: WandbOptions = key(WandbOptions, "Weights & Biases.")
     peak_tflops: float | None = key(
-        None, "Peak of one device that MFU is a share of.", unit="TFLOP/s", derived="from the device's name", gt=0)
+        None, "Peak of one device that MFU is a share of.", unit="TFLOP/s", derived="from the device's name", gt=0
+    )
     profile: ProfileOptions = key(ProfileOptions, "torch profiler window.")
     curve: bool = key(True, "Draw loss.png at the end.")

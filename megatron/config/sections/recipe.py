@@ -14,24 +14,37 @@ class TrainingSection(Section):
     sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0)
     micro_batch_size: int = key(1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0)
     global_batch_size: int | None = key(
-        None, "Samples per optimizer step over all ranks.", unit="samples",
-        derived="training.micro_batch_size * training.accumulation * data parallel size", gt=0)
+        None,
+        "Samples per optimizer step over all ranks.",
+        unit="samples",
+        derived="training.micro_batch_size * training.accumulation * data parallel size",
+        gt=0,
+    )
     accumulation: int | None = key(
-        None, "Micro-batches per optimizer step and data parallel rank.", unit="micro-batches",
-        derived="training.global_batch_size / (training.micro_batch_size * data parallel size), or 1", gt=0)
+        None,
+        "Micro-batches per optimizer step and data parallel rank.",
+        unit="micro-batches",
+        derived="training.global_batch_size / (training.micro_batch_size * data parallel size), or 1",
+        gt=0,
+    )
     z_loss: float = key(0.0, "Coefficient of the mean squared log-partition (PaLM z-loss).", ge=0)
     loss_chunk: int = key(
         1024,
-        "Tokens whose logits exist at one time while the loss is computed; 0 computes all at "
-        "once.", unit="tokens", ge=0)
+        "Tokens whose logits exist at one time while the loss is computed; 0 computes all at once.",
+        unit="tokens",
+        ge=0,
+    )
     activation_checkpointing: ActivationCheckpointing = key(
-        ActivationCheckpointing, "Trade computation for activation memory.")
+        ActivationCheckpointing, "Trade computation for activation memory."
+    )
     compile: Literal["auto", "off", "layer"] = key(
-        "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs).")
+        "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs)."
+    )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
     stop_at_step: int | None = key(
-        None, "Save and stop after this step although the schedule goes on to training.steps.", unit="steps", gt=0)
+        None, "Save and stop after this step although the schedule goes on to training.steps.", unit="steps", gt=0
+    )
 
 
 class ParameterGroup(Section):
@@ -40,13 +53,14 @@ class ParameterGroup(Section):
 
 
 ParameterRole = Literal[
-    "embedding", "position", "head", "norm", "bias", "hidden", "output", "router", "state", "decay",
-    "convolution"]
+    "embedding", "position", "head", "norm", "bias", "hidden", "output", "router", "state", "decay", "convolution"
+]
 
 
 class OptimizerSection(Section):
     type: Literal["adamw", "lion", "sgd", "muon"] = key(
-        "adamw", "Optimizer; muon updates hidden matrices and leaves the rest to AdamW.")
+        "adamw", "Optimizer; muon updates hidden matrices and leaves the rest to AdamW."
+    )
     lr: float = key(3e-4, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
     epsilon: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
@@ -56,16 +70,19 @@ class OptimizerSection(Section):
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0)
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)
     gradient_clipping: float = key(
-        1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0)
+        1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0
+    )
     fused: bool = key(True, "Use the fused implementation where the device has one.")
     groups: dict[ParameterRole, ParameterGroup] = key(
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
-        "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.")
+        "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.",
+    )
 
 
 class ScheduleSection(Section):
     type: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "infinite"] = key(
-        "cosine", "Shape of the learning rate after the warmup.")
+        "cosine", "Shape of the learning rate after the warmup."
+    )
     warmup_steps: int | None = key(None, "Linear warmup, in steps.", unit="steps", ge=0)
     warmup_tokens: int | None = key(None, "Linear warmup, in tokens.", unit="tokens", ge=0)
     warmup_fraction: float | None = key(None, "Linear warmup, as a share of schedule.steps.", ge=0, le=1)
@@ -74,10 +91,12 @@ class ScheduleSection(Section):
     min_lr_ratio: float = key(0.1, "The lowest learning rate as a share of the peak.", ge=0, le=1)
     initial_lr_ratio: float = key(0.0, "The warmup starts from this share of the peak.", ge=0, le=1)
     decay_steps: int | None = key(
-        None, "wsd and infinite: length of the final decay.", unit="steps", derived="10 % of schedule.steps", gt=0)
+        None, "wsd and infinite: length of the final decay.", unit="steps", derived="10 % of schedule.steps", gt=0
+    )
     decay_shape: Literal["linear", "sqrt", "cosine", "exponential"] = key("linear", "wsd: form of the final decay.")
     cooldown_steps: int | None = key(None, "infinite: steps from the peak to the constant rate.", unit="steps", ge=0)
     cooldown_shape: Literal["cosine", "inverse_sqrt"] = key("cosine", "infinite: form of the cooldown.")
     constant_lr_ratio: float = key(0.5, "infinite: the constant rate as a share of the peak.", gt=0, le=1)
     compat: Literal["none", "neox-v1"] = key(
-        "none", "neox-v1 reproduces the learning rates of GPT-NeoX 1.0, step for step.")
+        "none", "neox-v1 reproduces the learning rates of GPT-NeoX 1.0, step for step."
+    )

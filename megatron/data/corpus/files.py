@@ -126,9 +126,7 @@ def split(
         _check_free(Path(f"{prefix_of(output)}_{name}"), overwrite)
     manifest, origin = read_manifest(file.prefix), read_origin(file.prefix)
     bounds = _bounds(list(shares.values()), len(file), split_bounds)
-    order = (
-        np.arange(len(file)) if seed is None else np.random.Generator(np.random.Philox(seed)).permutation(len(file))
-    )
+    order = np.arange(len(file)) if seed is None else np.random.Generator(np.random.Philox(seed)).permutation(len(file))
     counts = {}
     for name, first, last in zip(shares, bounds, bounds[1:]):
         prefix, chosen = Path(f"{prefix_of(output)}_{name}"), np.sort(order[first:last])

@@ -134,9 +134,7 @@ def _make_room(job: Job, key: str) -> Manifest | None:
         return None
     manifest = read_manifest(job.prefix)
     if manifest is None or manifest.job != key:
-        raise DataError(
-            job.file(".idx"), "another token file is there already", "use another --output, or --overwrite"
-        )
+        raise DataError(job.file(".idx"), "another token file is there already", "use another --output, or --overwrite")
     TokenFile(job.prefix)
     return manifest
 
@@ -156,15 +154,13 @@ def _progress_of(manifest: Manifest) -> Progress:
 
 def _key(job: Job, tokenizer: Tokenizer) -> str:
     return content_hash(
-        repr(
-            (
-                [entry.state() for entry in job.inputs],
-                tokenizer.hash,
-                tokenizer.eod_id,
-                asdict(job.treatment),
-                job.bad,
-            )
-        )
+        repr((
+            [entry.state() for entry in job.inputs],
+            tokenizer.hash,
+            tokenizer.eod_id,
+            asdict(job.treatment),
+            job.bad,
+        ))
     )
 
 
@@ -178,9 +174,7 @@ class _Parts:
             path = job.file(ending)
             held = path.stat().st_size if path.exists() else 0
             if held < length:
-                raise DataError(
-                    path, f"it has {held} bytes, but {length} were written", "start anew with --overwrite"
-                )
+                raise DataError(path, f"it has {held} bytes, but {length} were written", "start anew with --overwrite")
             file = open(path, "r+b" if path.exists() else "w+b")
             file.truncate(length)
             file.seek(length)
@@ -214,9 +208,7 @@ def _encode(job: Job, progress: Progress, choice: Choice, dtype: np.dtype, displ
     read, saved = done[progress.input], time.monotonic()
     display.show(progress, read)
     try:
-        for chunk, result in encoded(
-            _chunks(job, progress), job.workers, job.tokenizer, choice, job.treatment, dtype
-        ):
+        for chunk, result in encoded(_chunks(job, progress), job.workers, job.tokenizer, choice, job.treatment, dtype):
             _count(job, progress, chunk, result)
             parts.append(result)
             read = done[chunk.input] + chunk.compressed

@@ -90,7 +90,7 @@ ARCHIVES = {
         (("train", 90_000_000), ("validation", 95_000_000), ("test", 100_000_000)),
         "the first 10^8 bytes of Wikipedia, cut 90/5/5",
         "57b8363b814821dc9d47aa4d41f58733519076b2",
-    ),
+    )
 }
 STDLIB_ABOUT = "the Python standard library's own sources and documentation texts (no network)"
 
@@ -234,11 +234,7 @@ def stdlib_texts() -> Iterator[dict]:
             documentation = inspect.cleandoc(ast.get_docstring(node) or "")
             if len(documentation) >= 200 and documentation not in seen:
                 seen.add(documentation)
-                yield {
-                    "text": documentation + "\n",
-                    "name": f"{name}:{getattr(node, 'name', 'module')}",
-                    "group": name,
-                }
+                yield {"text": documentation + "\n", "name": f"{name}:{getattr(node, 'name', 'module')}", "group": name}
 
 
 def _documented(tree: ast.Module) -> Iterator[ast.AST]:

@@ -27,6 +27,4 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     names = ",".join(host.name for host in job.hosts)
     arguments = ("pdsh", "-S", "-R", "ssh", "-f", str(FAN_OUT), "-w", names, remote)
     environment = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": shlex.join(ssh_options(launch))}
-    return [
-        Command(arguments, tuple(range(len(job.hosts))), dials=True, ticket_file=ticket, environment=environment)
-    ]
+    return [Command(arguments, tuple(range(len(job.hosts))), dials=True, ticket_file=ticket, environment=environment)]

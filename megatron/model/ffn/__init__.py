@@ -5,7 +5,10 @@ from .mlp import MLP
 from .moe import MoE
 
 FFNS = {
-    "mlp": MLP, "moe": MoE,
-    "rwkv4_ffn": RWKV4ChannelMix, "rwkv5_ffn": RWKV5ChannelMix, "rwkv6_ffn": RWKV6ChannelMix,
+    "mlp": MLP,
+    "moe": MoE,
+    "rwkv4_ffn": RWKV4ChannelMix,
+    "rwkv5_ffn": RWKV5ChannelMix,
+    "rwkv6_ffn": RWKV6ChannelMix,
     "rwkv7_ffn": RWKV7ChannelMix,
 }

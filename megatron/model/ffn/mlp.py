@@ -55,5 +55,8 @@ class MLP(nn.Module):
         matrices = (3 if options.gated else 2) * H * width
         bias = (2 if options.gated else 1) * width + H if options.bias else 0
         return Counts(
-            parameters=matrices + bias, flops=2 * matrices, activations=KEPT[options.activation][options.gated] * width,
-            products=(2 if options.gated else 1) * width + H)
+            parameters=matrices + bias,
+            flops=2 * matrices,
+            activations=KEPT[options.activation][options.gated] * width,
+            products=(2 if options.gated else 1) * width + H,
+        )

@@ -15,7 +15,14 @@ from .rwkv7 import RWKV7
 from .shared_attention import SharedAttention
 
 MIXERS = {
-    "attention": Attention, "mamba": Mamba, "mamba2": Mamba2, "gated_delta": GatedDelta, "cca": CCA,
-    "rwkv4": RWKV4, "rwkv5": RWKV5, "rwkv6": RWKV6, "rwkv7": RWKV7,
+    "attention": Attention,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "gated_delta": GatedDelta,
+    "cca": CCA,
+    "rwkv4": RWKV4,
+    "rwkv5": RWKV5,
+    "rwkv6": RWKV6,
+    "rwkv7": RWKV7,
 }
 BESIDES = {"shared_attention": SharedAttention}

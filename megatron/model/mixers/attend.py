@@ -35,6 +35,7 @@ class Pattern:
 
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes of Press et al. 2021: geometric for powers of two, interleaved with the next power otherwise."""
+
     def powers(count: int) -> list[float]:
         return [2.0 ** (-8.0 * (index + 1) / count) for index in range(count)]
 
@@ -42,7 +43,9 @@ def alibi_slopes(heads: int) -> list[float]:
     return powers(base) + powers(2 * base)[0::2][: heads - base]
 
 
-def choose(pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str) -> tuple[str, str]:
+def choose(
+    pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str
+) -> tuple[str, str]:
     """The implementation ("causal", "masked", "flex" or "math") and the reason for it."""
     if dropout > 0.0:
         return "math", "attention dropout is drawn by key, which fused kernels cannot do"
@@ -58,8 +61,14 @@ def choose(pattern: Pattern, *, documents: bool, keys: int, square: bool, dropou
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, documents_BS: Tensor | None = None,
-    dropout: tuple[float, int, Tensor, int] | None = None, remember=None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    documents_BS: Tensor | None = None,
+    dropout: tuple[float, int, Tensor, int] | None = None,
+    remember=None,
 ) -> Tensor:
     """Causal attention; the last query stands at the last key.
 
@@ -74,21 +83,34 @@ def attend(
     """
     remember = remember or (lambda key, make: make())
     rate = dropout[0] if dropout else 0.0
-    kind, _ = choose(pattern, documents=documents_BS is not None, keys=k.shape[2], square=q.shape[2] == k.shape[2],
-                     dropout=rate, device=q.device.type)
+    kind, _ = choose(
+        pattern,
+        documents=documents_BS is not None,
+        keys=k.shape[2],
+        square=q.shape[2] == k.shape[2],
+        dropout=rate,
+        device=q.device.type,
+    )
     if kind == "causal":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     if kind == "flex":
         return _flex(q, k, v, pattern, documents_BS, remember)
-    mask = remember(("mask", pattern.window, pattern.slopes, q.shape[2], k.shape[2], q.device, q.dtype),
-                    lambda: _mask(q.shape[2], k.shape[2], pattern, documents_BS, q.device, q.dtype))
+    mask = remember(
+        ("mask", pattern.window, pattern.slopes, q.shape[2], k.shape[2], q.device, q.dtype),
+        lambda: _mask(q.shape[2], k.shape[2], pattern, documents_BS, q.device, q.dtype),
+    )
     if kind == "masked":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return _math(q, k, v, pattern, mask, dropout)
 
 
 def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device, dtype) -> Tensor:
-    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]; with ALiBi [1 or B, n, Q, K].
+    """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]; with ALiBi [1 or B, n, Q,
+    K].
 
     torch SDPA would make this of a bool mask in every layer, and keep it for each.
     """
@@ -155,6 +177,10 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tenso
 
     allowed, score = flex_modifiers(pattern, documents_BS, q.device)
     batch = None if documents_BS is None else q.shape[0]
-    blocks = remember(("flex", pattern.window, q.shape[2]), lambda: create_block_mask(
-        allowed, batch, None, q.shape[2], k.shape[2], device=q.device))
-    return _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1])
+    blocks = remember(
+        ("flex", pattern.window, q.shape[2]),
+        lambda: create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=q.device),
+    )
+    return _compiled_flex()(
+        q, k, v, score_mod=score, block_mask=blocks, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -40,7 +40,9 @@ class KeyValueCache:
         end = self.length + k.shape[2]
         if k.requires_grad or v.requires_grad:
             if self.keys is not None:
-                k, v = (torch.cat([old[:, :, : self.length], new], 2) for old, new in ((self.keys, k), (self.values, v)))
+                k, v = (
+                    torch.cat([old[:, :, : self.length], new], 2) for old, new in ((self.keys, k), (self.values, v))
+                )
             self.keys, self.values, self.length = k, v, end
             return k, v
         if self.keys is None or end > self.keys.shape[2]:
@@ -76,8 +78,14 @@ class Attention(nn.Module):
     computes all of them and uses those of its query heads.
     """
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, options: AttentionOptions, init: Initialisation,
-                 inputs: int | None = None):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        model: ModelSection,
+        options: AttentionOptions,
+        init: Initialisation,
+        inputs: int | None = None,
+    ):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
         inputs = inputs or H
@@ -88,12 +96,20 @@ class Attention(nn.Module):
         self.kv_heads = options.kv_heads // mesh.tensor.size if self.shard_kv else options.kv_heads
         q_width, kv_width = options.heads * D, options.kv_heads * D
         self.query = ColumnLinear(
-            make.scope("query"), inputs, (q_width,), init=init.hidden(inputs, q_width), bias=options.qkv_bias, unit=D)
+            make.scope("query"), inputs, (q_width,), init=init.hidden(inputs, q_width), bias=options.qkv_bias, unit=D
+        )
         self.key_value = ColumnLinear(
-            make.scope("key_value"), inputs, (kv_width, kv_width), init=init.hidden(inputs, kv_width),
-            bias=options.qkv_bias, unit=D, shard=self.shard_kv)
+            make.scope("key_value"),
+            inputs,
+            (kv_width, kv_width),
+            init=init.hidden(inputs, kv_width),
+            bias=options.qkv_bias,
+            unit=D,
+            shard=self.shard_kv,
+        )
         self.output = RowLinear(
-            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D)
+            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
+        )
         self.query_norm = self.key_norm = None
         if options.qk_norm == "head":
             self.query_norm = Norm(make.scope("query_norm"), D, model.norm, partial=True)
@@ -109,7 +125,9 @@ class Attention(nn.Module):
         self.pattern = Pattern(options.scale or D**-0.5, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
-    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
+    ) -> Tensor:
         x_BSH, call = enter(x, self.mesh), call or Call(self.dropout_key)
         q, k, v = self._project(x_BSH, call)
         if self.rotary is not None:

@@ -64,8 +64,7 @@ class Convolution(nn.Module):
     def __init__(self, make: ParameterFactory, parts: tuple[int, int], unit: int, inputs: int, taps: int):
         super().__init__()
         cut, init = Shard(0, parts, unit), Init("uniform", (inputs * taps) ** -0.5)
-        self.weight = make.parameter(
-            "weight", (sum(parts), inputs, taps), role=Role.CONVOLUTION, init=init, shard=cut)
+        self.weight = make.parameter("weight", (sum(parts), inputs, taps), role=Role.CONVOLUTION, init=init, shard=cut)
         self.bias = make.parameter("bias", (sum(parts),), role=Role.BIAS, init=init, shard=cut)
 
 
@@ -84,18 +83,28 @@ class CCA(nn.Module):
         q_width, kv_width = options.heads * D, options.kv_heads * D
         parts = (q_width, kv_width)
         self.query_key = ColumnLinear(
-            make.scope("query_key"), H, parts, init=init.hidden(H, q_width), bias=options.qkv_bias, unit=D)
+            make.scope("query_key"), H, parts, init=init.hidden(H, q_width), bias=options.qkv_bias, unit=D
+        )
         self.value = ColumnLinear(
-            make.scope("value"), H, (kv_width,), init=init.hidden(H, kv_width), bias=options.qkv_bias, unit=D)
+            make.scope("value"), H, (kv_width,), init=init.hidden(H, kv_width), bias=options.qkv_bias, unit=D
+        )
         width, first = self.kv_heads * D, self.kv_heads * D * mesh.tensor.rank
-        self.undelayed = min(max(kv_width // 2 - first, 0), width)  # value channels here that come from the token itself
+        self.undelayed = min(
+            max(kv_width // 2 - first, 0), width
+        )  # value channels here that come from the token itself
         self.depthwise = Convolution(make.scope("depthwise"), parts, D, 1, options.depthwise)
         self.grouped = Convolution(make.scope("grouped"), parts, D, D, options.grouped)
         self.temperature = make.parameter(
-            "temperature", (options.kv_heads,), role=Role.STATE, shard=Shard(0), keep_fp32=True,
-            init=ZEROS if options.temperature == "exponential" else ONES)
+            "temperature",
+            (options.kv_heads,),
+            role=Role.STATE,
+            shard=Shard(0),
+            keep_fp32=True,
+            init=ZEROS if options.temperature == "exponential" else ONES,
+        )
         self.output = RowLinear(
-            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D)
+            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
+        )
         self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
         self.pattern = Pattern(D**-0.5, options.window)
 
@@ -105,8 +114,16 @@ class CCA(nn.Module):
         begin = past.cache.length
         projected, value = self.query_key(x_BSH), self.value(x_BSH)
         q, k = recomputed(
-            self._mixed, projected, self.depthwise.weight, self.depthwise.bias, self.grouped.weight, self.grouped.bias,
-            self.temperature, past.query_key, starts)
+            self._mixed,
+            projected,
+            self.depthwise.weight,
+            self.depthwise.bias,
+            self.grouped.weight,
+            self.grouped.bias,
+            self.temperature,
+            past.query_key,
+            starts,
+        )
         v = self._delayed(value, past.value, starts).unflatten(-1, (-1, self.D))
         if self.rotary is not None:
             angles = self._angles(stream, begin, x_BSH)
@@ -114,7 +131,9 @@ class CCA(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         documents = stream.documents
         if state is not None:
-            state.query_key = last_taps(projected, past.query_key, self.options.depthwise + self.options.grouped - 1, starts)
+            state.query_key = last_taps(
+                projected, past.query_key, self.options.depthwise + self.options.grouped - 1, starts
+            )
             state.value = value[:, -1:, self.undelayed :]
             if documents is not None:
                 documents = documents if state.documents is None else torch.cat([state.documents, documents], 1)
@@ -126,7 +145,9 @@ class CCA(nn.Module):
     def new_state(self) -> CCAState:
         return CCAState()
 
-    def _mixed(self, projected_BSC, weight_C1T, bias_C, grouped_CDT, grouped_bias_C, temperature_m, past_BTC, starts_BS):
+    def _mixed(
+        self, projected_BSC, weight_C1T, bias_C, grouped_CDT, grouped_bias_C, temperature_m, past_BTC, starts_BS
+    ):
         """Queries [B, S, n, D] and keys [B, S, m, D] of length sqrt(D), the keys times their temperature."""
         first, second, D = self.options.depthwise, self.options.grouped, self.D
         length, heads = projected_BSC.shape[1], self.heads + self.kv_heads
@@ -146,7 +167,9 @@ class CCA(nn.Module):
             windows = [torch.where(seen_second >= second - 1 - tap, each, bias_C) for tap, each in enumerate(windows)]
         window = torch.cat([each.unflatten(-1, (heads, D)) for each in windows], -1)  # [B, S, n + m, taps D]
         matrices = grouped_CDT.unflatten(0, (heads, D)).transpose(2, 3).flatten(2, 3)
-        mixed = torch.einsum("bshi,hoi->bsho", window, matrices).float() + grouped_bias_C.float().unflatten(0, (heads, D))
+        mixed = torch.einsum("bshi,hoi->bsho", window, matrices).float() + grouped_bias_C.float().unflatten(
+            0, (heads, D)
+        )
         plain = projected_BSC.float().unflatten(-1, (heads, D))
         q, k = plain.split([self.heads, self.kv_heads], 2)
         mean = (q.unflatten(2, (self.kv_heads, -1)) + k.unsqueeze(3)) / 2  # [B, S, m, n / m, D]

@@ -72,7 +72,9 @@ def _convolve(x_BSC, weight_C1K, bias_C, past_BKC, starts_BS):
 
 
 class _OnCPU(torch.autograd.Function):
-    """The convolution of samples without documents; its gradient by the same fast product, a third of the time of torch's own."""
+    """The convolution of samples without documents; its gradient by the same fast product, a third of the time of
+    torch's own.
+    """
 
     @staticmethod
     def forward(ctx, x_BSC, weight_C1K, bias_C, past_BKC):
@@ -89,7 +91,9 @@ class _OnCPU(torch.autograd.Function):
         of_y = torch.ops.aten.silu_backward(of_y_BSC.contiguous(), y)
         of_padded = _products(F.pad(of_y, (0, 0, taps - 1, taps - 1)), weight_C1K.flip(-1), None)
         wide = of_y.to(torch.promote_types(of_y.dtype, torch.float32))
-        of_weight = torch.stack([(wide * padded[:, tap : tap + length]).sum((0, 1)) for tap in range(taps)], -1).unsqueeze(1)
+        of_weight = torch.stack(
+            [(wide * padded[:, tap : tap + length]).sum((0, 1)) for tap in range(taps)], -1
+        ).unsqueeze(1)
         of_bias = None if bias_C is None else wide.sum((0, 1)).to(bias_C.dtype)
         of_past = None if past_BKC is None else of_padded[:, : taps - 1].to(past_BKC.dtype)
         return of_padded[:, taps - 1 :], of_weight.to(weight_C1K.dtype), of_bias, of_past

@@ -26,7 +26,9 @@ def gated_delta_rule(
     The kernels choose their own chunks. Inputs in fp32 and very wide keys, which they do not take, are left to torch.
     """
     if v_BShV.dtype == torch.float32 or q_BSgK.shape[-1] > WIDEST_KEY:
-        return delta_rule.gated_delta_rule(q_BSgK, k_BSgK, v_BShV, decay_BSh, beta_BSh, chunk=chunk, starts_BS=starts_BS)
+        return delta_rule.gated_delta_rule(
+            q_BSgK, k_BSgK, v_BShV, decay_BSh, beta_BSh, chunk=chunk, starts_BS=starts_BS
+        )
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     share = v_BShV.shape[2] // k_BSgK.shape[2]
@@ -36,7 +38,8 @@ def gated_delta_rule(
         inputs, sequences = [each.flatten(0, 1).unsqueeze(0) for each in inputs], _bounds(starts_BS)
     q, k, v, decay, beta = (each.contiguous() for each in inputs)
     y, _ = chunk_gated_delta_rule(
-        q, k, v, decay, beta, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=sequences)
+        q, k, v, decay, beta, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=sequences
+    )
     return y.view_as(v_BShV), None
 
 

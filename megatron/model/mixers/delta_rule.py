@@ -57,7 +57,8 @@ def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
     dtype, (length, groups, K), V = v.dtype, k.shape[1:], v.shape[-1]
     room = -length % chunk
     q, k, v, decay, beta = (
-        F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk)) for each in (q, k, v, decay, beta)
+        F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
+        for each in (q, k, v, decay, beta)
     )
     inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
     q, k, v = (each.transpose(2, 3) for each in (_unit(q) * K**-0.5, _unit(k), v))  # [B, c, heads, Q, channels]
@@ -82,7 +83,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _carry(own_BchQV, held_BchQK, keys_BchQK, through_Bch, initial_BhKV):
-    """From chunk to chunk: what is written [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last state.
+    """From chunk to chunk: what is written [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last
+    state.
 
     Args:
         own: what would be written if the state before the chunk were zero; held: times that state, what it takes off.

@@ -67,8 +67,11 @@ class GatedDelta(nn.Module):
         self.shard_keys = options.key_heads % ranks == 0
         self.keys_of_head = [(first + head) * options.key_heads // heads for head in range(self.heads)]
         self.query_key = ColumnLinear(
-            make.scope("query_key"), H, (keys, keys), init=init.hidden(H, keys), unit=K, shard=self.shard_keys)
-        self.value_gate = ColumnLinear(make.scope("value_gate"), H, (values, values), init=init.hidden(H, values), unit=V)
+            make.scope("query_key"), H, (keys, keys), init=init.hidden(H, keys), unit=K, shard=self.shard_keys
+        )
+        self.value_gate = ColumnLinear(
+            make.scope("value_gate"), H, (values, values), init=init.hidden(H, values), unit=V
+        )
         self.decay_beta = ColumnLinear(make.scope("decay_beta"), H, (heads, heads), init=init.hidden(H, heads))
         self.query_key_conv = Taps(make.scope("query_key_conv"), (keys, keys), options, shard=self.shard_keys)
         self.value_conv = Taps(make.scope("value_conv"), (values,), options)
@@ -76,10 +79,15 @@ class GatedDelta(nn.Module):
         def per_head(name: str, init: Init) -> nn.Parameter:
             return make.parameter(name, (heads,), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
 
-        self.A_log = per_head("A_log", Init(
-            "between", options.decay_high, options.decay_low, then=lambda rate: np.log(np.maximum(rate, LEAST_RATE))))
+        self.A_log = per_head(
+            "A_log",
+            Init(
+                "between", options.decay_high, options.decay_low, then=lambda rate: np.log(np.maximum(rate, LEAST_RATE))
+            ),
+        )
         self.dt_bias = per_head(
-            "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor))
+            "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor)
+        )
         self.norm = make.parameter("norm.weight", (V,), role=Role.NORM, init=ONES)
         self.output = RowLinear(make.scope("output"), values, H, init=init.output(values, H), unit=V)
 
@@ -94,12 +102,20 @@ class GatedDelta(nn.Module):
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
         rule = delta_kernels.gated_delta_rule if self.fused and state is None else gated_delta_rule
         y, memory = rule(
-            q, k, v.unflatten(-1, (self.heads, -1)), decay, beta,
-            chunk=options.chunk, initial_BhKV=past.memory, starts_BS=starts)
+            q,
+            k,
+            v.unflatten(-1, (self.heads, -1)),
+            decay,
+            beta,
+            chunk=options.chunk,
+            initial_BhKV=past.memory,
+            starts_BS=starts,
+        )
         if state is not None:
             state.query_key, state.value = (
                 last_taps(each, old, options.convolution, starts)
-                for each, old in ((query_key, past.query_key), (value, past.value)))
+                for each, old in ((query_key, past.query_key), (value, past.value))
+            )
             state.memory = memory
             state.document = None if stream.documents is None else stream.documents[:, -1]
         weight = sum_gradient(self.norm, self.mesh.tensor)  # each rank norms its own heads
@@ -139,7 +155,11 @@ class GatedDelta(nn.Module):
         rule = chunk * (2 * keys + h * (options.key_dim + options.value_dim) + values) + 3 * state
         made = 2 * keys + 2 * values + 2 * h
         return Counts(
-            parameters=projections + values * H + (taps + options.convolution_bias) * convolved + 2 * h + options.value_dim,
+            parameters=projections
+            + values * H
+            + (taps + options.convolution_bias) * convolved
+            + 2 * h
+            + options.value_dim,
             flops=2 * (projections + values * H + taps * convolved + rule),
             activations=made + convolved + 2 * h + values + values,  # convolved, rates, read, normed
             products=made + H + 2 * chunk * options.key_heads + 3 * values + state // chunk,

@@ -19,8 +19,15 @@ class LowRank(nn.Module):
     `down` starts at 0, so that at first the matrix does nothing. Both have the role `state`: no weight decay.
     """
 
-    def __init__(self, make: ParameterFactory, inputs: int, rank: int, outputs: int, init: Init,
-                 activation: Callable[[Tensor], Tensor] | None = None):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        rank: int,
+        outputs: int,
+        init: Init,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ):
         super().__init__()
         self.activation = activation
         self.down = Whole(make.scope("down"), inputs, rank)

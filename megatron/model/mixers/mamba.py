@@ -1,10 +1,10 @@
 """Mamba (Gu and Dao 2023), cut over tensor parallel ranks by channels.
 
-With `heads` each equal part of the channels makes time steps, B and C of itself alone (Zamba, Glorioso et al. 2024); with
-`inner_norms` these are normalised (Jamba, Lieber et al. 2024).
+With `heads` each equal part of the channels makes time steps, B and C of itself alone (Zamba, Glorioso et al. 2024);
+with `inner_norms` these are normalised (Jamba, Lieber et al. 2024).
 
-Shapes: B samples, S positions, H hidden, d inner channels of this rank, n heads of this rank, w channels of a head here,
-R rank of the time steps, N state elements.
+Shapes: B samples, S positions, H hidden, d inner channels of this rank, n heads of this rank, w channels of a head
+here, R rank of the time steps, N state elements.
 """
 
 from __future__ import annotations
@@ -133,8 +133,14 @@ class Mamba(nn.Module):
         found = made.split([self.options.rank, self.options.state_size, self.options.state_size], -1)
         return list(found) if self.norms is None else [norm(part) for norm, part in zip(self.norms, found)]
 
-    def _scanned(self, scan: Callable, channels: tuple[Tensor, ...], read: tuple[Tensor, ...], memory_BdN: Tensor | None,
-                 starts_BS: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _scanned(
+        self,
+        scan: Callable,
+        channels: tuple[Tensor, ...],
+        read: tuple[Tensor, ...],
+        memory_BdN: Tensor | None,
+        starts_BS: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """The scans of this rank's heads, side by side: [B, S, d], and the state after them.
 
         Args:
@@ -144,11 +150,17 @@ class Mamba(nn.Module):
         n = read[0].shape[2]
         before = [None] * n if memory_BdN is None else memory_BdN.chunk(n, 1)
         heads = zip(
-            zip(*(each.chunk(n, -1) for each in channels)), zip(*(each.chunk(n) for each in (self.dt_bias, self.A_log, self.D))),
-            zip(*(each.unbind(2) for each in read)), before)
-        y, after = zip(*(
-            scan(*mine, *own, *shared, chunk=self.options.chunk, initial_BdN=initial, starts_BS=starts_BS)
-            for mine, own, shared, initial in heads))
+            zip(*(each.chunk(n, -1) for each in channels)),
+            zip(*(each.chunk(n) for each in (self.dt_bias, self.A_log, self.D))),
+            zip(*(each.unbind(2) for each in read)),
+            before,
+        )
+        y, after = zip(
+            *(
+                scan(*mine, *own, *shared, chunk=self.options.chunk, initial_BdN=initial, starts_BS=starts_BS)
+                for mine, own, shared, initial in heads
+            )
+        )
         return _joined(y), None if after[0] is None else _joined(after, 1)
 
     def new_state(self) -> MambaState:
@@ -160,13 +172,17 @@ class Mamba(nn.Module):
         inner = options.expand * H
         matrices = 3 * inner * H + inner * (R + 2 * N) + inner * R
         biases = (2 * inner + H if options.bias else 0) + (inner if options.convolution_bias else 0)
-        made = 2 * inner + options.heads * (R + 2 * N) + inner  # z and u; time steps before and after their projection, B, C
+        made = (
+            2 * inner + options.heads * (R + 2 * N) + inner
+        )  # z and u; time steps before and after their projection, B, C
         sizes = (R, N, N) if options.inner_norms else ()
         return Counts(
             parameters=matrices + biases + inner * (K + N + 2) + sum(sizes),
             flops=2 * (matrices + inner * (K + N)),  # of the scan, the product of states and C
             # convolved, scanned
-            activations=made + 2 * inner + options.heads * sum(norm_activations(inner_norm(model), each) for each in sizes),
+            activations=made
+            + 2 * inner
+            + options.heads * sum(norm_activations(inner_norm(model), each) for each in sizes),
             products=made + H + inner,
             state=inner * (N + K - 1),
             memory=inner * N,

@@ -90,9 +90,7 @@ class Mamba2(nn.Module):
         bc, dt = self.bc(x_BSH), self.dt(x_BSH)
         starts, past = piece_starts(stream, state), state or Mamba2State()
         fused = self.fused and state is None
-        convolve, scan = (
-            (mamba_kernels.causal_convolution, mamba_kernels.ssd) if fused else (causal_convolution, ssd)
-        )
+        convolve, scan = (mamba_kernels.causal_convolution, mamba_kernels.ssd) if fused else (causal_convolution, ssd)
         v = convolve(value, *self.x_conv.taps(), past.x, starts)
         B, C = convolve(bc, *self.bc_conv.taps(), past.bc, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))

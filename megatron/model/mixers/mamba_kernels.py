@@ -89,9 +89,7 @@ def selective_scan(
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
     u, z, dt, B, C = (each.transpose(1, 2).contiguous() for each in (u_BSd, z_BSd, dt_BSd, B_BSN, C_BSN))
-    y_BdS = selective_scan_fn(
-        u, dt, -A_log_dN.exp(), B, C, D_d, z=z, delta_bias=dt_bias_d, delta_softplus=True
-    )
+    y_BdS = selective_scan_fn(u, dt, -A_log_dN.exp(), B, C, D_d, z=z, delta_bias=dt_bias_d, delta_softplus=True)
     return y_BdS.transpose(1, 2), None
 
 

@@ -47,7 +47,8 @@ class RWKV4(nn.Module):
         start = Start(options.init, init, H)
         powers = [start.rest * each for each in (1.0, 1.0, 0.5)]
         self.mix = make.parameter(
-            "mix", (3, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1))
+            "mix", (3, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
+        )
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
             return make.parameter(name, (H,), role=role, init=init, shard=Shard(0), keep_fp32=True)
@@ -65,7 +66,14 @@ class RWKV4(nn.Module):
         k, v, r = mixed(x_BSH, 1 - share, past.last, starts)
         before = None if past.numerator is None else (past.numerator, past.denominator, past.largest)
         y, sums = wkv4(
-            self.key(k), self.value(v), self.decay, self.bonus, chunk=self.options.chunk, initial=before, starts_BS=starts)
+            self.key(k),
+            self.value(v),
+            self.decay,
+            self.bonus,
+            chunk=self.options.chunk,
+            initial=before,
+            starts_BS=starts,
+        )
         if state is not None:
             state.keep(x_BSH, stream)
             state.numerator, state.denominator, state.largest = sums

@@ -65,7 +65,8 @@ class RWKV5(nn.Module):
         """The parameters of the token shift, and of what else depends on the token alone."""
         powers = [start.rest * each for each in (1.0, 1.0, 0.5, 0.5)]
         self.mix = make.parameter(
-            "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1))
+            "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
+        )
 
     def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
         """What key, value, receptance and gate read, and what the decays are moved by (None: nothing)."""
@@ -76,10 +77,19 @@ class RWKV5(nn.Module):
         k, v, r, g, moved = self.mixes(x_BSH, past.last, starts)
         r, k, v, moved = (
             None if each is None else each.unflatten(-1, (self.heads, -1))
-            for each in (self.receptance(r), self.key(k), self.value(v), moved))
+            for each in (self.receptance(r), self.key(k), self.value(v), moved)
+        )
         y, memory = wkv6(
-            r, k, v, moved, self.decay.view(self.heads, -1), self.bonus.view(self.heads, -1), chunk=self.options.chunk,
-            initial_BhNN=past.memory, starts_BS=starts)
+            r,
+            k,
+            v,
+            moved,
+            self.decay.view(self.heads, -1),
+            self.bonus.view(self.heads, -1),
+            chunk=self.options.chunk,
+            initial_BhNN=past.memory,
+            starts_BS=starts,
+        )
         if state is not None:
             state.keep(x_BSH, stream)
             state.memory = memory

@@ -30,19 +30,27 @@ class RWKV6(RWKV5):
         rest = start.rest
         self.mix_all = make.parameter("mix_all", (1, H), role=Role.STATE, init=start.mixes(rest))
         self.mix = make.parameter(
-            "mix", (5, H), role=Role.STATE,
-            init=start.mixes(rest, rest, rest, 0.5 * rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=2))
+            "mix",
+            (5, H),
+            role=Role.STATE,
+            init=start.mixes(rest, rest, rest, 0.5 * rest, 0.5 * rest, lift=0.3 * start.ratio, lifted=2),
+        )
         self.mix_down = Whole(make.scope("mix_down"), H, 5 * options.mix_rank)
-        self.mix_up = make.parameter(
-            "mix_up", (5, options.mix_rank, H), role=Role.STATE, init=Init("uniform", 0.01))
+        self.mix_up = make.parameter("mix_up", (5, options.mix_rank, H), role=Role.STATE, init=Init("uniform", 0.01))
         self.move = LowRank(make.scope("move"), H, options.decay_rank, H, Init("uniform", 0.01), torch.tanh)
 
     def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
         whole = self.mesh.tensor
         (both,) = mixed(x_BSH, sum_gradient(self.mix_all, whole), last, starts)
         w, k, v, r, g = recomputed(
-            _mixed, x_BSH, self.mix_down(both), sum_gradient(self.mix_up, whole), sum_gradient(self.mix, whole), last,
-            starts)
+            _mixed,
+            x_BSH,
+            self.mix_down(both),
+            sum_gradient(self.mix_up, whole),
+            sum_gradient(self.mix, whole),
+            last,
+            starts,
+        )
         return k, v, r, g, self.move(w)
 
     @classmethod
@@ -51,7 +59,8 @@ class RWKV6(RWKV5):
         matrices = 2 * H * ranks
         # Besides what RWKV-5 has: another two mixed tensors, what the matrices of low rank give, and moved decays.
         more = Counts(
-            parameters=matrices + 2 * H, flops=2 * matrices, activations=2 * H + ranks + H, products=ranks + 5 * H + H)
+            parameters=matrices + 2 * H, flops=2 * matrices, activations=2 * H + ranks + H, products=ranks + 5 * H + H
+        )
         return super().counts(model, options, sequence_length) + more
 
 

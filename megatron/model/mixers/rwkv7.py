@@ -58,7 +58,8 @@ class RWKV7(nn.Module):
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         self.mix = make.parameter(
-            "mix", (6, H), role=Role.STATE, init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2))))
+            "mix", (6, H), role=Role.STATE, init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+        )
 
         def column(name: str, gain: float, spread: float) -> ColumnLinear:
             return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain, spread))
@@ -79,7 +80,8 @@ class RWKV7(nn.Module):
         power = 1.0 + start.ratio**0.3
         last = max(H - 1, 1)
         self.decay_base = vector(
-            "decay_base", formula(lambda n: -5.5 + 6 * (n / last) ** power + 2.5 * zigzag(n)), Role.DECAY)
+            "decay_base", formula(lambda n: -5.5 + 6 * (n / last) ** power + 2.5 * zigzag(n)), Role.DECAY
+        )
         self.rate_base = vector("rate_base", formula(lambda n: -0.19 + 0.3 * zigzag(n) + 0.4 * (n / last - 0.5)))
         self.blend = self.blend_base = None
         if not self.first:
@@ -100,9 +102,25 @@ class RWKV7(nn.Module):
             blend, first = self.blend(v), stream.channels[FIRST]
         y, memory = recomputed(
             functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
-            self.receptance(r), self.key(k), value, self.decay(w), self.rate(a), self.gate(g), blend, first,
-            self.decay_base, self.rate_base, self.blend_base, self.key_scale, self.rate_scale, self.bonus,
-            self.norm_weight, self.norm_bias, past.memory, starts)
+            self.receptance(r),
+            self.key(k),
+            value,
+            self.decay(w),
+            self.rate(a),
+            self.gate(g),
+            blend,
+            first,
+            self.decay_base,
+            self.rate_base,
+            self.blend_base,
+            self.key_scale,
+            self.rate_scale,
+            self.bonus,
+            self.norm_weight,
+            self.norm_bias,
+            past.memory,
+            starts,
+        )
         if state is not None:
             state.keep(x_BSH, stream)
             state.memory = memory
@@ -134,8 +152,30 @@ class RWKV7(nn.Module):
         )
 
 
-def _time_mix(r, k, v, w, a, g, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, bonus,
-              norm_weight, norm_bias, memory, starts, *, heads: int, chunk: int, epsilon: float):
+def _time_mix(
+    r,
+    k,
+    v,
+    w,
+    a,
+    g,
+    blend,
+    first,
+    decay_base,
+    rate_base,
+    blend_base,
+    key_scale,
+    rate_scale,
+    bonus,
+    norm_weight,
+    norm_bias,
+    memory,
+    starts,
+    *,
+    heads: int,
+    chunk: int,
+    epsilon: float,
+):
     """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
     dtype = g.dtype
     r, k, v = r.float(), k.float(), v.float()

@@ -40,12 +40,20 @@ class Adapter(nn.Module):
         parts, unit, shard: of the `ColumnLinear` whose result it is added to.
     """
 
-    def __init__(self, make: ParameterFactory, inputs: int, rank: int, parts: tuple[int, ...], init: Initialisation, *,
-                 unit: int = 1, shard: bool = True):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        inputs: int,
+        rank: int,
+        parts: tuple[int, ...],
+        init: Initialisation,
+        *,
+        unit: int = 1,
+        shard: bool = True,
+    ):
         super().__init__()
         self.down = ColumnLinear(make.scope("down"), inputs, (rank,), init=init.hidden(inputs, rank), shard=False)
-        self.up = ColumnLinear(
-            make.scope("up"), rank, parts, init=init.hidden(rank, parts[0]), unit=unit, shard=shard)
+        self.up = ColumnLinear(make.scope("up"), rank, parts, init=init.hidden(rank, parts[0]), unit=unit, shard=shard)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x))
@@ -54,7 +62,9 @@ class Adapter(nn.Module):
 class SharedBlock(nn.Module):
     """The weights that calls share: [x | x0], [B, s, 2H], to [B, s, H]."""
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, options: SharedAttentionOptions, init: Initialisation):
+    def __init__(
+        self, make: ParameterFactory, model: ModelSection, options: SharedAttentionOptions, init: Initialisation
+    ):
         super().__init__()
         H, partial = model.hidden_size, make.mesh.layout.sequence
         self.norm = Norm(make.scope("norm"), 2 * H, model.norm, partial=partial)
@@ -62,7 +72,9 @@ class SharedBlock(nn.Module):
         self.ffn_norm = Norm(make.scope("ffn_norm"), H, model.norm, partial=partial)
         self.mlp = MLP(make.scope("mlp"), model, options.mlp, init)
 
-    def forward(self, x_Bs2H: Tensor, stream: Stream, cache: KeyValueCache | None, call: Call, adapter: Adapter | None) -> Tensor:
+    def forward(
+        self, x_Bs2H: Tensor, stream: Stream, cache: KeyValueCache | None, call: Call, adapter: Adapter | None
+    ) -> Tensor:
         y = self.attention(self.norm(x_Bs2H), stream, cache, call)
         return self.mlp(self.ffn_norm(y), stream, adapter=adapter)
 
@@ -78,8 +90,16 @@ class SharedAttention(nn.Module):
         shared: the shared blocks of this rank so far, by logical name.
     """
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, kind: Kind, options: SharedAttentionOptions,
-                 init: Initialisation, number: int, shared: dict[str, SharedBlock]):
+    def __init__(
+        self,
+        make: ParameterFactory,
+        model: ModelSection,
+        kind: Kind,
+        options: SharedAttentionOptions,
+        init: Initialisation,
+        number: int,
+        shared: dict[str, SharedBlock],
+    ):
         super().__init__()
         H, D, rank = model.hidden_size, options.head_dim, options.adapter_rank
         name, self.owned = shared_name(kind, options, number), None
@@ -95,7 +115,11 @@ class SharedAttention(nn.Module):
             self.adapters = nn.ModuleList(
                 Adapter(make.scope(f"{each}_adapter"), 2 * H, rank, (heads * D,), init, unit=D, shard=shard)
                 for each, heads, shard in (
-                    ("query", options.heads, True), ("key", options.kv_heads, split_kv), ("value", options.kv_heads, split_kv)))
+                    ("query", options.heads, True),
+                    ("key", options.kv_heads, split_kv),
+                    ("value", options.kv_heads, split_kv),
+                )
+            )
         self.output = WholeLinear(make.scope("output"), H, H, init=init.output(H, H))
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
@@ -115,10 +139,13 @@ class SharedAttention(nn.Module):
     def counts(model: ModelSection, options: SharedAttentionOptions, sequence_length: int, number: int = 0) -> Counts:
         """The shared weights are counted at the first call of each; their work at every call."""
         H, R, mlp = model.hidden_size, options.adapter_rank, options.mlp
-        shared = Attention.counts(model, options, sequence_length, inputs=2 * H) + MLP.counts(model, mlp, sequence_length)
+        shared = Attention.counts(model, options, sequence_length, inputs=2 * H) + MLP.counts(
+            model, mlp, sequence_length
+        )
         norms = Counts(
             norm_parameters(model.norm, 2 * H) + norm_parameters(model.norm, H),
-            activations=norm_activations(model.norm, 2 * H) + norm_activations(model.norm, H) + 3 * H)  # read by layers
+            activations=norm_activations(model.norm, 2 * H) + norm_activations(model.norm, H) + 3 * H,
+        )  # read by layers
         shared += norms
         if number >= options.blocks:
             shared = replace(shared, parameters=0)
@@ -128,8 +155,8 @@ class SharedAttention(nn.Module):
             widths += [(2 * H, each * options.head_dim) for each in heads]
         own = sum(R * (inputs + outputs) for inputs, outputs in widths) + H * H
         return shared + Counts(
-            own, flops=2 * own, activations=R * len(widths) + H,
-            products=sum(R + outputs for _, outputs in widths) + H)
+            own, flops=2 * own, activations=R * len(widths) + H, products=sum(R + outputs for _, outputs in widths) + H
+        )
 
 
 def shared_name(kind: Kind, options: SharedAttentionOptions, number: int) -> str:

@@ -75,7 +75,8 @@ def _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk: int, limits: tuple[float
     room = -x.shape[1] % chunk
     x, dt, B, C = (
         (F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)) if room else each.float()).unflatten(1, (-1, chunk))
-        for each in (x, dt, B, C))
+        for each in (x, dt, B, C)
+    )
     return (x, dt, B, C), decays(dt * -A_log.exp(), starts, room, chunk)
 
 

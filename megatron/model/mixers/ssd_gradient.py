@@ -1,8 +1,8 @@
 """The gradient of state-space duality, written out: autograd's own would keep or make again every intermediate tensor.
 
-Shapes as in `ssd`; c chunks of Q positions, h heads of P channels in g groups of r heads, k = r P channels of a group. A
-state before a chunk is S, what the chunk writes is Z; L, E, T and W are `decays`: inside a chunk, from its begin, to its
-end, through it. With X = dt x, per head and chunk
+Shapes as in `ssd`; c chunks of Q positions, h heads of P channels in g groups of r heads, k = r P channels of a group.
+A state before a chunk is S, what the chunk writes is Z; L, E, T and W are `decays`: inside a chunk, from its begin, to
+its end, through it. With X = dt x, per head and chunk
 
     Y = (C B^T * L) X + E (C S^T) + D x        Z = (T X)^T B        S' = W S + Z
 """
@@ -53,8 +53,18 @@ def carry_gradient(of_read: Tensor, before: Tensor, through: Tensor, of_final: T
     return written, state, (written * before).sum((-1, -2))
 
 
-def ssd_gradient(of_y: Tensor, of_final: Tensor | None, dt_raw: Tensor, dt_bias: Tensor, limits, A_log: Tensor, D: Tensor,
-                 chunks, decays, before: Tensor):
+def ssd_gradient(
+    of_y: Tensor,
+    of_final: Tensor | None,
+    dt_raw: Tensor,
+    dt_bias: Tensor,
+    limits,
+    A_log: Tensor,
+    D: Tensor,
+    chunks,
+    decays,
+    before: Tensor,
+):
     """The gradients of all inputs of `ssd`.
 
     Args:

@@ -5,8 +5,8 @@ Shapes: B samples, S positions, h heads of N channels, c runs of Q positions. Pe
     y_t = r_t (S_{t-1} + diag(u) k_t^T v_t)
     S_t = diag(w_t) S_{t-1} + k_t^T v_t           w = exp(-exp(decay)), anything between 0 and 1
 
-A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs distance
-by distance, with products of decays that cannot overflow; then from run to run.
+A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs
+distance by distance, with products of decays that cannot overflow; then from run to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .recomputed import recomputed
 from .runs import Runs, pieces
 from .wkv6_inside import inside_runs
 
-# Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small ones.
+# Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small
+# ones.
 MOST = 5.3
 
 

@@ -1,6 +1,7 @@
 """What tokens of one run see of each other in RWKV-5 and RWKV-6, distance by distance, and its gradient, written out.
 
-Shapes: B samples, c runs of Q positions, h heads of N channels. With P_d the product of the d - 1 decays between a token and
+Shapes: B samples, c runs of Q positions, h heads of N channels. With P_d the product of the d - 1 decays between a
+token and
 the one d before it, which cannot overflow:
 
     y_t = sum_d s_td v_{t-d}          s_td = sum_N r_t k_{t-d} P_d
@@ -59,7 +60,10 @@ class _Inside(torch.autograd.Function):
         of_r, of_k, of_v, of_log_w, of_log_passed = (torch.zeros_like(r) for _ in range(5))
         for distance in reversed(range(1, ctx.runs.run)):
             passed, score = made[2 * distance - 2 : 2 * distance]
-            here, there = (slice(None), slice(None), slice(distance, None)), (slice(None), slice(None), slice(-distance))
+            here, there = (
+                (slice(None), slice(None), slice(distance, None)),
+                (slice(None), slice(None), slice(-distance)),
+            )
             of_score = (of_y[here] * v[there]).sum(-1, keepdim=True)
             _hide(of_score, distance, ctx.runs)
             of_v[there].addcmul_(of_y[here], score)

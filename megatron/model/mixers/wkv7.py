@@ -1,6 +1,7 @@
 """The recurrence of RWKV-7 (Peng et al. 2025) as matrix products over chunks of the sequence.
 
-Shapes: B samples, S positions, h heads of N channels, c chunks of Q positions, m = c B h. Per head, with S [N values, N keys]:
+Shapes: B samples, S positions, h heads of N channels, c chunks of Q positions, m = c B h. Per head, with S [N values, N
+keys]:
 
     S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T          0.54 < w < 1
     y_t = S_t r_t
@@ -114,21 +115,28 @@ def _factors(r, log_w, k, v, a, b) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """x y, given its memory: an operation whose results selective recomputation does not keep, and which may be changed."""
+    """x y, given its memory: an operation whose results selective recomputation does not keep, and which may be
+    changed.
+    """
     return torch.bmm(x, y, out=x.new_empty(len(x), x.shape[1], y.shape[2]))
 
 
-def _documents(starts_BS: Tensor | None, length: int, chunk: int, room: int, heads: int, device: torch.device) -> Documents:
+def _documents(
+    starts_BS: Tensor | None, length: int, chunk: int, room: int, heads: int, device: torch.device
+) -> Documents:
     square = torch.ones(chunk, chunk, dtype=torch.bool, device=device)
     unseen = torch.cat([square.triu(), square.triu(1)]).repeat(1, 2)
     if starts_BS is None:
         return Documents(unseen)
-    starts = F.pad(starts_BS.double(), (0, room), mode="replicate").unflatten(1, (-1, chunk)).transpose(0, 1)  # [c, B, Q]
+    starts = (
+        F.pad(starts_BS.double(), (0, room), mode="replicate").unflatten(1, (-1, chunk)).transpose(0, 1)
+    )  # [c, B, Q]
     first = torch.arange(0, length, chunk, device=device).view(-1, 1, 1)
     places = first + torch.arange(chunk, device=device)
     each = Documents(
         unseen | (places.unsqueeze(-2) < starts.unsqueeze(-1)).repeat(1, 1, 2, 2),
         (starts < first).repeat(1, 1, 2).unsqueeze(-1),
         (places >= starts[..., -1:]).repeat(1, 1, 2).unsqueeze(-1),
-        (starts[..., -1:] < first).unsqueeze(-1))
+        (starts[..., -1:] < first).unsqueeze(-1),
+    )
     return Documents(*(of.repeat_interleave(heads, 1).flatten(0, 1) for of in each))

@@ -1,8 +1,8 @@
 """The gradient of RWKV-7's recurrence, written out: autograd's own would copy, fill and add more than it multiplies.
 
-Shapes as in `wkv7`. Per head and chunk, with E what is `left` of the decays at a position relative to their middle, H at the
-end, S the state relative to the middle, A = E_{t-1} a and R = E r the readers, B = b / E and K = k / E the writers, and
-<X Y> for X Y^T where the writer comes before the reader (or, for R, with it):
+Shapes as in `wkv7`. Per head and chunk, with E what is `left` of the decays at a position relative to their middle, H
+at the end, S the state relative to the middle, A = E_{t-1} a and R = E r the readers, B = b / E and K = k / E the
+writers, and <X Y> for X Y^T where the writer comes before the reader (or, for R, with it):
 
     U = A S^T + <A B> U + <A K> V         Y = R S^T + <R B> U + <R K> V         S' = (S + U^T B + V^T K) H H'
 
@@ -27,7 +27,8 @@ class Chunks(NamedTuple):
     Attributes:
         left: what is left at each position of what was in the middle of its chunk's decays; a row for the begin before
             them. [m, Q + 1, N].
-        between: what is left, in the middle of the next chunk or at the end of the last, of the middle of this. [m, 1, N].
+        between: what is left, in the middle of the next chunk or at the end of the last, of the middle of this. [m, 1,
+        N].
         readers: A over R, [m, 2 Q, N]; reads: the same, 0 where the state before the chunk is another document's.
         writers: B over K, [m, 2 Q, N]; writes: the same, 0 where the state after the chunk is another document's.
         scores: of all readers and writers, [m, 2 Q, 2 Q].
@@ -73,7 +74,9 @@ def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
 
 
 def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Documents) -> tuple[Tensor, ...]:
-    """Of r, log_w, k, v, a, b and the initial state, by the gradients of y [B, S, h, N] and of the last state [B, h, N, N]."""
+    """Of r, log_w, k, v, a, b and the initial state, by the gradients of y [B, S, h, N] and of the last state [B, h, N,
+    N].
+    """
     (B, length, h, N), Q = of_y.shape, chunks.inverse.shape[-1]
     by_head, n = (-1, B, h), B * h
     begin, written, states = chunks.left[:n, -1:], chunks.written, chunks.states
@@ -103,7 +106,9 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Doc
 
 
 def _carry_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, through: Tensor | None):
-    """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]; D, [m, N, N]; of the states."""
+    """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]; D, [m, N, N]; of the
+    states.
+    """
     n, Q = len(of_final), chunks.inverse.shape[-1]
     of_written = torch.bmm(chunks.scores[:, Q:].mT, of_y)
     of_states, of_sums = torch.empty_like(chunks.states), torch.empty_like(chunks.states[n:])

@@ -17,13 +17,29 @@ from .record import Record
 from .samples import Samples
 from .stop import Stop
 
-__all__ = ["Checkpoint", "Closing", "Evaluate", "Guard", "Log", "NonFinite", "Profile", "Record", "Samples", "Stop",
-           "ValidationSet", "standard_hooks"]
+__all__ = [
+    "Checkpoint",
+    "Closing",
+    "Evaluate",
+    "Guard",
+    "Log",
+    "NonFinite",
+    "Profile",
+    "Record",
+    "Samples",
+    "Stop",
+    "ValidationSet",
+    "standard_hooks",
+]
 
 
 def standard_hooks(
-    config, *, flops_per_token: float | None = None, validation: Sequence[ValidationSet] = (),
-    checkpoint: Checkpoint | None = None, generate: Callable[..., list[str]] | None = None,
+    config,
+    *,
+    flops_per_token: float | None = None,
+    validation: Sequence[ValidationSet] = (),
+    checkpoint: Checkpoint | None = None,
+    generate: Callable[..., list[str]] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[Hook]:
     """The hooks that a resolved `Config` asks for, in the order in which they act after a step.
@@ -45,8 +61,12 @@ def standard_hooks(
         Guard(),
         Stop(config.training.stop_after),
         Profile(logging.profile, folder),
-        Log(logging.every, flops_per_token=flops_per_token, compute=config.precision.compute,
-            peak_tflops=logging.peak_tflops),
+        Log(
+            logging.every,
+            flops_per_token=flops_per_token,
+            compute=config.precision.compute,
+            peak_tflops=logging.peak_tflops,
+        ),
         Evaluate(validation, every=evaluation.every, at_start=evaluation.at_start, at_end=evaluation.at_end),
         Samples(evaluation.samples, generate, folder) if generate is not None else None,
         checkpoint,

@@ -67,8 +67,11 @@ class Checkpoint:
     def _save_if_due(self, trainer) -> None:
         stopping = trainer.last and trainer.completed < trainer.steps
         reason = self._policy.due(
-            trainer.completed, last_step=trainer.steps, stopping=stopping,
-            seconds_since_save=math.inf if self._time_is_up else 0.0)
+            trainer.completed,
+            last_step=trainer.steps,
+            stopping=stopping,
+            seconds_since_save=math.inf if self._time_is_up else 0.0,
+        )
         if reason is None or self._saved_step == trainer.completed:
             return
         trainer.settle()
@@ -80,8 +83,13 @@ class Checkpoint:
     def _tell(self, trainer, ended: list[Saved]) -> None:
         for saved in ended:
             trainer.note(
-                "checkpoint_written", path=str(saved.path), seconds=saved.seconds, deleted=saved.deleted,
-                uploaded=saved.uploaded, upload_problem=saved.upload_problem)
+                "checkpoint_written",
+                path=str(saved.path),
+                seconds=saved.seconds,
+                deleted=saved.deleted,
+                uploaded=saved.uploaded,
+                upload_problem=saved.upload_problem,
+            )
             trainer.say(f"saved {saved.path} in {saved.seconds:.1f} s")
             if saved.upload_problem:
                 trainer.say(f"it was not uploaded, and will be tried again: {saved.upload_problem}")

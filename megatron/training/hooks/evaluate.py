@@ -74,5 +74,7 @@ class Evaluate:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():
             if not math.isfinite(values["loss"]):
-                trainer.say(f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
-                            f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data")
+                trainer.say(
+                    f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
+                    f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data"
+                )

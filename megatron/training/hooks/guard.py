@@ -32,7 +32,8 @@ class Guard:
             if self._skipped == SKIPS_IN_A_ROW:
                 raise NonFinite(
                     f"the gradients of {SKIPS_IN_A_ROW} steps in a row overflowed fp16, the last at step "
-                    f"{report.step}; use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power")
+                    f"{report.step}; use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power"
+                )
             return
         self._skipped = 0
         values = {"loss": report.loss, "gradient norm": report.grad_norm}
@@ -51,4 +52,5 @@ class Guard:
             f"No checkpoint was made of these weights. Look at the text of the batch with "
             f"`python tools/data/batch.py {trainer.config.run.dir} --step {report.step} --text`, and at grad_norm "
             "before it in metrics.jsonl: a norm that climbed for some steps points at optimizer.lr, a sudden one at "
-            "the data")
+            "the data"
+        )

@@ -64,12 +64,20 @@ class Log:
         steps, self._steps = self._steps, 0
         if trainer.speaks:
             trainer.sinks.write({
-                "step": step, "loss": loss, "lr": report.lr, "grad_norm": report.grad_norm,
-                "tokens": trainer.tokens(step + 1), **self._speeds(trainer, seconds / steps),
-                "step_seconds": seconds / steps, "data_seconds": data_seconds / steps,
-                "batch_hash": hash_text(report.batch_hash), "memory_bytes": memory_bytes(trainer.exchange.device),
+                "step": step,
+                "loss": loss,
+                "lr": report.lr,
+                "grad_norm": report.grad_norm,
+                "tokens": trainer.tokens(step + 1),
+                **self._speeds(trainer, seconds / steps),
+                "step_seconds": seconds / steps,
+                "data_seconds": data_seconds / steps,
+                "batch_hash": hash_text(report.batch_hash),
+                "memory_bytes": memory_bytes(trainer.exchange.device),
                 "eta_seconds": self._eta(trainer, seconds / steps),
-                **({"skipped": True} if report.result.skipped else {}), **report.result.extras})
+                **({"skipped": True} if report.result.skipped else {}),
+                **report.result.extras,
+            })
 
     def _speeds(self, trainer, seconds: float) -> dict[str, float]:
         training = trainer.config.training

@@ -34,7 +34,8 @@ class Profile:
             if options.memory:
                 torch.cuda.memory._record_memory_history()
         self._profiler = torch.profiler.profile(
-            activities=activities, record_shapes=True, profile_memory=options.memory)
+            activities=activities, record_shapes=True, profile_memory=options.memory
+        )
         self._profiler.start()
 
     def after_step(self, trainer, step: int, report) -> None:

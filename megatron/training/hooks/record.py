@@ -22,9 +22,16 @@ class Record:
     def on_start(self, trainer) -> None:
         layout = trainer.mesh.layout
         trainer.note(
-            "resume" if trainer.start else "start", step=trainer.start, until=trainer.end, layout=layout.sizes,
-            ranks=layout.world_size, seed=trainer.config.training.seed, python=platform.python_version(),
-            torch=torch.__version__, **self._facts)
+            "resume" if trainer.start else "start",
+            step=trainer.start,
+            until=trainer.end,
+            layout=layout.sizes,
+            ranks=layout.world_size,
+            seed=trainer.config.training.seed,
+            python=platform.python_version(),
+            torch=torch.__version__,
+            **self._facts,
+        )
 
     def on_numbers(self, trainer, report) -> None:
         if trainer.ledger is not None:

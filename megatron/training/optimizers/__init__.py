@@ -12,5 +12,15 @@ from .muon import Muon, muon_layouts
 from .sgd import SGD
 from .state import initialize_state, state_names
 
-__all__ = ["SGD", "Lion", "Muon", "build_optimizer", "describe", "initialize_state", "muon_layouts", "parameter_groups",
-           "set_learning_rate", "state_names"]
+__all__ = [
+    "SGD",
+    "Lion",
+    "Muon",
+    "build_optimizer",
+    "describe",
+    "initialize_state",
+    "muon_layouts",
+    "parameter_groups",
+    "set_learning_rate",
+    "state_names",
+]

@@ -19,7 +19,8 @@ MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
 def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Put each trainable parameter of this rank into exactly one group.
 
-    Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm), the same type and the same ranks
+    Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm), the same type and the
+    same ranks
     share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so fewer are better.
 
     Args:
@@ -50,9 +51,18 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
         if matrix:
             lr_scale *= optimizer.muon_lr / optimizer.lr
         key = (matrix, lr_scale, decay, parameter.dtype, is_spread(parameter))
-        group = groups.setdefault(key, {
-            "params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "matrix": matrix, "roles": [],
-            "moe": is_spread(parameter)})
+        group = groups.setdefault(
+            key,
+            {
+                "params": [],
+                "lr": 0.0,
+                "lr_scale": lr_scale,
+                "weight_decay": decay,
+                "matrix": matrix,
+                "roles": [],
+                "moe": is_spread(parameter),
+            },
+        )
         group["params"].append(parameter)
         if logical.role.value not in group["roles"]:
             group["roles"].append(logical.role.value)

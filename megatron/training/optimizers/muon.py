@@ -26,13 +26,17 @@ def muon_layouts(config) -> str | None:
     if config.optimizer.type != "muon":
         return None
     if config.parallel.tensor > 1:
-        return (f"optimizer.type: muon needs whole matrices, and parallel.tensor: {config.parallel.tensor} cuts them; "
-                "use parallel.tensor: 1 (pipeline and data parallel sizes are free)")
+        return (
+            f"optimizer.type: muon needs whole matrices, and parallel.tensor: {config.parallel.tensor} cuts them; "
+            "use parallel.tensor: 1 (pipeline and data parallel sizes are free)"
+        )
     if config.zero.stage == 3:
         return "optimizer.type: muon needs whole matrices, and zero.stage: 3 cuts each of them; use zero.stage: 1 or 2"
     if config.zero.offload_optimizer.device != "none":
-        return ("optimizer.type: muon's matrix products are made for the accelerator; "
-                "use zero.offload_optimizer.device: none")
+        return (
+            "optimizer.type: muon's matrix products are made for the accelerator; "
+            "use zero.offload_optimizer.device: none"
+        )
     return None
 
 
@@ -56,8 +60,8 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
 def muon_direction(update: torch.Tensor, matrices: tuple[int, ...] | None) -> torch.Tensor:
     """The orthogonalised `update` [rows, columns], each fused matrix alone, times sqrt(max(1, rows / columns)).
 
-    The factor keeps the change of a layer's output independent of its shape. Of experts [E, rows, columns] each is treated
-    alone.
+    The factor keeps the change of a layer's output independent of its shape. Of experts [E, rows, columns] each is
+    treated alone.
     """
     if update.dim() == 3:
         return torch.stack([muon_direction(expert, matrices) for expert in update])
@@ -85,10 +89,28 @@ class Muon(torch.optim.Optimizer):
         ValueError: a parameter of a matrix group is not a matrix.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, momentum: float = 0.95, lr: float = 0.0,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, fused: bool | None = None):
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "momentum": momentum,
-                                  "fused": bool(fused), "matrix": False})
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        momentum: float = 0.95,
+        lr: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ):
+        super().__init__(
+            groups,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": 0.0,
+                "momentum": momentum,
+                "fused": bool(fused),
+                "matrix": False,
+            },
+        )
         # ZeRO replaces the parameters of a group by one flat piece; the originals tell what lies in it.
         self._originals: dict[str, list[nn.Parameter]] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -145,7 +167,7 @@ class Muon(torch.optim.Optimizer):
         direction = torch.zeros_like(update)
         for original, matrix, mine in self._pieces[name].whole(update):
             whole = muon_direction(matrix, original.logical.matrices).reshape(-1)
-            direction[mine.place:mine.place + mine.count] = whole[mine.start:mine.start + mine.count]
+            direction[mine.place : mine.place + mine.count] = whole[mine.start : mine.start + mine.count]
         self._apply(group, parameter, direction)
 
     def _adamw(self, group: dict[str, Any]) -> None:
@@ -161,7 +183,19 @@ class Muon(torch.optim.Optimizer):
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         states = [self.state[parameter] for parameter in parameters]
         adamw(
-            parameters, [p.grad for p in parameters], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
-            [], [s["step"] for s in states], fused=group["fused"], foreach=False, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["eps"], maximize=False)
+            parameters,
+            [p.grad for p in parameters],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=group["fused"],
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -57,8 +57,10 @@ class Pieces:
     @cached_property
     def owners(self) -> list[list[tuple[int, Piece]]]:
         """For each parameter, the ranks that own some of it and their pieces."""
-        return [[(rank, row[index]) for rank, row in enumerate(self.table) if row[index].count]
-                for index in range(len(self.parameters))]
+        return [
+            [(rank, row[index]) for rank, row in enumerate(self.table) if row[index].count]
+            for index in range(len(self.parameters))
+        ]
 
     @cached_property
     def shared(self) -> list[tuple[Piece, list[tuple[int, Piece]]]]:
@@ -83,8 +85,8 @@ class Pieces:
                 continue
             matrix = flat.new_empty(parameter.numel())
             for rank, piece in owners:
-                values = flat[piece.place:piece.place + piece.count] if rank == self.rank else received[rank].pop(0)
-                matrix[piece.start:piece.start + piece.count] = values
+                values = flat[piece.place : piece.place + piece.count] if rank == self.rank else received[rank].pop(0)
+                matrix[piece.start : piece.start + piece.count] = values
             yield parameter, matrix.view(parameter.shape), mine[0]
 
     def _exchange(self, flat: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -96,11 +98,15 @@ class Pieces:
         incoming: list[list[int]] = [[] for _ in range(ranks)]
         for mine, others in self.shared:
             for rank, piece in others:
-                outgoing[rank].append(flat[mine.place:mine.place + mine.count])
+                outgoing[rank].append(flat[mine.place : mine.place + mine.count])
                 incoming[rank].append(piece.count)
         receive = flat.new_empty(sum(map(sum, incoming)))
         dist.all_to_all_single(
-            receive, torch.cat([flat.new_empty(0), *(part for row in outgoing for part in row)]), group=self.group,
-            output_split_sizes=list(map(sum, incoming)), input_split_sizes=[sum(map(len, row)) for row in outgoing])
+            receive,
+            torch.cat([flat.new_empty(0), *(part for row in outgoing for part in row)]),
+            group=self.group,
+            output_split_sizes=list(map(sum, incoming)),
+            input_split_sizes=[sum(map(len, row)) for row in outgoing],
+        )
         parts = iter(receive.split([count for row in incoming for count in row]))
         return [[next(parts) for _ in row] for row in incoming]

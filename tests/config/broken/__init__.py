@@ -9,7 +9,20 @@ from tests.config.broken.rwkv import RWKV
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
 BROKEN = [
-    *KEYS, *TYPES, *RANGES, *YAML, *MODEL, *RWKV, *LAYOUT, *RECIPE, *SCHEDULE, *DATA, *OUTPUT, *LAUNCH, *DEEPSPEED, *MOE,
+    *KEYS,
+    *TYPES,
+    *RANGES,
+    *YAML,
+    *MODEL,
+    *RWKV,
+    *LAYOUT,
+    *RECIPE,
+    *SCHEDULE,
+    *DATA,
+    *OUTPUT,
+    *LAUNCH,
+    *DEEPSPEED,
+    *MOE,
 ]
 WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE]
 

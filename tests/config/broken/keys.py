@@ -194,8 +194,13 @@ YAML = [
         "extend each other in a circle: circle.yml -> circle.yml",
         arguments=("circle.yml",),
     ),
-    case("an override without a value", "zero: {stage: 1}", "there is no such file", "write optimizer.lr=VALUE",
-         arguments=("optimizer.lr",)),
+    case(
+        "an override without a value",
+        "zero: {stage: 1}",
+        "there is no such file",
+        "write optimizer.lr=VALUE",
+        arguments=("optimizer.lr",),
+    ),
     case("no such file", "zero: {stage: 1}", "absent.yml", "there is no such file", arguments=("absent.yml",)),
     case(
         "override of an unknown key",

@@ -99,11 +99,7 @@ MODEL = [
         "model.shared_attention.adapter_rank = 0",
         "adapters of queries, keys and values have a rank",
     ),
-    case(
-        "shared attention alone",
-        "model: {layers: shared_attention}",
-        "shared_attention only stands after a '+'",
-    ),
+    case("shared attention alone", "model: {layers: shared_attention}", "shared_attention only stands after a '+'"),
     case(
         "shared attention beside an mlp",
         "model: {layers: attention/mlp+shared_attention}",
@@ -194,7 +190,8 @@ MODEL = [
     ),
     case(
         "offloaded parameters beside cca",
-        "model: {layers: cca x4, cca: {heads: 4}}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
+        "model: {layers: cca x4, cca: {heads: 4}}\nprecision: bf16\nzero: "
+        "{stage: 3, offload_parameters: {device: cpu}}",
         "zero.offload_parameters.device = 'cpu'",
         "cca has parameters that stay in fp32",
     ),

@@ -215,7 +215,8 @@ DATA = [
     ),
     case(
         "infilling without its tokens",
-        "model: {vocab_size: 200}\ndata: {synthetic: none, train: whole, fim: {rate: 0.5, prefix: <190>, middle: <191>}}\n"
+        "model: {vocab_size: 200}\ndata: "
+        "{synthetic: none, train: whole, fim: {rate: 0.5, prefix: <190>, middle: <191>}}\n"
         "tokenizer: {path: tokenizer.json}",
         "default: data.fim.suffix = '<|fim_suffix|>'",
         "tokenizer.path = 'tokenizer.json' (a.yml:4)",
@@ -288,10 +289,7 @@ LAUNCH = [
         "this machine alone",
     ),
     case(
-        "hostfile missing",
-        "launch: {hostfile: hosts}",
-        "a.yml:2: launch.hostfile = 'hosts'",
-        "there is no file hosts",
+        "hostfile missing", "launch: {hostfile: hosts}", "a.yml:2: launch.hostfile = 'hosts'", "there is no file hosts"
     ),
 ]
 

@@ -27,9 +27,7 @@ RWKV = [
         ranks=4,
     ),
     case(
-        "chunk of rwkv7 too long",
-        "model: {layers: rwkv7 x4, rwkv7: {chunk: 256}}",
-        "a.yml:2: model.rwkv7.chunk = 256",
+        "chunk of rwkv7 too long", "model: {layers: rwkv7 x4, rwkv7: {chunk: 256}}", "a.yml:2: model.rwkv7.chunk = 256"
     ),
     case(
         "offloaded parameters beside rwkv7",

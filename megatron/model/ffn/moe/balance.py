@@ -1,7 +1,7 @@
 """What a layer remembers of the tokens it has routed since the last update, and the correction that evens the load.
 
-Counts are of this rank's tokens; whoever runs the steps adds them up over data parallel ranks (all tensor parallel ranks
-have routed the same tokens) and calls `finish` on every rank with the same sums.
+Counts are of this rank's tokens; whoever runs the steps adds them up over data parallel ranks (all tensor parallel
+ranks have routed the same tokens) and calls `finish` on every rank with the same sums.
 """
 
 from __future__ import annotations

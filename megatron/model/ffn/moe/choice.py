@@ -34,7 +34,9 @@ def scores_of(logits_TE: Tensor, score: str) -> Tensor:
 
 
 @torch.no_grad()
-def choose(logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, options: MoEOptions, training: bool) -> Choice:
+def choose(
+    logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, options: MoEOptions, training: bool
+) -> Choice:
     """The choice of `options.router.select`.
 
     Args:
@@ -86,8 +88,8 @@ def _within_groups(wanted_TE: Tensor, groups: int, kept: int) -> Tensor:
 
 
 def sinkhorn(logits_TE: Tensor, router: RouterOptions) -> Tensor:
-    """Logarithms of exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E: the order within a row is
-    balanced.
+    """Logarithms of exp(logits) with rows scaled to sums of 1/T and columns to sums of about 1/E: the order within a
+    row is balanced.
 
     A fixed number of rounds: the published tolerance compares numbers of the size of 1/T with 1e-4, and so stops after
     the first. In logarithms, since logits of tokens may differ by more than an exponential in fp32 has room for.

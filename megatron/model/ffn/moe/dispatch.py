@@ -1,10 +1,10 @@
 """The way of rows to the ranks that have their experts, between `permute` and the experts' work, and back.
 
-Expert parallel ranks have different experts, so rows go to the ranks of their experts in one all-to-all of uneven parts,
-whose sizes are exchanged before. Tensor parallel ranks have the same tokens: each sends its share of them only ("duplicate
-token dropping", Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism Approach"), so that nothing crosses the expert
-axis twice. Where they have slices of the same experts, what has arrived is gathered among them. Where experts are folded
-over them, they are expert parallel ranks like others, and nothing is gathered.
+Expert parallel ranks have different experts, so rows go to the ranks of their experts in one all-to-all of uneven
+parts, whose sizes are exchanged before. Tensor parallel ranks have the same tokens: each sends its share of them only
+("duplicate token dropping", Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism Approach"), so that nothing
+crosses the expert axis twice. Where they have slices of the same experts, what has arrived is gathered among them.
+Where experts are folded over them, they are expert parallel ranks like others, and nothing is gathered.
 
 Shapes: T tokens, E experts, H hidden; R rows of this rank's tokens, N rows of this rank's experts; x expert parallel
 ranks, t ranks that have slices of the same experts, n = E / x experts of a rank.
@@ -33,7 +33,8 @@ class Stay:
         """Rows [R, H] as `rows` has sorted them.
 
         Returns:
-            The rows that this rank's experts work on, sorted by expert, their int32 ends [experts here], and what `back` needs.
+            The rows that this rank's experts work on, sorted by expert, their int32 ends [experts here], and what
+            `back` needs.
         """
         return rows_RH, rows.ends_E, None
 
@@ -66,7 +67,9 @@ class Trip:
 
 
 class Travel:
-    """Rows go to the expert parallel rank that has their expert; on the way back, the parts of ranks with slices are summed."""
+    """Rows go to the expert parallel rank that has their expert; on the way back, the parts of ranks with slices are
+    summed.
+    """
 
     def __init__(self, mesh: Mesh):
         self.expert, self.tensor, self.slices = mesh.expert, mesh.tensor, mesh.expert_tensor
@@ -110,7 +113,9 @@ class Travel:
         return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
 
     def _share(self, rows: Rows) -> tuple[Tensor | None, Tensor]:
-        """The rows that this rank sends (its tensor parallel share of the tokens) before all others, and their ends [E]."""
+        """The rows that this rank sends (its tensor parallel share of the tokens) before all others, and their ends
+        [E].
+        """
         ends_E = rows.ends_E.long()
         if self.tensor.size == 1:
             return None, ends_E

@@ -17,8 +17,8 @@ from ..mlp import ACTIVATIONS
 
 
 def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's rows times its matrix, [R, N]. All R rows belong to an expert: what lies behind the last end would be
-    uninitialised memory."""
+    """Each expert's rows times its matrix, [R, N]. All R rows belong to an expert: what lies behind the last end would
+    be uninitialised memory."""
     return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
 
 
@@ -36,8 +36,8 @@ class Stacked(nn.Module):
 class Experts(nn.Module):
     """Rows [R, H] to down(activation(gate x) * up x) of each row's expert, or down(activation(up x)).
 
-    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts are
-    folded over them, whole experts.
+    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts
+    are folded over them, whole experts.
     """
 
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
@@ -46,11 +46,23 @@ class Experts(nn.Module):
         self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
         parts = (width, width) if options.gated else (width,)
         self.up = Stacked(
-            make.scope("gate_up" if options.gated else "up"), (E, sum(parts), H), role=Role.HIDDEN,
-            init=init.hidden(H, width), shard=Shard(1, parts), matrices=parts, experts=True)
+            make.scope("gate_up" if options.gated else "up"),
+            (E, sum(parts), H),
+            role=Role.HIDDEN,
+            init=init.hidden(H, width),
+            shard=Shard(1, parts),
+            matrices=parts,
+            experts=True,
+        )
         self.down = Stacked(
-            make.scope("down"), (E, H, width), role=Role.OUTPUT, init=init.output(width, H), shard=Shard(2), matrices=(H,),
-            experts=True)
+            make.scope("down"),
+            (E, H, width),
+            role=Role.OUTPUT,
+            init=init.output(width, H),
+            shard=Shard(2),
+            matrices=(H,),
+            experts=True,
+        )
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
         h = self.up(rows_RH, ends_E)

@@ -71,7 +71,9 @@ class MoE(nn.Module):
         return x_BSH.float() * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
-        """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of them."""
+        """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of
+        them.
+        """
         router = self.options.router
         if choice.experts_Tk is not None:
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
@@ -81,7 +83,9 @@ class MoE(nn.Module):
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         return combine(y_RH, rows, weights)
 
-    def _account(self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int) -> dict[str, Tensor]:
+    def _account(
+        self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int
+    ) -> dict[str, Tensor]:
         """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
         if not self.training:
             return {}
@@ -105,7 +109,8 @@ class MoE(nn.Module):
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
         before = stream.channels.get(LOSS)
         before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
-        # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its numbers.
+        # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its
+        # numbers.
         return {LOSS: before + torch.as_tensor(total, device=y.device).expand_as(before).to(y.dtype)}
 
     @staticmethod
@@ -127,14 +132,17 @@ class MoE(nn.Module):
         expert, shared = sides * H * width, sides * H * options.shared_size
         router, products = router_counts(H, options)
         gate = H if options.shared_size and options.shared_gate else 0
-        made = (2 if options.gated else 1)
+        made = 2 if options.gated else 1
         kept = KEPT[options.activation][options.gated]
-        # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its weight.
+        # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
+        # weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
         return Counts(
-            parameters=E * expert + shared + router + gate, idle=(E - k) * expert,
+            parameters=E * expert + shared + router + gate,
+            idle=(E - k) * expert,
             flops=2 * (k * expert + shared + products + gate),
             activations=k * (2 * H + kept * width) + kept * options.shared_size + routing + (H + 1 if gate else 0),
-            products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network)
+            products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
+        )

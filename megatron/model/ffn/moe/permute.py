@@ -1,4 +1,5 @@
-"""Tokens sorted by expert, and back. No size depends on the data where nothing is dropped, so an accelerator never waits.
+"""Tokens sorted by expert, and back. No size depends on the data where nothing is dropped, so an accelerator never
+waits.
 
 Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden.
 """
@@ -43,7 +44,8 @@ def sort(choice: Choice, experts: int, tokens: int, capacity: int | None = None)
 
     Args:
         tokens: T.
-        capacity: rows that each expert has; its later tokens get none. Rows without a token hold token 0, to be ignored.
+        capacity: rows that each expert has; its later tokens get none. Rows without a token hold token 0, to be
+        ignored.
     """
     if choice.tokens_EC is not None:
         count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device

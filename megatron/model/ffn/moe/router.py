@@ -55,7 +55,8 @@ class MLPRouter(nn.Module):
 
         def matrix(name: str, rows: int, columns: int) -> nn.Parameter:
             return make.parameter(
-                f"{name}.weight", (rows, columns), role=Role.ROUTER, init=init.hidden(columns, rows), keep_fp32=True)
+                f"{name}.weight", (rows, columns), role=Role.ROUTER, init=init.hidden(columns, rows), keep_fp32=True
+            )
 
         def bias(name: str) -> nn.Parameter:
             return make.parameter(f"{name}.bias", (R,), role=Role.BIAS, init=ZEROS, keep_fp32=True)

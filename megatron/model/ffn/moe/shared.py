@@ -21,8 +21,13 @@ class PartialLinear(nn.Module):
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, init: Initialisation):
         super().__init__()
         self.weight = make.parameter(
-            "weight", (outputs, inputs), role=Role.OUTPUT, init=init.output(inputs, outputs), shard=Shard(1),
-            matrices=(outputs,))
+            "weight",
+            (outputs, inputs),
+            role=Role.OUTPUT,
+            init=init.output(inputs, outputs),
+            shard=Shard(1),
+            matrices=(outputs,),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -35,7 +40,8 @@ class Gate(nn.Module):
         super().__init__()
         self.axis = make.mesh.tensor
         self.weight = make.parameter(
-            "weight", (1, hidden_size), role=Role.ROUTER, init=init.hidden(hidden_size, 1), keep_fp32=True)
+            "weight", (1, hidden_size), role=Role.ROUTER, init=init.hidden(hidden_size, 1), keep_fp32=True
+        )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return F.linear(x_TH.float(), sum_gradient(self.weight, self.axis)).sigmoid()
