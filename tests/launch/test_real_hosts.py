@@ -134,8 +134,10 @@ def test_the_ssh_server_of_the_containers(cluster, tmp_path, jobs):
     for name in cluster.names:
         wait_for(partial(listens, cluster, name, port), 10, lambda: f"{port} is closed")
     known = tmp_path / "known_hosts"
-    options = f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, -o, "
-    "StrictHostKeyChecking=accept-new]"
+    options = (
+        f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, "
+        "-o, StrictHostKeyChecking=accept-new]"
+    )
     job = jobs(
         cluster,
         tmp_path,
