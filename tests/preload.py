@@ -9,7 +9,7 @@ import deepspeed.ops.op_builder.all_ops
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import setuptools  # noqa: F401
 
-import megatron.training.engine  # noqa: F401
+import megatron.engine.engine  # noqa: F401
 
 gc.collect()
 gc.freeze()  # shared with the workers, and not looked at by their collections

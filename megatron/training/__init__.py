@@ -1,1 +1,1 @@
-"""How a run learns: the loop, its hooks, the engine, optimizers and schedules."""
+"""How a run learns: the loop, its hooks, schedules, and where a run starts."""

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from .protocol import StepResult
+from megatron.engine.protocol import StepResult
 
 WISHES = ("SIGTERM", "SIGINT", "SIGUSR1", "wall time", "save")
 Number = torch.Tensor | float

@@ -10,9 +10,9 @@ from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.store import Store
 from megatron.config import Config
 from megatron.config.pattern import parse
+from megatron.engine.engine import build_engine
 from megatron.model.options import options_of
 
-from .engine import build_engine
 from .fetch import local_path
 from .resume import resume
 from .world import World

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from megatron.config import Config
 from megatron.data.tokenizer import build_tokenizer
+from megatron.engine.engine import PlainEngine
 from megatron.model.generate import Sampling, complete
-
-from .engine import PlainEngine
 
 
 def sampler(

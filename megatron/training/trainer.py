@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.engine.protocol import Engine
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
 
 from .clock import Clock
 from .exchange import WISHES, Exchange, StepReport
-from .protocol import Engine, Hook
 from .schedule import Schedule
 
 
@@ -25,12 +25,37 @@ class Outcome:
     finished: bool
 
 
+class Hook:
+    """One concern of a run. A subclass defines the methods it needs.
+
+    Each is called on all ranks, for the hooks in their order.
+
+    `step` is the number of the update, from 0; after it `step + 1` updates are done.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """The batch is there, the engine has not seen it."""
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        """A step's numbers have arrived, of all ranks. On an accelerator that is one step after the step itself, unless
+        somebody called `trainer.settle()`."""
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        """The update is done. Reading a number of `report` waits for the device."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """The loop is over, also after an error (`trainer.error`): no collectives then. The last hook comes first."""
+
+
 class Trainer:
     """Runs an engine over the steps of a resolved `Config`.
 
     Args:
         config: the resolved configuration.
-        engine: see `protocol.Engine`.
+        engine: see `megatron.engine.protocol.Engine`.
         loader: `loader.step(n)` gives this rank's `StepBatch` of update n.
         mesh: this rank's place.
         hooks: called in this order at each hook point.

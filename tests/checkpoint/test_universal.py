@@ -64,9 +64,9 @@ def native(folder: str, config_file: str, ranks: int) -> tuple[dict[str, str], l
 
     from megatron.config import load
     from megatron.data.loader import build_loader
+    from megatron.engine.engine import build_engine, prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.engine import build_engine, prepare_deepspeed
 
     config = load([config_file], [], ranks=ranks).config
     device = torch.device("cpu")
@@ -131,9 +131,9 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
 
     from megatron.checkpoint import GroupCommunicator
     from megatron.config import load
+    from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.engine import prepare_deepspeed
     from megatron.training.native import write_native
     from megatron.training.world import World
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megatron.config import resolve
 from megatron.config.variants import options
+from megatron.engine.optimizers.groups import parameter_groups
+from megatron.engine.optimizers.muon import muon_direction
 from megatron.model.ffn.moe import MoE
 from megatron.model.ffn.moe.choice import choose, scores_of, sinkhorn
 from megatron.model.initialisation import Initialisation
@@ -19,8 +21,6 @@ from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
-from megatron.training.optimizers.groups import parameter_groups
-from megatron.training.optimizers.muon import muon_direction
 from tests.model.parity import named, randomise, relative
 
 H = 16

@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
+from megatron.engine.optimizers.groups import parameter_groups
 from megatron.model.describe import layers, layers_table, totals
 from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.training.optimizers.groups import parameter_groups
 from tests.model.parity import named, relative
 from tests.model.test_recomputation import Allocations
 from tests.model.test_rwkv_parity import randomised

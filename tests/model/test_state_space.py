@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
+from megatron.engine.optimizers.groups import parameter_groups
 from megatron.model.describe import layers, layers_table, totals
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.training.optimizers.groups import parameter_groups
 from tests.model.parity import named, randomise, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run

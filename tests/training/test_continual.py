@@ -51,10 +51,10 @@ def job(folder: str, words: tuple[str, ...]) -> None:
 
     from megatron.checkpoint import SOLO
     from megatron.config import load
+    from megatron.engine.engine import prepare_deepspeed
     from megatron.launch.environment import WorkerEnvironment
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.engine import prepare_deepspeed
     from megatron.training.run import run
     from megatron.training.world import World
 

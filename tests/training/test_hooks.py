@@ -10,12 +10,12 @@ import signal
 import pytest
 import torch
 
+from megatron.engine.protocol import StepResult
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import hash_text, read_ledger
 from megatron.training.clock import Clock
 from megatron.training.exchange import Exchange
 from megatron.training.hooks import Log, NonFinite
-from megatron.training.protocol import StepResult
 from tests.training.settings import settings
 from tests.training.toy import ToyLoader, elsewhere, run, toy_trainer
 

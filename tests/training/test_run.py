@@ -38,10 +38,10 @@ def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator
+    from megatron.engine.engine import prepare_deepspeed
     from megatron.launch.environment import WorkerEnvironment
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.engine import prepare_deepspeed
     from megatron.training.run import run
     from megatron.training.world import World
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
+from megatron.engine.optimizers import build_optimizer, set_learning_rate
+from megatron.engine.protocol import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import LogicalTensor, Role
 from megatron.report.run import open_run
 from megatron.training.hooks import Checkpoint, ValidationSet, standard_hooks
-from megatron.training.optimizers import build_optimizer, set_learning_rate
-from megatron.training.protocol import StepResult
 from megatron.training.trainer import Outcome, Trainer
 
 VOCABULARY = 13

@@ -133,8 +133,8 @@ class Ours:
         import torch
         import torch.distributed as dist
 
+        from megatron.engine.engine import build_engine, prepare_deepspeed
         from megatron.parallel.mesh import Mesh
-        from megatron.training.engine import build_engine, prepare_deepspeed
 
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # DeepSpeed reads them
         prepare_deepspeed(torch.device(setup.device))

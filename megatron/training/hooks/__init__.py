@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..protocol import Hook
+from ..trainer import Hook
 from .checkpoint import Checkpoint
 from .closing import Closing
 from .evaluate import Evaluate, ValidationSet

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.parallel.shard import LogicalTensor, Role
-from megatron.training.optimizers import (
+from megatron.engine.optimizers import (
     SGD,
     Lion,
     Muon,
@@ -18,6 +17,7 @@ from megatron.training.optimizers import (
     parameter_groups,
     set_learning_rate,
 )
+from megatron.parallel.shard import LogicalTensor, Role
 from tests.training.settings import settings
 
 

@@ -13,13 +13,13 @@ import torch
 
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
+from megatron.engine.expert_load import ExpertLoad
 from megatron.model.ffn.moe.choice import scores_of
 from megatron.model.ffn.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.mesh import Mesh
 from megatron.report.experts import save_expert_load
-from megatron.training.expert_load import ExpertLoad
 from tests.paths import ROOT
 from tests.training import runs
 from tests.training.matrix import merged, read

@@ -2,7 +2,7 @@
 
 What is said here and why (DeepSpeed 0.19.8):
 * `gradient_clipping` defaults to 1.0 there; it is always written. At stage 0 it is 0, because DeepSpeed clips each
-  pipeline stage by its own norm; `training.clipping` does it exactly instead.
+  pipeline stage by its own norm; `engine.clipping` does it exactly instead.
 * `grad_accum_dtype` decides the type in which micro-batches are summed, `communication_data_type` the one in which
   ranks are; both default to the compute type there and to fp32 here.
 * activations and gradients between pipeline stages travel whole (`pipe_partitioned`, `grad_partitioned`): the

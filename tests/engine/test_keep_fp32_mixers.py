@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.test_keep_fp32 import LAYOUTS, VALUES, train
 from tests.training import runs
 from tests.training.matrix import merged
-from tests.training.test_keep_fp32 import LAYOUTS, VALUES, train
 from tests.workers import run
 
 MODELS = {

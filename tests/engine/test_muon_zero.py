@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.engine.optimizers import Muon, build_optimizer, initialize_state, set_learning_rate
 from megatron.parallel.shard import LogicalTensor, Role
-from megatron.training.optimizers import Muon, build_optimizer, initialize_state, set_learning_rate
 from tests.training.settings import settings
 from tests.workers import run
 

@@ -1,0 +1,1 @@
+"""How a step is made: all that knows DeepSpeed, and the optimizers, behind the protocol that the trainer uses."""
