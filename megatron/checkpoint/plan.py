@@ -123,7 +123,7 @@ class Files:
             self._handles.move_to_end(number)
             return self._handles[number]
         record = self.records[number]
-        handle = os.open(self.root / record.path, os.O_RDONLY)
+        handle = os.open(record.under(self.root), os.O_RDONLY)
         size = os.fstat(handle).st_size
         if size != record.size:
             os.close(handle)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ..config.paths import UnsafeName, check_name, inside
 from .container import DTYPE_NAMES, Entry, header
 from .durable import CHUNK, naming, read_fully, write_fully
 from .errors import CheckpointError
@@ -49,6 +50,31 @@ class FileRecord:
 
     def to_dict(self) -> dict:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict) -> FileRecord:
+        """A record that was read from a file.
+
+        Raises:
+            ValueError, TypeError: it is not one, or its name would lead out of the checkpoint.
+        """
+        record = cls(**values)
+        check_name(record.path)
+        places = (0, record.begin, record.end, record.size)
+        if any(type(place) is not int for place in places) or sorted(places) != list(places):
+            raise ValueError(f"{record.path}: its parts do not follow each other: {places}")
+        return record
+
+    def under(self, root: Path) -> Path:
+        """Where the file is.
+
+        Raises:
+            CheckpointError: a link leads out of the checkpoint.
+        """
+        try:
+            return inside(root, self.path)
+        except UnsafeName as error:
+            raise CheckpointError(root, str(error)) from error
 
 
 def write_rank_file(
@@ -123,7 +149,7 @@ def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
         CheckpointError: the file does not have the recorded content.
         OSError: it cannot be read.
     """
-    path = root / record.path
+    path = record.under(root)
     handle = os.open(path, os.O_RDONLY)
     try:
         start, table = bytearray(record.begin), bytearray(record.size - record.end)

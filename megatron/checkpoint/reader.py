@@ -25,7 +25,7 @@ from .names import META_NAME
 from .plan import Files, execute, plan
 from .rankfile import FileRecord, read_table
 from .table import Vocabulary, spec_of
-from .writer import describe, read_manifest
+from .writer import describe, part_of, read_manifest
 
 VERIFY_CHUNK = 4 << 20  # bytes, per thread
 STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be made of the other
@@ -78,9 +78,11 @@ class Checkpoint:
         self.path = path
         self.records, parts = read_manifest(path)
         for name, part in parts.items():
-            _check_part(path / name, part["size"], part["checksum"] if check_index or name != INDEX_NAME else None)
-        self.meta = Meta.from_bytes((path / META_NAME).read_bytes(), path / META_NAME)
-        self.index = Index.open(path / INDEX_NAME)
+            _check_part(
+                part_of(path, name), part["size"], part["checksum"] if check_index or name != INDEX_NAME else None
+            )
+        self.meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path / META_NAME)
+        self.index = Index.open(part_of(path, INDEX_NAME))
 
     @property
     def step(self) -> int:
@@ -112,8 +114,8 @@ class Checkpoint:
 
     def _file_damage(self, number: int, checksums: bool) -> list[str]:
         record = self.records[number]
-        path = self.path / record.path
         try:
+            path = record.under(self.path)
             size = os.stat(path).st_size
             if size != record.size:
                 return [f"{record.path} has {size} bytes instead of {record.size}"]

@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .index import INDEX_NAME
 from .names import MANIFEST_NAME, META_NAME, leftover_name, step_of
 from .reader import open_checkpoint
-from .writer import describe, read_manifest
+from .writer import describe, part_of, read_manifest
 
 
 def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
@@ -45,7 +45,7 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
     if communicator.broadcast(problems):
         names = []
     for name in names[communicator.rank :: communicator.size]:
-        problems += _persistent(lambda name=name: _put(path / name, f"{target}/{name}"), name, attempts, wait)
+        problems += _persistent(lambda name=name: _put(part_of(path, name), f"{target}/{name}"), name, attempts, wait)
         if problems:
             break  # what has failed so often will not take the next file either
     problems = [problem for found in communicator.gather(problems) for problem in found]
@@ -65,7 +65,7 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     Raises:
         CheckpointError: it is not there, could not be copied, or is damaged.
     """
-    target = Path(directory) / url.rstrip("/").rsplit("/", 1)[-1]
+    target = part_of(Path(directory), url.rstrip("/").rsplit("/", 1)[-1])
     if target.exists():
         raise CheckpointError(target, "it exists already")
     draft = leftover_name(target, "tmp", uuid.uuid4().hex[:12])
@@ -125,8 +125,11 @@ def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:
 def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) -> None:
     problems = []
     for name in names:
-        (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        problems += _persistent(lambda name=name: _get(f"{url.rstrip('/')}/{name}", draft / name), name, attempts, wait)
+        target = part_of(draft, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        problems += _persistent(
+            lambda name=name, target=target: _get(f"{url.rstrip('/')}/{name}", target), name, attempts, wait
+        )
     if problems:
         raise CheckpointError(url, ["it was not downloaded", *problems])
 

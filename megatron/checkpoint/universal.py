@@ -8,25 +8,26 @@ DeepSpeed's native checkpoints become this by its own converter (`made_universal
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.config.paths import UnsafeName, check_name
 from megatron.config.yaml_source import parse
 from megatron.parallel.shard import LogicalTensor
 
 from .errors import CheckpointError
 from .fragment import MASTER, WEIGHT, FragmentSpec
 from .meta import Meta
+from .pickles import load_tensors
 from .reader import Checkpoint
 from .writer import write_tensors
 
@@ -111,6 +112,7 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
     states: dict[str, set[str]] = {name: set() for name in checkpoint.tensors}
     for name, state in checkpoint.stored:
         states[name].add(state)
+    _check_names([*theirs.values(), *(FILE_OF.get(state, state) for _, state in checkpoint.stored)], checkpoint.path)
     bare = [f"{name} has no fp32 master" for name, found in states.items() if not _has_fp32(checkpoint, name, found)]
     if bare:
         raise CheckpointError(checkpoint.path, bare)
@@ -140,6 +142,18 @@ def _save(value, path: Path) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
+
+
+def _check_names(names: Iterable[str], path: Path) -> None:
+    """Names of tensors and states become those of folders and files."""
+    problems = []
+    for name in dict.fromkeys(names):
+        try:
+            check_name(name)
+        except UnsafeName as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(path, problems)
 
 
 def _has_fp32(checkpoint: Checkpoint, name: str, states: set[str]) -> bool:
@@ -211,7 +225,7 @@ class Universal:
             CheckpointError: the file is damaged, or has no values.
         """
         path = self.folder / name / f"{FILE_OF.get(state, state)}.pt"
-        values = _load(path)
+        values = load_tensors(path)
         values = values.get(PARAM) if isinstance(values, dict) else values
         if not isinstance(values, Tensor):
             raise CheckpointError(path, f"it has no tensor {PARAM!r}")
@@ -223,17 +237,10 @@ class Universal:
         Raises:
             CheckpointError: parameters have different ones.
         """
-        found = {float(_load(path)): path for path in sorted(self.folder.rglob(f"{STEP}.pt"))}
+        found = {float(load_tensors(path)): path for path in sorted(self.folder.rglob(f"{STEP}.pt"))}
         if len(found) > 1:
             raise CheckpointError(self.folder, [f"{path} says {step:g}" for step, path in found.items()])
         return int(next(iter(found))) if found else None
-
-
-def _load(path: Path):
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def restore(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..config.paths import UnsafeName, inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
 from .errors import CheckpointError
@@ -210,13 +211,25 @@ def manifest_bytes(records: list[FileRecord], contents: dict[str, bytes]) -> byt
     return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
 
 
+def part_of(root: Path, name: str) -> Path:
+    """A file of a checkpoint.
+
+    Raises:
+        CheckpointError: the name leads out of the checkpoint, or a link does.
+    """
+    try:
+        return inside(root, name)
+    except UnsafeName as error:
+        raise CheckpointError(root, str(error)) from error
+
+
 def read_manifest(root: Path) -> tuple[list[FileRecord], dict[str, dict]]:
     """The files of the ranks and the other parts.
 
     Raises:
-        CheckpointError: the manifest is lost or damaged.
+        CheckpointError: the manifest is lost or damaged, or names files outside the checkpoint.
     """
-    path = root / MANIFEST_NAME
+    path = part_of(root, MANIFEST_NAME)
     try:
         outer = json.loads(path.read_bytes())
         content = outer["content"]
@@ -225,10 +238,23 @@ def read_manifest(root: Path) -> tuple[list[FileRecord], dict[str, dict]]:
         inner = json.loads(content)
         if inner["format"] != FORMAT:
             raise CheckpointError(path, f"format {inner['format']}; this version reads format {FORMAT}")
-        return [FileRecord(**values) for values in inner["files"]], inner["parts"]
+        records, parts = [FileRecord.from_dict(values) for values in inner["files"]], inner["parts"]
+        for name, part in parts.items():
+            if (
+                name not in (INDEX_NAME, META_NAME)
+                or type(part["size"]) is not int
+                or type(part["checksum"]) is not str
+            ):
+                raise ValueError(f"no part of a checkpoint: {name!r}: {part!r}")
+        lost = {INDEX_NAME, META_NAME} - set(parts)
+        if lost:
+            raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
+        return records, parts
     except FileNotFoundError as error:
         raise CheckpointError(path, "it is missing, so this is not a complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(path, f"it cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(path, f"damaged: {error!r}") from error
+        raise CheckpointError(
+            path, f"damaged: {error}" if type(error) in (ValueError, UnsafeName) else f"damaged: {error!r}"
+        ) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.paths import inside
 from .errors import DataError
 from .hashing import content_hash
 from .token_file import TokenFile
@@ -99,11 +100,12 @@ def _write(place: Path, arrays: Arrays) -> None:
 def _read(place: Path) -> Arrays:
     try:
         about = json.loads((place / "arrays.json").read_text())
+        files = {name: inside(place, f"{name}.npy") for name in about}
         for name, facts in about.items():
-            if (place / f"{name}.npy").stat().st_size != facts["bytes"]:
+            if files[name].stat().st_size != facts["bytes"]:
                 raise ValueError(f"{name}.npy is truncated")
-        return {name: np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in about}
-    except (OSError, ValueError, KeyError) as error:
+        return {name: np.load(file, mmap_mode="r").view(np.ndarray) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             place, f"this cache entry is damaged ({error})", "delete the folder; it is built again"
         ) from error

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from megatron.config.layers import Source as Values
+from megatron.config.paths import UnsafeName, inside
 from megatron.config.pattern import parse
 from megatron.config.resolve import Resolved, combine
 from megatron.model.stack import build_model
@@ -43,23 +44,23 @@ class Folder:
         self.types: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.places: dict[str, Path] = {}
-        for file in [path / name for name in sorted(set(listed.values()))] if listed else [self._single()]:
+        for file in sorted(set(listed.values())) if listed else [self._file("model.safetensors")]:
             for name, entry in read_header(file)[0].items():
                 if name in self.places:
                     raise CheckpointError(path, f"{name} is in {self.places[name].name} and in {file.name}")
                 self.types[name], self.shapes[name], self.places[name] = entry.dtype, entry.shape, file
 
         wrong = [
-            f"{INDEX} says that {name} is in {file}, and it is not"
+            f"{INDEX} says that {name} is in {file.name}, and it is not"
             for name, file in listed.items()
-            if self.places.get(name) != path / file
+            if self.places.get(name) != file
         ]
         if wrong:
             raise CheckpointError(path, wrong)
 
-    def _listed(self) -> dict[str, str]:
+    def _listed(self) -> dict[str, Path]:
         """Name of each tensor -> its file, as the index says; empty where there is no index."""
-        index = self.path / INDEX
+        index = self._file(INDEX, must=False)
         if not index.is_file():
             return {}
         try:
@@ -69,19 +70,27 @@ class Folder:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(index, f"it is damaged: {error!r}") from error
-        lost = [name for name in sorted(set(listed.values())) if not (self.path / name).is_file()]
+        places = {file: self._file(file, must=False) for file in sorted(set(listed.values()))}
+        lost = [name for name, place in places.items() if not place.is_file()]
         if lost:
             raise CheckpointError(self.path, [f"{name} is lost" for name in lost])
-        return listed
+        return {name: places[file] for name, file in listed.items()}
 
-    def _single(self) -> Path:
-        if (self.path / "model.safetensors").is_file():
-            return self.path / "model.safetensors"
-        raise CheckpointError(
-            self.path,
-            "it has no safetensors; older files (pytorch_model.bin) run code when they are "
-            "read: save them as safetensors first",
-        )
+    def _file(self, name: str, *, must: bool = True) -> Path:
+        """A file of the folder. In the hub's cache it is a link to one beside it."""
+        cache = self.path.resolve().parent
+        root = cache.parent if cache.name == "snapshots" and (cache.parent / "blobs").is_dir() else None
+        try:
+            place = inside(self.path, name, root=root)
+        except UnsafeName as error:
+            raise CheckpointError(self.path, str(error)) from error
+        if must and not place.is_file():
+            raise CheckpointError(
+                self.path,
+                "it has no safetensors; older files (pytorch_model.bin) run code when they are "
+                "read: save them as safetensors first",
+            )
+        return place
 
     def read(self, name: str) -> torch.Tensor:
         with safe_open(self.places[name], framework="pt") as file:

@@ -9,7 +9,6 @@ layers without parameters; version 2 later renamed the matrices of the MLP.
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.config import Config, load
+from megatron.config.paths import UnsafeName, inside
 
 from ..errors import CheckpointError
+from ..pickles import load_tensors
 from .architectures import GPT_NEOX
 from .config import hf_config
 from .written import INDEX
@@ -57,7 +58,7 @@ def layers_of(folder: Path) -> dict[int, list[Path]]:
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
         if match := FILE.fullmatch(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
+            found.setdefault(int(match[1]), {})[int(match[2])] = _checked(folder, path.name)
     if not found:
         raise CheckpointError(
             folder,
@@ -76,16 +77,20 @@ def layers_of(folder: Path) -> dict[int, list[Path]]:
     return {layer: [files[rank] for rank in range(ranks)] for layer, files in sorted(found.items())}
 
 
+def _checked(folder: Path, name: str) -> Path:
+    try:
+        return inside(folder, name)
+    except UnsafeName as error:
+        raise CheckpointError(folder, str(error)) from error
+
+
 def read(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, under their first names. No code in it is run.
 
     Raises:
         CheckpointError: it is damaged, or has anything but tensors.
     """
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
+    values = load_tensors(path)
     if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
         raise CheckpointError(path, "it has something other than tensors")
     return {_first_name(name): value for name, value in values.items() if name not in BUFFERS}

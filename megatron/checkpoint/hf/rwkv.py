@@ -6,7 +6,6 @@ RWKV-5 (x052), RWKV-6 (x060) and RWKV-7 (x070). Links are those of the Hugging F
 
 from __future__ import annotations
 
-import pickle
 import re
 import uuid
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from megatron.config.resolve import Resolved, combine
 from megatron.model.stack import build_model
 
 from ..errors import CheckpointError
+from ..pickles import load_tensors
 from ..reader import Checkpoint
 from .architecture import Architecture
 from .config import dims_of
@@ -170,10 +170,7 @@ class Published:
     """
 
     def __init__(self, path: Path):
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
+        tensors = load_tensors(path)
         if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
             raise CheckpointError(path, "it has something other than tensors")
         self.path, self.tensors = path, tensors

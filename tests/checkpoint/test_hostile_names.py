@@ -1,0 +1,210 @@
+"""Checkpoints of strangers: no name in them makes a reader touch a file outside their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_checkpoint, save
+from megatron.checkpoint.hf.importer import Folder
+from megatron.checkpoint.hf.neox import layers_of
+from megatron.checkpoint.index import checksum
+from megatron.checkpoint.pickles import load_tensors
+from megatron.checkpoint.transfer import download, upload
+from megatron.checkpoint.universal import export
+from megatron.data.cache import cached
+from megatron.data.errors import DataError
+from megatron.parallel.layout import Layout
+from megatron.parallel.shard import LogicalTensor, Role
+from tests.checkpoint.model import Model, fragments, meta
+
+NAMES = ["{outside}/stolen", "../../stolen", "data/../../../stolen", "data/../stolen", "a\nb", "", "CON"]
+
+
+@pytest.fixture
+def places(tmp_path):
+    """(a whole checkpoint, a folder that nobody may touch)."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    return save(tmp_path / "bucket", 3, fragments(Model(seed=3), Layout(), 0), meta(3)), outside
+
+
+def rewrite(path: Path, change) -> None:
+    """The manifest after a change, with the checksum that belongs to it: a checksum is no signature."""
+    content = json.loads(json.loads((path / "manifest.json").read_text())["content"])
+    change(content)
+    text = json.dumps(content)
+    (path / "manifest.json").write_text(json.dumps({"checksum": checksum(text.encode()), "content": text}))
+
+
+def move_file(content: dict, name: str) -> None:
+    content["files"][0]["path"] = name
+
+
+def move_part(content: dict, name: str) -> None:
+    content["parts"][name] = content["parts"].pop("meta.json")
+
+
+def add_part(content: dict, name: str) -> None:
+    content["parts"][name] = content["parts"]["meta.json"]
+
+
+@pytest.mark.parametrize("change", [move_file, move_part, add_part])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, name, change):
+    path, outside = places
+    name = name.format(outside=outside)
+    rewrite(path, lambda content: change(content, name))
+    # What the hostile store would send: the file exists where the name points, as seen from the URL.
+    (tmp_path / "stolen").write_text("theirs")
+    here = tmp_path / "a" / "b" / "c"
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        download(f"file://{path}", here, attempts=1)
+    assert list(outside.iterdir()) == [] and [each for each in (tmp_path / "a").rglob("*") if each.is_file()] == []
+
+
+@pytest.mark.parametrize("reader", [open_checkpoint, lambda path: upload(path, "memory://hostile", attempts=1)])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [move_file, move_part])
+def test_no_reader_follows_a_name_out_of_a_checkpoint(places, name, change, reader):
+    path, outside = places
+    shutil.copy(path / "data/0000/rank_00000.safetensors", outside / "stolen")
+    shutil.copy(path / "data/0000/rank_00000.safetensors", path.parent.parent / "stolen")
+    rewrite(path, lambda content: change(content, name.format(outside=outside)))
+    with pytest.raises(CheckpointError):
+        reader(path)
+
+
+@pytest.mark.parametrize("url", ["file://{bucket}/..", "file://{bucket}/a\nb"])
+def test_the_last_part_of_a_url_is_a_plain_name(places, tmp_path, url):
+    with pytest.raises(CheckpointError, match="file name"):
+        download(url.format(bucket=places[0].parent), tmp_path / "x" / "y", attempts=1)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["data/0000/rank_00000.safetensors", "index.safetensors", "meta.json", "manifest.json"]
+)
+def test_links_and_pipes_in_a_checkpoint_are_not_followed(places, name):
+    path, outside = places
+    shutil.move(path / name, outside / "file")
+    (path / name).symlink_to(outside / "file")
+    with pytest.raises(CheckpointError, match="leads out"):
+        open_checkpoint(path, verify="sizes")
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(CheckpointError, match="neither"):
+        open_checkpoint(path, verify="sizes")  # and does not wait for somebody to write into it
+
+
+def test_a_link_that_comes_later_is_not_followed_either(places):
+    path, outside = places
+    checkpoint = open_checkpoint(path, verify="checksums")
+    shutil.move(path / "data/0000/rank_00000.safetensors", outside / "file")
+    (path / "data/0000/rank_00000.safetensors").symlink_to(outside / "file")
+    with pytest.raises(CheckpointError, match="leads out"):
+        checkpoint.read(FragmentSpec.whole(checkpoint.tensors["norm.weight"], "master"))
+
+
+@pytest.mark.parametrize("sizes", [{"begin": 1 << 60}, {"begin": -1}, {"end": -5}, {"size": 1.5}, {"size": None}])
+def test_places_in_a_manifest_that_cannot_be_are_damage(places, sizes):
+    path, _ = places
+    rewrite(path, lambda content: content["files"][0].update(sizes))
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        open_checkpoint(path, verify="checksums")
+
+
+def of_one_tensor(name: str) -> Fragment:
+    return Fragment.empty(FragmentSpec.whole(LogicalTensor(name, (4,), Role.NORM), "master"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["../../stolen", "/tmp/stolen-{unique}", "a/../../../stolen", "a\nb"])
+def test_names_of_tensors_do_not_become_paths_elsewhere(tmp_path, name):
+    name = name.format(unique=tmp_path.name)
+    path = save(tmp_path, 1, [of_one_tensor(name)], meta(1))
+    with pytest.raises(CheckpointError, match="file name"):
+        export(open_checkpoint(path), tmp_path / "a" / "b" / "out")
+    plain = save(tmp_path, 2, [of_one_tensor("w")], meta(2))
+    with pytest.raises(CheckpointError, match="file name"):
+        export(open_checkpoint(plain), tmp_path / "a" / "b" / "out", {"w": name})
+    assert not (tmp_path / "a").exists() and not Path(f"/tmp/stolen-{tmp_path.name}").exists()
+
+
+@pytest.mark.parametrize("name", ["{outside}/model.safetensors", "../outside/model.safetensors", "", "a\nb"])
+def test_an_index_of_hugging_face_stays_in_its_folder(tmp_path, name):
+    model, outside = tmp_path / "model", tmp_path / "outside"
+    model.mkdir()
+    outside.mkdir()
+    save_file({"w": torch.ones(2)}, outside / "model.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name.format(outside=outside)}}))
+    with pytest.raises(CheckpointError, match="file name"):
+        Folder(model)
+    (model / "link.safetensors").symlink_to(outside / "model.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "link.safetensors"}}))
+    with pytest.raises(CheckpointError, match="leads out"):
+        Folder(model)
+
+
+def test_the_hubs_cache_of_links_is_read(tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    save_file({"w": torch.ones(2)}, blobs / "abc")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    assert Folder(snapshot).read("w").tolist() == [1.0, 1.0]
+    (snapshot / "model.safetensors").unlink()
+    save_file({"w": torch.ones(2)}, tmp_path / "elsewhere")
+    (snapshot / "model.safetensors").symlink_to("../../../elsewhere")
+    with pytest.raises(CheckpointError, match="leads out"):
+        Folder(snapshot)
+
+
+def test_layers_of_gpt_neox_are_files_of_the_folder(tmp_path):
+    folder = tmp_path / "global_step1"
+    folder.mkdir()
+    (folder / "layer_00-model_00-model_states.pt").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="leads out"):
+        layers_of(folder)
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/x", "a\0b"])
+def test_a_cache_entry_names_its_own_arrays(tmp_path, name):
+    array = np.arange(3)
+    (entry,) = [each for each in _made(tmp_path, array) if each.is_dir()]
+    np.save(tmp_path.parent / "elsewhere.npy", array)
+    size = (tmp_path.parent / "elsewhere.npy").stat().st_size
+    (entry / "arrays.json").write_text(json.dumps({name: {"bytes": size}}))
+    with pytest.raises(DataError, match="damaged"):
+        _made(tmp_path, array)
+
+
+def _made(folder: Path, array: np.ndarray) -> list[Path]:
+    cached(folder, "kind", ("key",), lambda: {"a": array})
+    return list(folder.iterdir())
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("code-of-the-file-was-run",)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
+def test_a_pickle_with_code_is_refused_without_advice_to_run_it(tmp_path, monkeypatch, new):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": Runs()}, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(CheckpointError) as caught:
+        load_tensors(tmp_path / "a.pt")
+    said = str(caught.value)
+    assert "weights_only" not in said and "safe_globals" not in said
+    if new:  # the old form is refused before torch looks at what is in it: it cannot be mapped
+        assert "mkdir" in said and "can run code" in said
+    assert caught.value.__cause__ is None or "weights_only" not in str(caught.value.__cause__)
+    assert not (tmp_path / "code-of-the-file-was-run").exists()
