@@ -3,6 +3,8 @@
 Each file of values is a dictionary: the whole parameter as `param`, and how tensor parallel ranks cut it: `cat_dim`
 and, for equally large parts that are each cut alone, `param_n_sub_params` (deepspeed's universal_checkpoint.py).
 `step.pt` is a number. Optimizers with other states have files of their names; DeepSpeed's loader takes any.
+Beside the folders its engine reads `zero/optimizer_state.pt` (what an optimizer has once) and a file of model states
+(how many steps were done), of one name for ZeRO 1 and 2 and another for ZeRO 3.
 DeepSpeed's native checkpoints become this by its own converter (`made_universal`).
 """
 
@@ -34,6 +36,10 @@ from .writer import write_tensors
 FP32, STEP, PARAM = "fp32", "step", "param"
 STATE_OF = {FP32: MASTER}  # their file -> our state; others have the same name
 FILE_OF = {MASTER: FP32}
+OPTIMIZER = "optimizer_state.pt"
+MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # ZeRO 1 and 2; ZeRO 3
+LATEST = "latest_universal"
+DS_VERSION = "0.19.8"  # whose files these are
 
 
 def read_names(path: Path) -> dict[str, str]:
@@ -127,10 +133,48 @@ def export(checkpoint: Checkpoint, out: Path, names: Mapping[str, str] | None = 
                 _save({PARAM: values, **_cut(tensor)}, folder / f"{FILE_OF.get(state, state)}.pt")
             if "step" in checkpoint.meta.optimizer:
                 _save(torch.tensor(float(checkpoint.meta.optimizer["step"])), folder / f"{STEP}.pt")
+        _write_engine_state(draft, checkpoint.meta, len(states))
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return len(states)
+
+
+def mark_latest(out: Path) -> bool:
+    """Write the file by which DeepSpeed finds this checkpoint where no tag is given; False where it names another."""
+    path = out.parent / LATEST
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip() == out.name
+    path.write_text(out.name, encoding="utf-8")
+    return True
+
+
+def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
+    """What DeepSpeed's engine (0.19.8) reads beside the parameters.
+
+    Its loader pairs the groups of parameters here with those of its optimizer, and leaves out parameters of groups that
+    have no partner: there are never more groups than parameters. They are empty, because the learning rate, betas and
+    weight decay are those of the configuration that it is started with.
+    """
+    done = torch.tensor(float(meta.optimizer.get("step", meta.step)))
+    optimizer = {
+        "ds_version": DS_VERSION,
+        "param_groups": [{} for _ in range(parameters)],
+        "optimizer_state_dict": {"state": {0: {"step": done}}, "param_groups": [{}]},  # where ZeRO 3 looks
+    }
+    _save(optimizer, folder / "zero" / OPTIMIZER)
+    schedule = {"last_batch_iteration": meta.step - 1, "last_epoch": meta.step}  # DeepSpeed's schedules, and torch's
+    engine = {
+        "module": {},
+        "lr_scheduler": schedule,
+        "global_steps": meta.step,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": DS_VERSION,
+    }
+    for name in MODEL_STATES:
+        _save(engine, folder / name)
 
 
 def _save(value, path: Path) -> None:

@@ -125,6 +125,17 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
     )
 
 
+def parameter_names(config_file: str, ranks: int, *overrides: str) -> dict[str, str]:
+    """Our names of the parameters, and those of the module that DeepSpeed gets."""
+    from megatron.model.stack import Model, Plan
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+
+    config = load([config_file], overrides, ranks=ranks).config
+    model = Model(Plan(config, Mesh.build(Layout.of(config, ranks)), values=False))
+    return {parameter.logical.name: name for name, parameter in model.named_parameters()}
+
+
 def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
     """What to_native.py does, on these workers."""
     import torch.distributed as dist
@@ -270,6 +281,72 @@ def loaded(load, folder: Path, model: Model, tensor, rank: int, ranks: int):
     )
     step = MethodType(load, parameter)(str(folder / "zero" / tensor.name), rank, ranks)
     return {"fp32": target, **parameter._hp_mapping.optim_fragment}, step
+
+
+def trained_on(folder: str, config_file: str, ranks: int, tag: str, *overrides: str) -> list[float]:
+    """DeepSpeed's engine loads a universal checkpoint over other values, by its own `load_checkpoint`, and trains on.
+
+    Returns:
+        The losses of the steps that follow.
+    """
+    from megatron.data.loader import build_loader
+    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+
+    words = ["training.seed=77", "deepspeed.checkpoint.load_universal=true", *overrides]
+    config = load([config_file], words, ranks=ranks).config
+    data = load([config_file], overrides, ranks=ranks).config  # of the seed that the run had
+    device = torch.device("cpu")
+    prepare_deepspeed(device)
+    mesh = Mesh.build(Layout.of(config, ranks))
+    engine = build_engine(config, mesh, device, values=True)
+    theirs = engine.state.engine
+    path, _ = theirs.load_checkpoint(folder, tag=None if tag == "latest" else tag)
+    assert path is not None and theirs.global_steps == 3
+    if config.zero.stage == 3:
+        # Its ZeRO 3 gives all groups of parameters one tensor of steps, which an optimizer of torch adds to per group.
+        states = theirs.optimizer.optimizer.state.values()
+        assert len({id(state["step"]) for state in states}) == 1 < len(states)
+        for state in states:
+            state["step"] = state["step"].clone()
+    loader = build_loader(data, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
+    found = [float(engine.step(loader.step(step), 1e-2).loss) for step in range(3, config.training.steps)]
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("zero.stage=1",),
+        ("zero.stage=2",),
+        ("zero.stage=3",),
+        ("zero.stage=1", "precision=bf16"),
+        ("zero.stage=1", "parallel.tensor=2", "precision=bf16"),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_deepspeeds_own_engine_loads_it_whole_and_trains_on_as_we_do(tmp_path: Path, layout, capsys) -> None:
+    """Learning rates are constant, and given to both."""
+    from tests.training.test_run import job
+
+    text = TINY.replace("steps: 3", "steps: 7") + f"run: {{dir: {tmp_path}/run}}\nschedule: {{type: constant}}\n"
+    text += "logging: {console: quiet, curve: false}\ncheckpoint: {every: 3}\n"
+    (tmp_path / "tiny.yml").write_text(text)
+    lines = on_ranks(2, job, str(tmp_path), 2, *layout)[0]
+    ours = [line["loss"] for line in lines if line["step"] >= 3 and "loss" in line]
+    path = tmp_path / "run" / "checkpoints" / "step_00000003"
+    names = on_ranks(2, parameter_names, str(tmp_path / "tiny.yml"), 2, *layout)[0]
+    (tmp_path / "names.yml").write_text(json.dumps(names))
+    words = [str(path), str(tmp_path / "global_step3_universal"), "--names", str(tmp_path / "names.yml")]
+    assert tool("to_deepspeed").main(words) == 0, capsys.readouterr().err
+    assert (tmp_path / "latest_universal").read_text() == "global_step3_universal"
+    found = on_ranks(2, trained_on, str(tmp_path), str(tmp_path / "tiny.yml"), 2, "latest", *layout)
+    reporting = [losses for losses in found if any(losses)]
+    theirs = [sum(losses) / len(reporting) for losses in zip(*reporting)]
+    assert len(ours) == len(theirs) == 4
+    assert theirs == pytest.approx(ours, rel=1e-12), "the same sums in the same order"
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path, capsys) -> None:

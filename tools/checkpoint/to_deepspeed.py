@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write a checkpoint as a universal checkpoint of DeepSpeed: a folder per parameter with its fp32 value and moments.
+"""Write a checkpoint as a universal checkpoint of DeepSpeed, which its engine loads: a folder per parameter with its
+fp32 value and moments, and the state of the optimizer and of the engine.
 
 python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT
 python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT --names names.yml    # our name: their name, for each tensor
@@ -18,7 +19,7 @@ import argparse
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.universal import export, read_names
+from megatron.checkpoint.universal import LATEST, export, mark_latest, read_names
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"to_deepspeed: {error}", file=sys.stderr)
         return 2
     print(f"wrote {count} parameters to {options.out}/zero")
+    if mark_latest(options.out):
+        print(f"{options.out.parent / LATEST} names it")
+    else:
+        print(f"{options.out.parent / LATEST} names another one; load this with tag={options.out.name!r}")
     return 0
 
 
