@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.pattern import parse
-from megatron.model.ffn.moe.balance import LOSSES, Balance
+from megatron.kinds.moe.balance import LOSSES, Balance
 from megatron.model.options import options_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh

@@ -14,11 +14,9 @@ from megatron.parallel.parameters import ParameterFactory
 
 from .counts import Counts
 from .dropout import Dropout
-from .ffn import FFNS
 from .initialisation import Initialisation
-from .mixers import BESIDES, MIXERS
 from .norm import Norm, norm_activations, norm_parameters
-from .options import options_of
+from .options import layer_class, options_of
 from .residual import joint
 from .stream import Channel, Stream
 
@@ -59,11 +57,11 @@ class Block(nn.Module):
         self.mixer_joint = self.ffn_joint = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
-            self.mixer = _layer(MIXERS, make, model, pattern.mixer, init)
+            self.mixer = _layer(make, model, pattern.mixer, init)
         if pattern.mixer and pattern.mixer.beside:
             shared = {} if shared is None else shared
             self.beside = nn.ModuleList(
-                BESIDES[kind.name](
+                layer_class(kind)(
                     make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
                 )
                 for kind, number in zip(pattern.mixer.beside, call_numbers(model.layers)[init.index])
@@ -71,7 +69,7 @@ class Block(nn.Module):
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
-            self.ffn = _layer(FFNS, make, model, pattern.ffn, init)
+            self.ffn = _layer(make, model, pattern.ffn, init)
         if model.residual.channel_scales:
             self.mixer_joint = joint(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = joint(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
@@ -133,8 +131,8 @@ class Block(nn.Module):
         return y if self.residual.multiplier == 1.0 else y * self.residual.multiplier
 
 
-def _layer(kinds: dict, make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
-    return kinds[kind.name](make.scope(kind.name), model, options_of(model, kind), init)
+def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
+    return layer_class(kind)(make.scope(kind.name), model, options_of(model, kind), init)
 
 
 def _apply(layer: nn.Module, x: Tensor, stream: Stream, state: Any) -> tuple[Tensor, Stream]:
@@ -151,7 +149,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
     """
     found: dict[str, Channel] = {}
     for kind in pattern.kinds:
-        layer = {**MIXERS, **BESIDES, **FFNS}.get(kind.name)
+        layer = layer_class(kind)
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
     return found
@@ -170,9 +168,9 @@ def streams_kept(model: ModelSection, pattern: BlockPattern) -> int:
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:
     """Costs of the block of this index, its norms included. Kinds that depend on the index say so: `indexed`."""
     H, total, norms = model.hidden_size, Counts(), 0
-    for kinds, kind in ((MIXERS, pattern.mixer), (FFNS, pattern.ffn)):
+    for kind in (pattern.mixer, pattern.ffn):
         if kind is not None:
-            layer = kinds[kind.name]
+            layer = layer_class(kind)
             place = (index,) if getattr(layer, "indexed", False) else ()
             total += layer.counts(model, options_of(model, kind), sequence_length, *place)
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
@@ -180,7 +178,7 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
             norms += 1
     for number, kind in enumerate(pattern.mixer.beside if pattern.mixer else ()):
         call = call_numbers(model.layers)[index][number]
-        total += BESIDES[kind.name].counts(model, options_of(model, kind), sequence_length, call)
+        total += layer_class(kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
     if Block.shares_norm(model, pattern):

@@ -1,13 +1,21 @@
-"""The options of a layer kind, with its variant's overrides."""
+"""The class of a layer of some kind, and its options with its variant's overrides."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from megatron.config.pattern import KINDS, Kind
+from megatron.config.registry import KIND, registry_of
 from megatron.config.sections.base import Section
 from megatron.config.sections.model import ModelSection
+
+
+def layer_class(kind: Kind) -> type[nn.Module]:
+    """The module of a kind; with static methods for its counts and side channels."""
+    return registry_of().load(KIND, kind.name)
 
 
 def options_of(model: ModelSection, kind: Kind) -> Section:

@@ -7,8 +7,7 @@ from megatron.config.pattern import call_numbers, parse
 
 from .block import block_counts
 from .ends import embedding_counts, head_counts
-from .mixers.shared_attention import shared_name
-from .options import options_of
+from .options import layer_class, options_of
 
 
 def stage_bounds(config: Config) -> list[int]:
@@ -47,7 +46,8 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
     users: dict[str, set[int]] = {}
     for block, numbers, stage in zip(parse(model.layers), call_numbers(model.layers), stages[1:]):
         for kind, number in zip(block.mixer.beside if block.mixer else (), numbers):
-            users.setdefault(shared_name(kind, options_of(model, kind), number), set()).add(stage)
+            name = layer_class(kind).shared_name(kind, options_of(model, kind), number)
+            users.setdefault(name, set()).add(stage)
     return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}
 
 

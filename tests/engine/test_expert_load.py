@@ -14,8 +14,8 @@ import torch
 from megatron.config import resolve
 from megatron.data.batch import StepBatch
 from megatron.engine.expert_load import ExpertLoad
-from megatron.model.ffn.moe.choice import scores_of
-from megatron.model.ffn.moe.trace import moe_layers, traced
+from megatron.kinds.moe.choice import scores_of
+from megatron.kinds.moe.trace import moe_layers, traced
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.mesh import Mesh
@@ -132,7 +132,7 @@ def used_experts(mode: str) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_replays_the_choice(mode: str, monkeypatch):
     assert used_experts(mode).equal(used_experts("none"))
-    monkeypatch.setattr("megatron.model.ffn.moe.layer.once", lambda make: make())
+    monkeypatch.setattr("megatron.kinds.moe.layer.once", lambda make: make())
     assert not used_experts("full").equal(used_experts("none"))  # so the comparison can fail
 
 

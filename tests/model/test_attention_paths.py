@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megatron.model.mixers import attend as paths
-from megatron.model.mixers.attend import Pattern, alibi_slopes, attend, choose
+from megatron.kinds.common import attend as paths
+from megatron.kinds.common.attend import Pattern, alibi_slopes, attend, choose
 from tests.model.parity import relative
 
 B, HEADS, KV, S, D = 2, 4, 2, 24, 8

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mixers.convolution import causal_convolution, last_taps
+from megatron.kinds.common.convolution import causal_convolution, last_taps
 from tests.model.parity import relative
 
 B, S, C = 2, 9, 6

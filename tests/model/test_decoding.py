@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.config import resolve
+from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.model.describe import layers_table
 from megatron.model.generate import Sampling, choose, complete, filtered, generate
-from megatron.model.mixers.attention import KeyValueCache
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, relative
 from tests.model.test_model_options import OPTIONS, config_of

@@ -16,9 +16,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.models.zaya.modeling_zaya import ZayaAttention, ZayaRotaryEmbedding
 
 from megatron.config import resolve
+from megatron.kinds.gated_delta import kernels as delta_kernels
+from megatron.kinds.gated_delta.delta_rule import LENGTH_EPSILON, gated_delta_rule
 from megatron.model.describe import layers
-from megatron.model.mixers import delta_kernels
-from megatron.model.mixers.delta_rule import LENGTH_EPSILON, gated_delta_rule
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from tests.model.parity import named, randomise, relative

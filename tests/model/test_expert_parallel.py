@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.model.ffn.moe import MoE
+from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.parallel.layout import Coordinates, Layout

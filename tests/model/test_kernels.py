@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import resolve
+from megatron.kinds.common import convolution, convolution_kernels
+from megatron.kinds.mamba import selective_scan
+from megatron.kinds.mamba2 import ssd
 from megatron.model import kernels
-from megatron.model.mixers import convolution, mamba_kernels, selective_scan, ssd
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, relative
 
@@ -137,7 +139,7 @@ def packages(monkeypatch):
             if parent not in sys.modules or parent == name:
                 monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         setattr(sys.modules[name], function.__name__, function)
-    for module in (kernels, mamba_kernels):
+    for module in (kernels, convolution_kernels):
         monkeypatch.setattr(module, "installed", lambda package: True)
 
 

@@ -14,8 +14,8 @@ from megatron.config import resolve
 from megatron.config.variants import options
 from megatron.engine.optimizers.groups import parameter_groups
 from megatron.engine.optimizers.muon import muon_direction
-from megatron.model.ffn.moe import MoE
-from megatron.model.ffn.moe.choice import choose, scores_of, sinkhorn
+from megatron.kinds.moe.choice import choose, scores_of, sinkhorn
+from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream

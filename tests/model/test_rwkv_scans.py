@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.mixers.documents import document_starts
-from megatron.model.mixers.wkv4 import wkv4
-from megatron.model.mixers.wkv6 import wkv6
-from megatron.model.mixers.wkv7 import wkv7
+from megatron.kinds.common.documents import document_starts
+from megatron.kinds.common.rwkv.wkv6 import wkv6
+from megatron.kinds.rwkv4.wkv4 import wkv4
+from megatron.kinds.rwkv7.wkv7 import wkv7
 from tests.model.parity import relative
 from tests.model.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
 

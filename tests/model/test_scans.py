@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.model.mixers.documents import document_starts
-from megatron.model.mixers.selective_scan import selective_scan
-from megatron.model.mixers.ssd import ssd
+from megatron.kinds.common.documents import document_starts
+from megatron.kinds.mamba.selective_scan import selective_scan
+from megatron.kinds.mamba2.ssd import ssd
 from tests.model.parity import relative
 from tests.model.recurrences import mamba2_head, mamba_channel, softplus
 

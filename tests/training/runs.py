@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from megatron.config import Config, resolve
 from megatron.data.batch import StepBatch
-from megatron.model.ffn.moe.balance import Balance
+from megatron.kinds.moe.balance import Balance
 from megatron.model.stream import LOSS
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh

@@ -229,7 +229,7 @@ def with_fla(setup: Setup) -> Ours:
     import torch
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
 
-    from megatron.model.mixers import rwkv7
+    from megatron.kinds.rwkv7 import layer as rwkv7
 
     def theirs(r, log_w, k, v, a, b, *, chunk, initial_BhNN=None, starts_BS=None):
         if initial_BhNN is not None or starts_BS is not None:

@@ -32,8 +32,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 
 from megatron.config import resolve  # noqa: E402
-from megatron.model.ffn.moe import MoE  # noqa: E402
-from megatron.model.ffn.moe.dispatch import Travel  # noqa: E402
+from megatron.kinds.moe.dispatch import Travel  # noqa: E402
+from megatron.kinds.moe.layer import MoE  # noqa: E402
 from megatron.model.initialisation import Initialisation  # noqa: E402
 from megatron.model.stream import Stream  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402

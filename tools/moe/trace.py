@@ -27,7 +27,7 @@ def rows(model, tokens, **sides) -> Iterator[dict]:
     """A row per token and layer of tokens [B, S], as described above; `sides` are their positions and documents, if
     any.
     """
-    from megatron.model.ffn.moe.trace import traced
+    from megatron.kinds.moe.trace import traced
 
     for layer, (experts, weights) in traced(model, tokens, **sides).items():
         for sample in range(tokens.shape[0]):
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.data.loader import build_loader
-    from megatron.model.ffn.moe.trace import moe_layers
+    from megatron.kinds.moe.trace import moe_layers
     from megatron.training.text import find_checkpoint, load_model
 
     try:

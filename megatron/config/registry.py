@@ -1,0 +1,197 @@
+"""What the names in a configuration stand for: a table of import paths, which extensions add to.
+
+An entry is "package.module:attribute". Nothing is imported before its name is used, so that this table can name what
+needs torch. An extension is a Python module or package with a mapping of the same form:
+
+    EXTENSION = {"optimizer": {"sgdm": "my_lab.sgdm:SGDM"}, "kind": {"retention": "my_lab.retention.options:KIND"}}
+
+A configuration lists the extensions that it needs in `model.extensions`; `registry_of` gives the table with them. An
+installed package can offer names without being listed: by an entry point of the group `deepy.<role>` whose name is the
+offered one and whose value is the extension's module. A name that has a colon is an import path by itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+KIND = "kind"
+
+# By role, then by name. What is added inside the tree is one line here.
+INSIDE: dict[str, dict[str, str]] = {
+    # Kinds of layers.
+    KIND: {
+        "attention": "megatron.kinds.attention.layer:Attention",
+        "mamba": "megatron.kinds.mamba.layer:Mamba",
+        "mamba2": "megatron.kinds.mamba2.layer:Mamba2",
+        "rwkv4": "megatron.kinds.rwkv4.layer:RWKV4",
+        "rwkv5": "megatron.kinds.rwkv5.layer:RWKV5",
+        "rwkv6": "megatron.kinds.rwkv6.layer:RWKV6",
+        "rwkv7": "megatron.kinds.rwkv7.layer:RWKV7",
+        "rwkv4_ffn": "megatron.kinds.rwkv_ffn.layer:RWKV4ChannelMix",
+        "rwkv5_ffn": "megatron.kinds.rwkv_ffn.layer:RWKV5ChannelMix",
+        "rwkv6_ffn": "megatron.kinds.rwkv_ffn.layer:RWKV6ChannelMix",
+        "rwkv7_ffn": "megatron.kinds.rwkv_ffn.layer:RWKV7ChannelMix",
+        "gated_delta": "megatron.kinds.gated_delta.layer:GatedDelta",
+        "cca": "megatron.kinds.cca.layer:CCA",
+        "mlp": "megatron.kinds.mlp.layer:MLP",
+        "moe": "megatron.kinds.moe.layer:MoE",
+        "shared_attention": "megatron.kinds.shared_attention.layer:SharedAttention",
+    },
+    "optimizer": {},
+    "schedule": {},
+    "objective": {},
+    "hook": {},
+    "metric": {},
+    "data_source": {},
+    "architecture": {},
+    "runner": {},
+}
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+class RegistryError(ValueError):
+    """A name or an extension that cannot be used.
+
+    Attributes:
+        rule: what must hold.
+        fix: what to do.
+    """
+
+    def __init__(self, rule: str, fix: str):
+        self.rule, self.fix = rule, fix
+        super().__init__(f"{rule}: {fix}")
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The names of each role, and what they stand for.
+
+    Attributes:
+        tables: import paths by role and name.
+        extensions: the modules that have added to the tables inside.
+    """
+
+    tables: Mapping[str, Mapping[str, str]]
+    extensions: tuple[str, ...] = ()
+
+    def names(self, role: str) -> tuple[str, ...]:
+        """In the order in which they are listed: those inside first."""
+        return tuple(self.tables[role])
+
+    def path(self, role: str, name: str) -> str:
+        """The import path behind a name; a name with a colon is its own.
+
+        Raises:
+            RegistryError: nothing has this name.
+        """
+        if name in self.tables[role]:
+            return self.tables[role][name]
+        if ":" in name:
+            return name
+        near = difflib.get_close_matches(name, self.names(role), n=1)
+        known = f"the names are {', '.join(self.names(role))}"
+        raise RegistryError(
+            f"{name!r} must be the name of one {role} that is known",
+            f"did you mean {near[0]}? {known}" if near else f"{known}; or list the extension that has it",
+        )
+
+    def load(self, role: str, name: str) -> Any:
+        """Import what a name stands for.
+
+        Raises:
+            RegistryError: nothing has this name, or it cannot be imported.
+        """
+        return load(self.path(role, name))
+
+    def extended(self, module: str) -> Registry:
+        """With the names of one more extension.
+
+        Raises:
+            RegistryError: there is no such module, it cannot be imported, or it does not say what it adds.
+        """
+        tables = {role: dict(table) for role, table in self.tables.items()}
+        for role, name, path in _declared(module, tuple(tables)):
+            if tables[role].get(name, path) != path:
+                raise RegistryError(
+                    f"extension {module} must not name its {role} {name!r}, which stands for {tables[role][name]}",
+                    "give it another name in the extension's EXTENSION",
+                )
+            tables[role][name] = path
+        return Registry(tables, (*self.extensions, module))
+
+
+@cache
+def load(path: str) -> Any:
+    """The object at "package.module:attribute".
+
+    Raises:
+        RegistryError: no such module or attribute, or the module fails when it is imported.
+    """
+    if not _PATH.fullmatch(path):
+        raise RegistryError(f"{path!r} must be an import path", "write it as package.module:attribute")
+    module, _, attribute = path.partition(":")
+    found = _imported(module)
+    if not hasattr(found, attribute):
+        raise RegistryError(f"module {module} must have {attribute}", f"define {attribute} there, or mend the path")
+    return getattr(found, attribute)
+
+
+def _imported(module: str) -> Any:
+    if not _MODULE.fullmatch(module):
+        raise RegistryError(f"{module!r} must be the name of a Python module", "write it as package.module")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+            fix = "install the package that has it, or put its folder into PYTHONPATH, on every host"
+            raise RegistryError(f"module {module} must be found by Python", fix) from None
+        raise RegistryError(f"module {module} must be importable, and it needs {error.name}", "install that") from error
+    except Exception as error:  # whatever a user's module does
+        rule = f"module {module} must be importable, and it fails with {type(error).__name__}: {error}"
+        raise RegistryError(rule, f"mend it until `python -c 'import {module}'` works") from error
+
+
+def _declared(module: str, roles: tuple[str, ...]) -> Iterable[tuple[str, str, str]]:
+    """Role, name and import path of each thing that an extension adds."""
+    tables = getattr(_imported(module), "EXTENSION", None)
+    if not isinstance(tables, Mapping):
+        raise RegistryError(
+            f"extension {module} must have a mapping EXTENSION of roles to names to import paths",
+            'write for example EXTENSION = {"kind": {"retention": "my_lab.retention.options:KIND"}}',
+        )
+    for role, table in tables.items():
+        if role not in roles:
+            raise RegistryError(f"extension {module} names the unknown role {role!r}", f"use one of {', '.join(roles)}")
+        if not isinstance(table, Mapping):
+            raise RegistryError(f"EXTENSION[{role!r}] of {module} must map names to import paths", "mend it there")
+        for name, path in table.items():
+            if not (isinstance(name, str) and name.isidentifier() and isinstance(path, str) and _PATH.fullmatch(path)):
+                rule = f"EXTENSION[{role!r}][{name!r}] of {module} must give a plain name an import path"
+                raise RegistryError(rule, "write it as package.module:attribute")
+            yield role, name, path
+
+
+@cache
+def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
+    """The names inside, and those of the extensions (modules, in the order of `model.extensions`).
+
+    Raises:
+        RegistryError: of the first extension that cannot be used.
+    """
+    if not extensions:
+        return Registry(INSIDE)
+    return registry_of(extensions[:-1]).extended(extensions[-1])
+
+
+def offered(role: str, name: str) -> str | None:
+    """The module of the installed extension that offers this name by an entry point; None if none does."""
+    found = importlib.metadata.entry_points(group=f"deepy.{role}", name=name)
+    return next(iter(sorted(each.value for each in found)), None)

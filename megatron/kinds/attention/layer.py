@@ -1,0 +1,199 @@
+"""Softmax attention: multi-head, grouped or multi-query, cut over tensor parallel ranks by heads.
+
+Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, all of this rank unless
+said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import AttentionOptions, ModelSection
+from megatron.kinds.common.attend import Pattern, alibi_slopes, attend
+from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
+from megatron.model.rotary import Rotary
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.random import site_key
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one of several layers that share an attention module has of its own.
+
+    Attributes:
+        dropout_key: of its draws.
+        adapters: modules whose results are added to queries, keys and values; None where there are none.
+    """
+
+    dropout_key: int
+    adapters: tuple[nn.Module, nn.Module, nn.Module] | None = None
+
+
+class Attention(nn.Module):
+    """x [B, s, H] (or of `inputs` channels) to its attention output [B, s, H].
+
+    Query heads are cut over the ranks. Key/value heads are cut too if their number allows; else every rank
+    computes all of them and uses those of its query heads.
+    """
+
+    def __init__(
+        self,
+        make: ParameterFactory,
+        model: ModelSection,
+        options: AttentionOptions,
+        init: Initialisation,
+        inputs: int | None = None,
+    ):
+        super().__init__()
+        mesh, H, D = make.mesh, model.hidden_size, options.head_dim
+        inputs = inputs or H
+        self.mesh, self.options, self.D, self.seed = mesh, options, D, make.seed
+        self.heads = options.heads // mesh.tensor.size
+        self.first_head = self.heads * mesh.tensor.rank
+        self.shard_kv = options.kv_heads % mesh.tensor.size == 0
+        self.kv_heads = options.kv_heads // mesh.tensor.size if self.shard_kv else options.kv_heads
+        q_width, kv_width = options.heads * D, options.kv_heads * D
+        self.query = ColumnLinear(
+            make.scope("query"), inputs, (q_width,), init=init.hidden(inputs, q_width), bias=options.qkv_bias, unit=D
+        )
+        self.key_value = ColumnLinear(
+            make.scope("key_value"),
+            inputs,
+            (kv_width, kv_width),
+            init=init.hidden(inputs, kv_width),
+            bias=options.qkv_bias,
+            unit=D,
+            shard=self.shard_kv,
+        )
+        self.output = RowLinear(
+            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
+        )
+        self.query_norm = self.key_norm = None
+        if options.qk_norm == "head":
+            self.query_norm = Norm(make.scope("query_norm"), D, model.norm, partial=True)
+            self.key_norm = Norm(make.scope("key_norm"), D, model.norm, partial=True)
+        elif options.qk_norm == "full":
+            epsilon = model.norm.epsilon
+            self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, epsilon, sharded=True)
+            self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, epsilon, sharded=self.shard_kv)
+        self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
+        slopes = None
+        if options.position == "alibi":
+            slopes = tuple(alibi_slopes(options.heads)[self.first_head : self.first_head + self.heads])
+        self.pattern = Pattern(options.scale or D**-0.5, options.window, options.softcap, slopes)
+        self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
+
+    def forward(
+        self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
+    ) -> Tensor:
+        x_BSH, call = enter(x, self.mesh), call or Call(self.dropout_key)
+        q, k, v = self._project(x_BSH, call)
+        if self.rotary is not None:
+            begin = cache.length if cache is not None else 0
+            angles = self._angles(stream, begin, x_BSH)
+            q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if not self.shard_kv:
+            k, v = self._used_heads(k), self._used_heads(v)
+        dropout = None
+        if self.training and self.options.dropout > 0.0:
+            dropout = (self.options.dropout, call.dropout_key, stream.samples, self.first_head)
+        y = attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
+        return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def new_state(self) -> KeyValueCache:
+        return KeyValueCache()
+
+    def _project(self, x_BSH: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised."""
+        q, (k, v) = self.query(x_BSH), self.key_value(x_BSH).chunk(2, dim=-1)
+        if call.adapters is not None:
+            q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), call.adapters))
+        wide = isinstance(self.query_norm, WideRMSNorm)
+        if wide:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (each.unflatten(-1, (-1, self.D)) for each in (q, k, v))
+        if self.query_norm is not None and not wide:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return q, k, v
+
+    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
+        length = x_BSH.shape[1]
+
+        def make():
+            positions = stream.positions
+            if positions is None and begin:
+                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
+            return self.rotary.angles(begin + length, positions, x_BSH.device)
+
+        return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
+
+    def prepare(self, stream: Stream) -> None:
+        """Put into the stream's memo what forward would: a compiled block finds it there and traces none of it.
+
+        For streams whose hidden state has the whole sequence.
+        """
+        if self.rotary is not None:
+            self._angles(stream, 0, stream.hidden)
+
+    def _used_heads(self, x_BmSD: Tensor) -> Tensor:
+        """Of all key/value heads, those that this rank's query heads read, one for each where they do not group."""
+        group = self.options.heads // self.options.kv_heads
+        used = [(self.first_head + head) // group for head in range(self.heads)]
+        if len(set(used)) == 1:
+            used = used[:1]
+        return x_BmSD[:, used]
+
+    @staticmethod
+    def counts(
+        model: ModelSection, options: AttentionOptions, sequence_length: int, inputs: int | None = None
+    ) -> Counts:
+        H, D = model.hidden_size, options.head_dim
+        inputs = inputs or H
+        q_width, kv_width = options.heads * D, options.kv_heads * D
+        matrices = (inputs + H) * q_width + 2 * inputs * kv_width
+        parameters = matrices
+        if options.qkv_bias:
+            parameters += q_width + 2 * kv_width
+        if options.output_bias:
+            parameters += H
+        if options.qk_norm == "full":
+            parameters += q_width + kv_width
+        elif options.qk_norm == "head":
+            parameters += 2 * norm_parameters(model.norm, D)
+        seen = min(options.window or sequence_length, sequence_length)
+        products = 2 * q_width + 2 * kv_width + options.heads  # queries, keys and values, output, its log-sum-exp
+        return Counts(
+            parameters=parameters,
+            flops=2 * matrices + 2 * 2 * seen * q_width,
+            activations=products + Attention._kept_besides(model, options, sequence_length),
+            products=products + H,
+            state=2 * kv_width * seen,
+        )
+
+    @staticmethod
+    def _kept_besides(model: ModelSection, options: AttentionOptions, sequence_length: int) -> int:
+        """Elements kept per token beside the results of the projections and of attention."""
+        q_width, kv_width, D = options.heads * options.head_dim, options.kv_heads * options.head_dim, options.head_dim
+        kept = 0
+        if options.qk_norm == "full":
+            kept += q_width + 2  # normalised queries, beside the projected ones, and two scales
+        elif options.qk_norm == "head":
+            kept += q_width + (options.heads + options.kv_heads) * (norm_activations(model.norm, D) - D)
+        turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
+        if options.qk_norm != "none" or turned:
+            kept += kv_width  # new keys, beside the projected keys and values, which are one tensor
+        if options.dropout > 0.0:
+            kept += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
+        return kept

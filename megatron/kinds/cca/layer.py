@@ -1,0 +1,231 @@
+"""Compressed convolutional attention (Figliolia et al. 2025, arXiv 2510.04476), cut over tensor parallel ranks by
+key/value heads.
+
+Shapes: B samples, S positions, H hidden, n query heads, m key/value heads, D head_dim, C = (n + m) D compressed
+channels of queries and keys; heads of this rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import CCAOptions, ModelSection
+from megatron.kinds.common.attend import Pattern, attend
+from megatron.kinds.common.convolution import last_taps, with_past
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.recomputed import recomputed
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.rotary import Rotary
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter
+from megatron.parallel.initial import ONES, ZEROS, Init
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+
+@dataclass
+class CCAState:
+    """What a piece of a sequence hands to the next: gradients may flow through it.
+
+    Attributes:
+        cache: compressed keys and values.
+        query_key: [B, taps, C], the last inputs of the two convolutions.
+        value: [B, 1, delayed channels], what the next token takes from the last one.
+        documents: int [B, length], document of every token so far, where there are documents.
+    """
+
+    cache: KeyValueCache = field(default_factory=KeyValueCache)
+    query_key: Tensor | None = None
+    value: Tensor | None = None
+    documents: Tensor | None = None
+
+    @property
+    def document(self) -> Tensor | None:
+        return None if self.documents is None else self.documents[:, -1]
+
+
+class Convolution(nn.Module):
+    """Weights [outputs, inputs per output, taps] and biases of a convolution along the sequence, started as torch's
+    Conv1d.
+
+    Args:
+        parts: channels of queries and of keys of all ranks, each cut by heads of `unit` channels.
+    """
+
+    def __init__(self, make: ParameterFactory, parts: tuple[int, int], unit: int, inputs: int, taps: int):
+        super().__init__()
+        cut, init = Shard(0, parts, unit), Init("uniform", (inputs * taps) ** -0.5)
+        self.weight = make.parameter("weight", (sum(parts), inputs, taps), role=Role.CONVOLUTION, init=init, shard=cut)
+        self.bias = make.parameter("bias", (sum(parts),), role=Role.BIAS, init=init, shard=cut)
+
+
+class CCA(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: attention among compressed queries, keys and values.
+
+    Queries and keys go through two short convolutions together, get the mean of both back, and are brought to one
+    length; half of the value channels come from the token before.
+    """
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: CCAOptions, init: Initialisation):
+        super().__init__()
+        mesh, H, D = make.mesh, model.hidden_size, options.head_dim
+        self.mesh, self.options, self.D = mesh, options, D
+        self.heads, self.kv_heads = options.heads // mesh.tensor.size, options.kv_heads // mesh.tensor.size
+        q_width, kv_width = options.heads * D, options.kv_heads * D
+        parts = (q_width, kv_width)
+        self.query_key = ColumnLinear(
+            make.scope("query_key"), H, parts, init=init.hidden(H, q_width), bias=options.qkv_bias, unit=D
+        )
+        self.value = ColumnLinear(
+            make.scope("value"), H, (kv_width,), init=init.hidden(H, kv_width), bias=options.qkv_bias, unit=D
+        )
+        width, first = self.kv_heads * D, self.kv_heads * D * mesh.tensor.rank
+        self.undelayed = min(
+            max(kv_width // 2 - first, 0), width
+        )  # value channels here that come from the token itself
+        self.depthwise = Convolution(make.scope("depthwise"), parts, D, 1, options.depthwise)
+        self.grouped = Convolution(make.scope("grouped"), parts, D, D, options.grouped)
+        self.temperature = make.parameter(
+            "temperature",
+            (options.kv_heads,),
+            role=Role.STATE,
+            shard=Shard(0),
+            keep_fp32=True,
+            init=ZEROS if options.temperature == "exponential" else ONES,
+        )
+        self.output = RowLinear(
+            make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
+        )
+        self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
+        self.pattern = Pattern(D**-0.5, options.window)
+
+    def forward(self, x: Tensor, stream: Stream, state: CCAState | None = None) -> Tensor:
+        x_BSH = enter(x, self.mesh)
+        starts, past = piece_starts(stream, state), state or CCAState()
+        begin = past.cache.length
+        projected, value = self.query_key(x_BSH), self.value(x_BSH)
+        q, k = recomputed(
+            self._mixed,
+            projected,
+            self.depthwise.weight,
+            self.depthwise.bias,
+            self.grouped.weight,
+            self.grouped.bias,
+            self.temperature,
+            past.query_key,
+            starts,
+        )
+        v = self._delayed(value, past.value, starts).unflatten(-1, (-1, self.D))
+        if self.rotary is not None:
+            angles = self._angles(stream, begin, x_BSH)
+            q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        documents = stream.documents
+        if state is not None:
+            state.query_key = last_taps(
+                projected, past.query_key, self.options.depthwise + self.options.grouped - 1, starts
+            )
+            state.value = value[:, -1:, self.undelayed :]
+            if documents is not None:
+                documents = documents if state.documents is None else torch.cat([state.documents, documents], 1)
+                state.documents = documents
+            k, v = state.cache.append(k, v)
+        y = attend(q, k, v, self.pattern, documents_BS=documents, remember=stream.remember)
+        return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def new_state(self) -> CCAState:
+        return CCAState()
+
+    def _mixed(
+        self, projected_BSC, weight_C1T, bias_C, grouped_CDT, grouped_bias_C, temperature_m, past_BTC, starts_BS
+    ):
+        """Queries [B, S, n, D] and keys [B, S, m, D] of length sqrt(D), the keys times their temperature."""
+        first, second, D = self.options.depthwise, self.options.grouped, self.D
+        length, heads = projected_BSC.shape[1], self.heads + self.kv_heads
+        # The first convolution also runs at the positions before the piece that the second one looks at. Before a
+        # document all its inputs are zero, so what it gives there is its bias.
+        padded = with_past(projected_BSC, past_BTC, first + second - 1)
+        places = torch.arange(length, device=padded.device)
+        if starts_BS is not None:
+            seen_first = F.pad(places - starts_BS, (second - 1, 0), value=2**31).unsqueeze(-1)
+            seen_second = (places - starts_BS).unsqueeze(-1)
+        x = bias_C
+        for tap in range(first):
+            term = padded[:, tap : tap + length + second - 1] * weight_C1T[:, 0, tap]
+            x = x + (term if starts_BS is None else term * (seen_first >= first - 1 - tap))
+        windows = [x[:, tap : tap + length] for tap in range(second)]
+        if starts_BS is not None:
+            windows = [torch.where(seen_second >= second - 1 - tap, each, bias_C) for tap, each in enumerate(windows)]
+        window = torch.cat([each.unflatten(-1, (heads, D)) for each in windows], -1)  # [B, S, n + m, taps D]
+        matrices = grouped_CDT.unflatten(0, (heads, D)).transpose(2, 3).flatten(2, 3)
+        mixed = torch.einsum("bshi,hoi->bsho", window, matrices).float() + grouped_bias_C.float().unflatten(
+            0, (heads, D)
+        )
+        plain = projected_BSC.float().unflatten(-1, (heads, D))
+        q, k = plain.split([self.heads, self.kv_heads], 2)
+        mean = (q.unflatten(2, (self.kv_heads, -1)) + k.unsqueeze(3)) / 2  # [B, S, m, n / m, D]
+        q, k = mixed.split([self.heads, self.kv_heads], 2)
+        q, k = _sized(q + mean.flatten(2, 3)), _sized(k + mean.mean(3))
+        scale = temperature_m.exp() if self.options.temperature == "exponential" else temperature_m
+        return q.to(projected_BSC.dtype), (k * scale.unsqueeze(-1)).to(projected_BSC.dtype)
+
+    def _delayed(self, value_BSd: Tensor, before_B1d: Tensor | None, starts_BS: Tensor | None) -> Tensor:
+        """Values whose second half (of all ranks' channels) is what the token before gave.
+
+        Before a document stands a zero, which the projection makes its bias.
+        """
+        now, later = value_BSd[..., : self.undelayed], value_BSd[..., self.undelayed :]
+        if later.shape[-1] == 0:
+            return value_BSd
+        bias = self.value.bias
+        nothing = later.new_zeros(later.shape[-1]) if bias is None else bias[self.undelayed :]
+        if before_B1d is None:
+            before_B1d = nothing.expand(later.shape[0], 1, -1)
+        delayed = torch.cat([before_B1d, later[:, :-1]], 1)
+        if starts_BS is not None:
+            places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+            delayed = torch.where((starts_BS == places).unsqueeze(-1), nothing, delayed)
+        return torch.cat([now, delayed], -1)
+
+    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
+        length = x_BSH.shape[1]
+
+        def make():
+            positions = stream.positions
+            if positions is None and begin:
+                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
+            return self.rotary.angles(begin + length, positions, x_BSH.device)
+
+        return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
+
+    @staticmethod
+    def counts(model: ModelSection, options: CCAOptions, sequence_length: int) -> Counts:
+        H, D = model.hidden_size, options.head_dim
+        q_width, kv_width = options.heads * D, options.kv_heads * D
+        mixed = q_width + kv_width
+        projections = H * (mixed + kv_width) + q_width * H
+        biases = (mixed + kv_width if options.qkv_bias else 0) + (H if options.output_bias else 0)
+        convolutions = mixed * (options.depthwise + options.grouped * D + 2)
+        seen = min(options.window or sequence_length, sequence_length)
+        return Counts(
+            parameters=projections + biases + convolutions + options.kv_heads,
+            flops=2 * (projections + options.grouped * D * mixed) + 2 * 2 * seen * q_width,
+            # projected queries and keys, those that attention reads, values, attention's output and its log-sum-exp
+            activations=2 * mixed + kv_width + q_width + options.heads,
+            products=2 * mixed + kv_width + q_width + options.heads + H,
+            state=2 * kv_width * seen + (options.depthwise + options.grouped - 2) * mixed + kv_width - kv_width // 2,
+        )
+
+
+def _sized(x_BSnD: Tensor) -> Tensor:
+    """Vectors of length sqrt(D)."""
+    length = x_BSnD.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
+    return x_BSnD * (math.sqrt(x_BSnD.shape[-1]) / length)

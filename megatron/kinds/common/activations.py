@@ -1,0 +1,18 @@
+"""The activations of feed-forward networks, and what each keeps for the backward pass."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
+}
+
+# Tensors of the MLP's width that are kept for the backward pass, plain and gated. A tensor is kept that the derivative
+# of an operation needs; gate and up are halves of one tensor, kept together if either is.
+KEPT = {"gelu": (2, 4), "gelu_tanh": (2, 4), "silu": (2, 4), "relu": (1, 4), "relu2": (2, 5), "identity": (1, 3)}

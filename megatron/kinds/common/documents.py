@@ -1,0 +1,34 @@
+"""Where a recurrence starts anew: from the documents of a sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.model.stream import Stream
+
+
+def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> Tensor:
+    """Index of the first token of each token's document within this piece of the sequence, int64 [B, S].
+
+    Args:
+        documents_BS: number of each token's document; tokens of one document stand together.
+        continued_B: number of the document that the token before the piece belongs to. Where the piece goes on with
+            it, the start lies before the piece: the index is below every tap's, -2**31.
+    """
+    places = torch.arange(documents_BS.shape[1], device=documents_BS.device).expand_as(documents_BS)
+    new = torch.ones_like(documents_BS, dtype=torch.bool)
+    new[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    starts = torch.where(new, places, 0).cummax(-1).values
+    if continued_B is None:
+        return starts
+    return starts.masked_fill(documents_BS == continued_B.unsqueeze(-1), -(2**31))
+
+
+def piece_starts(stream: Stream, state) -> Tensor | None:
+    """`document_starts` of a stream, or of a piece of a sequence that goes on from a mixer's state."""
+    if stream.documents is None:
+        return None
+    if state is not None:
+        return document_starts(stream.documents, state.document)
+    return stream.remember("document starts", lambda: document_starts(stream.documents))

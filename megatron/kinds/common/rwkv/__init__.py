@@ -1,0 +1,1 @@
+"""What the RWKV mixers and feed-forward networks share."""

@@ -1,0 +1,78 @@
+"""The recurrence of RWKV-5 and RWKV-6 (Peng et al. 2024): a matrix per head, whose keys decay each at its own rate.
+
+Shapes: B samples, S positions, h heads of N channels, c runs of Q positions. Per head, with S [N keys, N values]:
+
+    y_t = r_t (S_{t-1} + diag(u) k_t^T v_t)
+    S_t = diag(w_t) S_{t-1} + k_t^T v_t           w = exp(-exp(decay)), anything between 0 and 1
+
+A piece of up to `chunk` positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs
+distance by distance, with products of decays that cannot overflow; then from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.kinds.common.recomputed import recomputed
+
+from .runs import Runs, pieces
+from .wkv6_inside import inside_runs
+
+# Of a decay: exp(-exp(5.3)) = e^-200 is 0 in fp32, as all above it are, but beside larger rates a sum loses the small
+# ones.
+MOST = 5.3
+
+
+def wkv6(
+    r_BShN: Tensor,
+    k_BShN: Tensor,
+    v_BShN: Tensor,
+    moved_BShN: Tensor | None,
+    decay_hN: Tensor,
+    bonus_hN: Tensor,
+    *,
+    chunk: int,
+    initial_BhNN: Tensor | None = None,
+    starts_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y [B, S, h, N] of r's type and the state after the last position [B, h, N, N] in fp32; fp32 inside.
+
+    Args:
+        moved_BShN: what each token adds to `decay` (RWKV-6); None is nothing.
+        initial_BhNN: state before the first position; zero if None.
+        starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
+    """
+    state = initial_BhNN
+    if state is None:
+        b, _, h, n = r_BShN.shape
+        state = r_BShN.new_zeros((b, h, n, n), dtype=torch.float32)
+    tensors = [r_BShN, k_BShN, v_BShN] + ([] if moved_BShN is None else [moved_BShN])
+    outputs = []
+    for parts, starts in pieces(tensors, chunk, starts_BS):
+        r, k, v, moved = (*parts, None)[:4]
+        y, state = recomputed(_piece, r, k, v, moved, decay_hN, bonus_hN, state, starts)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
+def _piece(r, k, v, moved, decay, bonus, initial, starts):
+    dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
+    rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + moved.float()
+    log_w = -rates.clamp(max=MOST).exp()
+    log_w, r, k, v = (runs.cut(each) for each in (log_w, r.float(), k.float(), v.float()))
+    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
+    total = log_w.double().cumsum(2)  # a difference of two large sums must keep the digits of a short stretch
+    from_begin, to_end = (total - log_w).float().exp(), (total[:, :, -1:] - total).float().exp()
+    through = total[:, :, -1].float().exp().unsqueeze(-1)
+    if runs.starts is not None:
+        from_begin = from_begin * runs.reads_state[..., None, None]
+        to_end = to_end * runs.writes_state[..., None, None]
+        through = through * runs.keeps_state[..., None, None, None]
+    written = torch.einsum("bcqhk,bcqhv->bchkv", k * to_end, v)
+    state, before = initial, []
+    for through_c, written_c in zip(through.expand(-1, written.shape[1], -1, -1, -1).unbind(1), written.unbind(1)):
+        before.append(state)
+        state = through_c * state + written_c
+    y = y + torch.einsum("bcqhk,bchkv->bcqhv", r * from_begin, torch.stack(before, 1))
+    return runs.joined(y).to(dtype), state

@@ -1,0 +1,102 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024) as matrix products over chunks of the sequence.
+
+Shapes: B samples, S positions, c chunks of Q positions, g heads of queries and keys with K channels, h = g r heads of
+values with V channels: r consecutive heads of values share one of keys.
+
+    S_t = exp(d_t) S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T      S [V, K] per head, kept here as its transpose
+    y_t = S_t q_t / sqrt(K)                                         q and k of length 1
+
+What is written at position t of a chunk is n_t = b_t (v_t - what the decayed state holds under k_t). The state holds
+what came from before the chunk and the n of earlier positions, so all n of a chunk solve one triangular system with
+the right-hand sides b_t v_t and b_t k_t (the WY form of Bischof and Van Loan 1987; Yang et al. 2024, section 3.2).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kinds.common.decays import decays
+from megatron.kinds.common.recomputed import recomputed
+
+LENGTH_EPSILON = 1e-6  # added to the square of the length of queries and keys
+
+
+def gated_delta_rule(
+    q_BSgK: Tensor,
+    k_BSgK: Tensor,
+    v_BShV: Tensor,
+    decay_BSh: Tensor,
+    beta_BSh: Tensor,
+    *,
+    chunk: int,
+    initial_BhKV: Tensor | None = None,
+    starts_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs and the state after the last position, fp32 inside; only the inputs are kept for the gradient.
+
+    Args:
+        q_BSgK, k_BSgK: of any length; brought to length 1 here.
+        decay_BSh: logarithms of what is left of the state, at most 0, fp32.
+        beta_BSh: share of what the state holds under the key that is replaced, in [0, 2], fp32.
+        chunk: changes memory and speed, not the result.
+        initial_BhKV: state before the first position; zero if None.
+        starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
+
+    Returns:
+        y [B, S, h, V] of v's type, and the state [B, h, K, V] in fp32.
+    """
+    rule = functools.partial(_rule, chunk=min(chunk, v_BShV.shape[1]))
+    return recomputed(rule, q_BSgK, k_BSgK, v_BShV, decay_BSh, beta_BSh, initial_BhKV, starts_BS)
+
+
+def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
+    dtype, (length, groups, K), V = v.dtype, k.shape[1:], v.shape[-1]
+    room = -length % chunk
+    q, k, v, decay, beta = (
+        F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
+        for each in (q, k, v, decay, beta)
+    )
+    inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
+    q, k, v = (each.transpose(2, 3) for each in (_unit(q) * K**-0.5, _unit(k), v))  # [B, c, heads, Q, channels]
+    to_end, from_begin, beta = (each.transpose(2, 3).unsqueeze(-1) for each in (to_end, from_begin, beta))
+
+    def of_values(x: Tensor) -> Tensor:
+        """What belongs to heads of keys, for the heads of values."""
+        return x.repeat_interleave(v.shape[2] // groups, 2)
+
+    overlaps = of_values(k @ k.transpose(-1, -2)) * inside * beta
+    sides = torch.cat([v, of_values(k) * from_begin], -1) * beta
+    # only what is below the diagonal is read: 1 stands for the diagonal
+    own, held = torch.linalg.solve_triangular(overlaps, sides, upper=False, unitriangular=True).split([V, K], -1)
+    new, before, final = _carry(own, held, of_values(k) * to_end, through, initial)
+    scores = of_values(q @ k.transpose(-1, -2)) * inside
+    y = (of_values(q) * from_begin) @ before + scores @ new
+    return y.transpose(2, 3).flatten(1, 2)[:, :length].to(dtype), final
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPSILON)
+
+
+def _carry(own_BchQV, held_BchQK, keys_BchQK, through_Bch, initial_BhKV):
+    """From chunk to chunk: what is written [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last
+    state.
+
+    Args:
+        own: what would be written if the state before the chunk were zero; held: times that state, what it takes off.
+        keys: decayed to the end of the chunk.
+        through: what the chunk leaves of the state before it.
+    """
+    state = initial_BhKV
+    if state is None:
+        state = own_BchQV.new_zeros((*own_BchQV[:, 0, :, 0, 0].shape, keys_BchQK.shape[-1], own_BchQV.shape[-1]))
+    state, written, before = state.float(), [], []
+    for own, held, keys, through in zip(*(each.unbind(1) for each in (own_BchQV, held_BchQK, keys_BchQK, through_Bch))):
+        before.append(state)
+        written.append(own - held @ state)
+        state = state * through[..., None, None] + keys.transpose(-1, -2) @ written[-1]
+    return torch.stack(written, 1), torch.stack(before, 1), state

@@ -1,0 +1,168 @@
+"""Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024), cut over tensor parallel ranks by heads.
+
+Shapes: B samples, S positions, H hidden, h heads of values with V channels, g heads of queries and keys with K channels
+(g divides h); heads of this rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import GatedDeltaOptions, ModelSection
+from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recomputed import recomputed
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.kernels import choose
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter, sum_gradient
+from megatron.parallel.initial import ONES, Init, time_steps
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from . import kernels
+from .delta_rule import gated_delta_rule
+
+LEAST_RATE = 1e-4  # initial decay rates are no smaller, so that their logarithms are finite
+
+
+@dataclass
+class GatedDeltaState:
+    """What a piece of a sequence hands to the next: gradients may flow through it.
+
+    Attributes:
+        query_key, value: the last taps - 1 inputs of the convolutions, [B, taps - 1, channels].
+        memory: [B, h, K, V], fp32.
+        document: int [B], document of the last token, where there are documents.
+    """
+
+    query_key: Tensor | None = None
+    value: Tensor | None = None
+    memory: Tensor | None = None
+    document: Tensor | None = None
+
+
+class GatedDelta(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: output(norm(delta_rule(silu(conv([q k v])))) * silu(gate)).
+
+    Heads of keys are cut over the ranks if their number allows; else every rank computes all of them and uses those of
+    its heads of values.
+    """
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: GatedDeltaOptions, init: Initialisation):
+        super().__init__()
+        mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
+        self.mesh, self.options = mesh, options
+        self.fused = choose(model.kernels, "gated_delta", make.device)[0] == "fla"
+        heads, K, V = options.heads, options.key_dim, options.value_dim
+        keys, values = options.key_heads * K, heads * V
+        self.heads = heads // ranks
+        first = self.heads * mesh.tensor.rank
+        self.shard_keys = options.key_heads % ranks == 0
+        self.keys_of_head = [(first + head) * options.key_heads // heads for head in range(self.heads)]
+        self.query_key = ColumnLinear(
+            make.scope("query_key"), H, (keys, keys), init=init.hidden(H, keys), unit=K, shard=self.shard_keys
+        )
+        self.value_gate = ColumnLinear(
+            make.scope("value_gate"), H, (values, values), init=init.hidden(H, values), unit=V
+        )
+        self.decay_beta = ColumnLinear(make.scope("decay_beta"), H, (heads, heads), init=init.hidden(H, heads))
+        self.query_key_conv = Taps(make.scope("query_key_conv"), (keys, keys), options, shard=self.shard_keys)
+        self.value_conv = Taps(make.scope("value_conv"), (values,), options)
+
+        def per_head(name: str, init: Init) -> nn.Parameter:
+            return make.parameter(name, (heads,), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
+
+        self.A_log = per_head(
+            "A_log",
+            Init(
+                "between", options.decay_high, options.decay_low, then=lambda rate: np.log(np.maximum(rate, LEAST_RATE))
+            ),
+        )
+        self.dt_bias = per_head(
+            "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor)
+        )
+        self.norm = make.parameter("norm.weight", (V,), role=Role.NORM, init=ONES)
+        self.output = RowLinear(make.scope("output"), values, H, init=init.output(values, H), unit=V)
+
+    def forward(self, x: Tensor, stream: Stream, state: GatedDeltaState | None = None) -> Tensor:
+        options, x_BSH = self.options, enter(x, self.mesh)
+        query_key = self.query_key(x_BSH)
+        value, gate = self.value_gate(x_BSH).chunk(2, dim=-1)
+        decay, beta = recomputed(self._rates, self.decay_beta(x_BSH), self.A_log, self.dt_bias)
+        starts, past = piece_starts(stream, state), state or GatedDeltaState()
+        q, k = causal_convolution(query_key, *self.query_key_conv.taps(), past.query_key, starts).chunk(2, dim=-1)
+        v = causal_convolution(value, *self.value_conv.taps(), past.value, starts)
+        q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
+        rule = kernels.gated_delta_rule if self.fused and state is None else gated_delta_rule
+        y, memory = rule(
+            q,
+            k,
+            v.unflatten(-1, (self.heads, -1)),
+            decay,
+            beta,
+            chunk=options.chunk,
+            initial_BhKV=past.memory,
+            starts_BS=starts,
+        )
+        if state is not None:
+            state.query_key, state.value = (
+                last_taps(each, old, options.convolution, starts)
+                for each, old in ((query_key, past.query_key), (value, past.value))
+            )
+            state.memory = memory
+            state.document = None if stream.documents is None else stream.documents[:, -1]
+        weight = sum_gradient(self.norm, self.mesh.tensor)  # each rank norms its own heads
+        return self.output(recomputed(self._gated_norm, y, gate, weight))
+
+    def new_state(self) -> GatedDeltaState:
+        return GatedDeltaState()
+
+    def _used_keys(self, x_BSgK: Tensor) -> Tensor:
+        """Heads of queries or keys that this rank's heads of values use, each by equally many."""
+        if self.shard_keys:
+            return x_BSgK
+        if len(set(self.keys_of_head)) == 1:
+            return x_BSgK[:, :, self.keys_of_head[:1]]
+        return x_BSgK[:, :, self.keys_of_head]
+
+    def _rates(self, decay_beta_BSh: Tensor, A_log_h: Tensor, dt_bias_h: Tensor) -> tuple[Tensor, Tensor]:
+        """Logarithms of decays, and betas, both fp32 [B, S, h]."""
+        decay, beta = decay_beta_BSh.float().chunk(2, dim=-1)
+        beta = beta.sigmoid() * (2.0 if self.options.negative_eigenvalues else 1.0)
+        return -A_log_h.exp() * F.softplus(decay + dt_bias_h), beta
+
+    def _gated_norm(self, y_BShV: Tensor, gate_BSd: Tensor, weight_V: Tensor) -> Tensor:
+        """RMSNorm of each head, times its gate, [B, S, h V]."""
+        y = F.rms_norm(y_BShV.float(), y_BShV.shape[-1:], weight_V.float(), self.options.norm_epsilon).flatten(2, 3)
+        return (y * F.silu(gate_BSd.float())).to(gate_BSd.dtype)
+
+    @staticmethod
+    def counts(model: ModelSection, options: GatedDeltaOptions, sequence_length: int) -> Counts:
+        H, taps, h = model.hidden_size, options.convolution, options.heads
+        keys, values = options.key_heads * options.key_dim, h * options.value_dim
+        chunk, state = min(options.chunk, sequence_length), h * options.key_dim * options.value_dim
+        convolved = 2 * keys + values
+        projections = H * (2 * keys + 2 * values + 2 * h)
+        # Inside chunks: keys with keys and with queries, the triangular system, scores with what is written; between
+        # them: what is held, what is written, what is read.
+        rule = chunk * (2 * keys + h * (options.key_dim + options.value_dim) + values) + 3 * state
+        made = 2 * keys + 2 * values + 2 * h
+        return Counts(
+            parameters=projections
+            + values * H
+            + (taps + options.convolution_bias) * convolved
+            + 2 * h
+            + options.value_dim,
+            flops=2 * (projections + values * H + taps * convolved + rule),
+            activations=made + convolved + 2 * h + values + values,  # convolved, rates, read, normed
+            products=made + H + 2 * chunk * options.key_heads + 3 * values + state // chunk,
+            state=state + (taps - 1) * convolved,
+            memory=state,
+        )

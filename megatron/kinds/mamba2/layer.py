@@ -1,0 +1,164 @@
+"""Mamba-2 (Dao and Gu 2024), cut over tensor parallel ranks by heads.
+
+Shapes: B samples, S positions, H hidden, h heads of P channels (d = h P), G groups, N state elements; heads of this
+rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import Mamba2Options, ModelSection
+from megatron.kinds.common import convolution_kernels
+from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recomputed import recomputed
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.kernels import choose
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter, sum_over
+from megatron.parallel.initial import ONES, Init, time_steps
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from . import kernels
+from .ssd import ssd
+
+
+@dataclass
+class Mamba2State:
+    """What a piece of a sequence hands to the next: gradients may flow through it.
+
+    Attributes:
+        x, bc: the last K - 1 inputs of the convolutions, [B, K - 1, channels].
+        memory: [B, h, P, N], fp32.
+        document: int [B], document of the last token, where there are documents.
+    """
+
+    x: Tensor | None = None
+    bc: Tensor | None = None
+    memory: Tensor | None = None
+    document: Tensor | None = None
+
+
+class Mamba2(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: output(norm(ssd(silu(conv([x B C]))) * silu(z))).
+
+    Groups are cut over the ranks if their number allows; else every rank computes B and C of all groups and uses
+    those of its heads.
+    """
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: Mamba2Options, init: Initialisation):
+        super().__init__()
+        mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
+        self.mesh, self.options, self.epsilon = mesh, options, model.norm.epsilon
+        self.fused = choose(model.kernels, "mamba2", make.device)[0] == "mamba_ssm"
+        inner = options.expand * H
+        heads, read = inner // options.head_dim, options.groups * options.state_size
+        self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
+        first = self.heads * mesh.tensor.rank
+        self.shard_groups = options.groups % ranks == 0
+        self.group_of_head = [(first + head) * options.groups // heads for head in range(self.heads)]
+        self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
+        self.bc = ColumnLinear(
+            make.scope("bc"), H, (read, read), init=init.hidden(H, read), bias=options.bias, shard=self.shard_groups
+        )
+        self.dt = ColumnLinear(make.scope("dt"), H, (heads,), init=init.hidden(H, heads), bias=options.bias)
+        self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
+        self.bc_conv = Taps(make.scope("bc_conv"), (read, read), options, shard=self.shard_groups)
+
+        def per_head(name: str, init: Init) -> nn.Parameter:
+            return make.parameter(name, (heads,), role=Role.STATE, init=init, shard=Shard(0), keep_fp32=True)
+
+        self.A_log = per_head("A_log", Init("between", 16.0, 1.0, then=np.log))
+        self.D = per_head("D", ONES)
+        self.dt_bias = per_head(
+            "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor)
+        )
+        self.norm = make.parameter("norm.weight", (inner,), role=Role.NORM, init=ONES, shard=Shard(0))
+        self.output = RowLinear(make.scope("output"), inner, H, init=init.output(inner, H), bias=options.bias)
+
+    def forward(self, x: Tensor, stream: Stream, state: Mamba2State | None = None) -> Tensor:
+        options, x_BSH = self.options, enter(x, self.mesh)
+        z, value = self.zx(x_BSH).chunk(2, dim=-1)
+        bc, dt = self.bc(x_BSH), self.dt(x_BSH)
+        starts, past = piece_starts(stream, state), state or Mamba2State()
+        fused = self.fused and state is None
+        convolve, scan = (convolution_kernels.causal_convolution, kernels.ssd) if fused else (causal_convolution, ssd)
+        v = convolve(value, *self.x_conv.taps(), past.x, starts)
+        B, C = convolve(bc, *self.bc_conv.taps(), past.bc, starts).chunk(2, dim=-1)
+        B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
+        y, memory = scan(
+            v.unflatten(-1, (self.heads, -1)),
+            dt,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            B,
+            C,
+            chunk=options.chunk,
+            limits=(options.least_step, options.most_step),
+            initial_BhPN=past.memory,
+            starts_BS=starts,
+        )
+        if state is not None:
+            state.x, state.bc = (
+                last_taps(each, old, options.convolution, starts) for each, old in ((value, past.x), (bc, past.bc))
+            )
+            state.memory = memory
+            state.document = None if stream.documents is None else stream.documents[:, -1]
+        return self.output(recomputed(self._gated_norm, y.flatten(2, 3), z, self.norm))
+
+    def new_state(self) -> Mamba2State:
+        return Mamba2State()
+
+    def _used_groups(self, x_BSgN: Tensor) -> Tensor:
+        """B or C of the groups that this rank's heads use, so that the heads are equal shares of them."""
+        if self.shard_groups:
+            return x_BSgN
+        if len(set(self.group_of_head)) == 1:
+            return x_BSgN[:, :, self.group_of_head[:1]]
+        return x_BSgN[:, :, self.group_of_head]
+
+    def _gated_norm(self, y_BSd: Tensor, z_BSd: Tensor, weight_d: Tensor) -> Tensor:
+        """RMSNorm of y * silu(z) over the channels of each group, which may lie on several ranks."""
+        gated = y_BSd.float() * F.silu(z_BSd.float())
+        if self.shard_groups:  # whole groups, so that no sum over the ranks is needed
+            grouped = gated.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
+            return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2).to(y_BSd.dtype) * weight_d
+        y = gated.unflatten(-1, (self.heads, -1))
+        of_head = torch.tensor(self.group_of_head, device=y.device)
+        squares = y.new_zeros((*y.shape[:2], self.options.groups)).index_add(-1, of_head, y.square().sum(-1))
+        squares = sum_over(squares, self.mesh.tensor)
+        channels = self.channels * self.mesh.tensor.size // self.options.groups
+        scale = torch.rsqrt(squares / channels + self.epsilon)[..., of_head]
+        return (y * scale.unsqueeze(-1)).flatten(2, 3).to(y_BSd.dtype) * weight_d
+
+    @staticmethod
+    def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:
+        H, N, K = model.hidden_size, options.state_size, options.convolution
+        inner = options.expand * H
+        heads, read = inner // options.head_dim, 2 * options.groups * N
+        chunk = min(options.chunk, sequence_length)
+        projections = H * (2 * inner + read + heads)
+        biases = (2 * inner + read + heads + H if options.bias else 0) + (
+            inner + read if options.convolution_bias else 0
+        )
+        # Inside chunks: C B^T per group and its product with x; between chunks: what is written and what is read.
+        scan = chunk * (options.groups * N + inner) + 2 * N * inner
+        made = 2 * inner + read + heads
+        return Counts(
+            parameters=projections + inner * H + K * (inner + read) + biases + 3 * heads + inner,
+            flops=2 * (projections + inner * H + K * (inner + read) + scan),
+            activations=made + (inner + read) + inner + inner,  # convolved, scanned, normed
+            products=made + H + chunk * options.groups + 2 * inner + inner * N // chunk,
+            state=N * inner + (K - 1) * (inner + read),
+            memory=N * inner,
+        )

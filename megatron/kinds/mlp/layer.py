@@ -1,0 +1,48 @@
+"""The position-wise feed-forward network, plain or gated, cut over tensor parallel ranks by its width."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron.config.sections.model import MLPOptions, ModelSection
+from megatron.kinds.common.activations import ACTIVATIONS, KEPT
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+
+
+class MLP(nn.Module):
+    """x [B, s, H] to down(activation(up x)), or down(activation(gate x) * up x), [B, s, H]."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: MLPOptions, init: Initialisation):
+        super().__init__()
+        self.mesh, self.gated = make.mesh, options.gated
+        self.activation = ACTIVATIONS[options.activation]
+        H, width = model.hidden_size, options.hidden_size
+        name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
+        self.up = ColumnLinear(make.scope(name), H, parts, init=init.hidden(H, width), bias=options.bias)
+        self.down = RowLinear(make.scope("down"), width, H, init=init.output(width, H), bias=options.bias)
+
+    def forward(self, x: Tensor, stream: Stream, cache: object = None, adapter: nn.Module | None = None) -> Tensor:
+        """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
+        x = enter(x, self.mesh)
+        h = self.up(x) if adapter is None else self.up(x) + adapter(x)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(h))
+
+    @staticmethod
+    def counts(model: ModelSection, options: MLPOptions, sequence_length: int) -> Counts:
+        H, width = model.hidden_size, options.hidden_size
+        matrices = (3 if options.gated else 2) * H * width
+        bias = (2 if options.gated else 1) * width + H if options.bias else 0
+        return Counts(
+            parameters=matrices + bias,
+            flops=2 * matrices,
+            activations=KEPT[options.activation][options.gated] * width,
+            products=(2 if options.gated else 1) * width + H,
+        )

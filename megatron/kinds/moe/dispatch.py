@@ -1,0 +1,137 @@
+"""The way of rows to the ranks that have their experts, between `permute` and the experts' work, and back.
+
+Expert parallel ranks have different experts, so rows go to the ranks of their experts in one all-to-all of uneven
+parts, whose sizes are exchanged before. Tensor parallel ranks have the same tokens: each sends its share of them only
+("duplicate token dropping", Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism Approach"), so that nothing
+crosses the expert axis twice. Where they have slices of the same experts, what has arrived is gathered among them.
+Where experts are folded over them, they are expert parallel ranks like others, and nothing is gathered.
+
+Shapes: T tokens, E experts, H hidden; R rows of this rank's tokens, N rows of this rank's experts; x expert parallel
+ranks, t ranks that have slices of the same experts, n = E / x experts of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model.recompute import once
+from megatron.parallel.collectives import exchange, gather_rows, scatter_rows
+from megatron.parallel.mesh import Mesh
+
+from .permute import Rows, put, take
+
+
+class Stay:
+    """Every rank has all experts (or its slice of each): rows stay where they are."""
+
+    def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, object]:
+        """Rows [R, H] as `rows` has sorted them.
+
+        Returns:
+            The rows that this rank's experts work on, sorted by expert, their int32 ends [experts here], and what
+            `back` needs.
+        """
+        return rows_RH, rows.ends_E, None
+
+    def back(self, y_NH: Tensor, sent: object) -> Tensor:
+        """What the experts made of the rows of `send`, in the order of the rows given to it."""
+        return y_NH
+
+
+@dataclass(frozen=True)
+class Trip:
+    """What goes where.
+
+    Attributes:
+        rows: number of rows of this rank's tokens.
+        own: int64, those that this rank sends; None if it sends all.
+        sent: rows for each expert parallel rank.
+        received: rows from each.
+        room: rows that each of the t ranks puts in when they gather; the largest number that one has.
+        place_N: int64, where among all that has arrived the n-th row of this rank's experts is.
+        ends_n: int32, where the rows of each of this rank's experts end.
+    """
+
+    rows: int
+    own: Tensor | None
+    sent: list[int]
+    received: list[int]
+    room: int
+    place_N: Tensor
+    ends_n: Tensor
+
+
+class Travel:
+    """Rows go to the expert parallel rank that has their expert; on the way back, the parts of ranks with slices are
+    summed.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.expert, self.tensor, self.slices = mesh.expert, mesh.tensor, mesh.expert_tensor
+
+    def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Trip]:
+        """As `Stay.send`. Within an expert, rows come in the order of the data parallel ranks and of their tokens."""
+        trip = once(lambda: self._plan(rows))
+        x_RH = rows_RH if trip.own is None else take(rows_RH, trip.own)
+        x_RH = exchange(x_RH, trip.sent, trip.received, self.expert)
+        if self.slices.size > 1:
+            x_RH = gather_rows(F.pad(x_RH, (0, 0, 0, trip.room - len(x_RH))), self.slices)
+        return take(x_RH, trip.place_N), trip.ends_n, trip
+
+    def back(self, y_NH: Tensor, trip: Trip) -> Tensor:
+        """The experts' results, summed over the ranks with slices, in the order of the rows given to `send`; 0 where
+        another tensor parallel rank has sent the row."""
+        y_RH = put(y_NH, trip.place_N, self.slices.size * trip.room)
+        if self.slices.size > 1:
+            y_RH = scatter_rows(y_RH, self.slices)[: sum(trip.received)]
+        y_RH = exchange(y_RH, trip.received, trip.sent, self.expert)
+        return y_RH if trip.own is None else put(y_RH, trip.own, trip.rows)
+
+    @torch.no_grad()
+    def _plan(self, rows: Rows) -> Trip:
+        """Tell the others how many rows each expert gets. The one place in which the host waits for the device."""
+        own, ends_E = self._share(rows)
+        sent_xn = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.expert.size, -1)
+        from_xn = sent_xn
+        if self.expert.size > 1:
+            from_xn = torch.empty_like(sent_xn)
+            dist.all_to_all_single(from_xn, sent_xn, group=self.expert.group)
+        from_txn = from_xn.unsqueeze(0)
+        if self.slices.size > 1:
+            everyone = from_xn.new_empty((self.slices.size * self.expert.size, from_xn.shape[1]))
+            dist.all_gather_into_tensor(everyone, from_xn, group=self.slices.group)
+            from_txn = everyone.view(-1, *from_xn.shape)
+        x, ends_n = self.expert.size, from_txn.sum((0, 1)).cumsum(0).int()
+        sizes = torch.cat([sent_xn.sum(1), from_xn.sum(1), from_txn.sum((1, 2))]).tolist()
+        sent, received, arrived = sizes[:x], sizes[x : 2 * x], sizes[2 * x :]
+        own, room = None if own is None else own[: sum(sent)], max(arrived)
+        return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
+
+    def _share(self, rows: Rows) -> tuple[Tensor | None, Tensor]:
+        """The rows that this rank sends (its tensor parallel share of the tokens) before all others, and their ends
+        [E].
+        """
+        ends_E = rows.ends_E.long()
+        if self.tensor.size == 1:
+            return None, ends_E
+        mine_R = rows.source_R * self.tensor.size // rows.tokens == self.tensor.rank
+        count_R = F.pad(mine_R.cumsum(0), (1, 0))
+        return mine_R.logical_not().byte().argsort(stable=True), count_R[ends_E]
+
+
+def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
+    """Where the rows of this rank's experts are among those that have arrived, sorted by expert, then by origin.
+
+    They have arrived sorted by rank of the slices (`room` rows each), expert parallel rank and expert.
+    """
+    t, x, n = from_txn.shape
+    begin_txn = (from_txn.flatten(1).cumsum(1) - from_txn.flatten(1)).view(t, x, n)
+    begin_txn = begin_txn + room * torch.arange(t, device=from_txn.device).view(t, 1, 1)
+    length_S, begin_S = from_txn.permute(2, 1, 0).flatten(), begin_txn.permute(2, 1, 0).flatten()
+    shift_S = begin_S - (length_S.cumsum(0) - length_S)
+    return torch.arange(total, device=from_txn.device) + shift_S.repeat_interleave(length_S, output_size=total)

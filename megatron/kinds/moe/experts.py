@@ -1,0 +1,73 @@
+"""The experts: one grouped matrix product for all of them.
+
+Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), R rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.moe import MoEOptions
+from megatron.kinds.common.activations import ACTIVATIONS
+from megatron.model.initialisation import Initialisation
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+
+def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's rows times its matrix, [R, N]. All R rows belong to an expert: what lies behind the last end would
+    be uninitialised memory."""
+    return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
+
+
+class Stacked(nn.Module):
+    """The matrices of all experts as one logical tensor [E, outputs, inputs]."""
+
+    def __init__(self, make: ParameterFactory, shape: tuple[int, int, int], **description):
+        super().__init__()
+        self.weight = make.parameter("weight", shape, **description)
+
+    def forward(self, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+        return grouped(x_RK, self.weight, ends_E)
+
+
+class Experts(nn.Module):
+    """Rows [R, H] to down(activation(gate x) * up x) of each row's expert, or down(activation(up x)).
+
+    Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts
+    are folded over them, whole experts.
+    """
+
+    def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
+        super().__init__()
+        E, H, width = options.experts, hidden_size, options.hidden_size
+        self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
+        parts = (width, width) if options.gated else (width,)
+        self.up = Stacked(
+            make.scope("gate_up" if options.gated else "up"),
+            (E, sum(parts), H),
+            role=Role.HIDDEN,
+            init=init.hidden(H, width),
+            shard=Shard(1, parts),
+            matrices=parts,
+            experts=True,
+        )
+        self.down = Stacked(
+            make.scope("down"),
+            (E, H, width),
+            role=Role.OUTPUT,
+            init=init.output(width, H),
+            shard=Shard(2),
+            matrices=(H,),
+            experts=True,
+        )
+
+    def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
+        h = self.up(rows_RH, ends_E)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            h = self.activation(gate) * up
+        else:
+            h = self.activation(h)
+        return self.down(h, ends_E)

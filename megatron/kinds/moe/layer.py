@@ -1,0 +1,148 @@
+"""The mixture of experts as a feed-forward network: from the stream to the stream.
+
+Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidden, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.moe import MoEOptions
+from megatron.kinds.common.activations import KEPT
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.recompute import once, repeating
+from megatron.model.stream import LOSS, Channel, Stream
+from megatron.parallel.collectives import enter, leave
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.random import sequence_counters, site_key, uniform
+
+from .balance import Balance
+from .choice import Choice, choose, classes, real, scores_of, weights_of
+from .dispatch import Stay, Travel
+from .experts import Experts
+from .losses import auxiliary_losses, count
+from .permute import Rows, combine, permute, sort
+from .router import STATE, LinearRouter, MLPRouter, router_counts
+from .shared import SharedExpert
+
+
+class MoE(nn.Module):
+    """x [B, s, H] to the weighted sum of each token's experts (and the shared one), [B, s, H]."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
+        super().__init__()
+        self.mesh, self.options = make.mesh, options
+        router = MLPRouter if options.router.network == "mlp" else LinearRouter
+        self.router = router(make.scope("router"), model, options, init)
+        self.balance = Balance(make.scope("router"), options)
+        self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
+        self.exchange = Travel(make.mesh) if make.mesh.layout.spreads_experts else Stay()
+        self.jitter_key = site_key(make.seed, make.prefix, "jitter")
+        self.shared = None
+        if options.shared_size:
+            self.shared = SharedExpert(make.scope("shared"), model.hidden_size, options, init)
+
+    def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        x_BSH = enter(x, self.mesh)
+        x_TH = x_BSH.flatten(0, 1)
+        logits_TE, beside = self.router(self._jittered(x_BSH, stream), stream)
+        scores_TE = scores_of(logits_TE, self.options.router.score)
+        choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
+        rows = sort(real(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
+        y_TH = self._routed(x_TH, scores_TE, choice, rows)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
+        y = leave(y_TH.view_as(x_BSH), self.mesh)
+        losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH))
+        beside = {**beside, **self._loss(y, losses, stream)}
+        return (y, beside) if beside else y
+
+    def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
+        """The router's input, in training times noise that is drawn by key."""
+        width = self.options.router.jitter
+        if not width or not self.training:
+            return x_BSH
+        counters = sequence_counters(*x_BSH.shape[1:], 0, x_BSH.device)
+        return x_BSH.float() * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
+
+    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
+        """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of
+        them.
+        """
+        router = self.options.router
+        if choice.experts_Tk is not None:
+            weights = weights_of(scores_TE, choice.experts_Tk, self.options)
+        else:
+            weights = scores_TE.T.gather(1, choice.tokens_EC).flatten() * router.scale
+        sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
+        y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
+        return combine(y_RH, rows, weights)
+
+    def _account(
+        self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int
+    ) -> dict[str, Tensor]:
+        """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
+        if not self.training:
+            return {}
+        experts = self.options.experts
+        every_BC = count(choice, samples, classes(self.options))
+        counts_BE = every_BC[:, :experts]
+        losses = auxiliary_losses(logits_TE, scores_TE, counts_BE, self.options.losses, self.mesh.data)
+        if not repeating():
+            dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
+            self.balance.add(counts_BE.sum(0), dropped, losses)
+        return losses
+
+    def _loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> dict[str, Tensor]:
+        """The channel of auxiliary losses with this layer's added, where the layer has any.
+
+        Every tensor parallel rank adds its share: the router's gradients are summed over them.
+        """
+        options = self.options.losses
+        if not (options.balance or options.sequence or options.z):
+            return {}
+        total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
+        before = stream.channels.get(LOSS)
+        before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
+        # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its
+        # numbers.
+        return {LOSS: before + torch.as_tensor(total, device=y.device).expand_as(before).to(y.dtype)}
+
+    @staticmethod
+    def channels(model: ModelSection, options: MoEOptions, ranks: int) -> dict[str, Channel]:
+        own = options.losses
+        loss = {LOSS: Channel(1)} if own.balance or own.sequence or own.z else {}
+        return loss | ({STATE: Channel(options.router.width, whole=True)} if options.router.network == "mlp" else {})
+
+    def _capacity(self, tokens: int) -> int | None:
+        factor = self.options.capacity_factor
+        if factor is None or self.options.router.select == "expert_choice":
+            return None
+        return max(1, math.ceil(factor * tokens * self.options.top_k / self.options.experts))
+
+    @staticmethod
+    def counts(model: ModelSection, options: MoEOptions, sequence_length: int) -> Counts:
+        H, E, k, width = model.hidden_size, options.experts, options.top_k, options.hidden_size
+        sides = 3 if options.gated else 2
+        expert, shared = sides * H * width, sides * H * options.shared_size
+        router, products = router_counts(H, options)
+        gate = H if options.shared_size and options.shared_gate else 0
+        made = 2 if options.gated else 1
+        kept = KEPT[options.activation][options.gated]
+        # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
+        # weight.
+        routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
+        network = options.router.width if options.router.network == "mlp" else 0
+        routing += 7 * network + bool(network)
+        return Counts(
+            parameters=E * expert + shared + router + gate,
+            idle=(E - k) * expert,
+            flops=2 * (k * expert + shared + products + gate),
+            activations=k * (2 * H + kept * width) + kept * options.shared_size + routing + (H + 1 if gate else 0),
+            products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
+        )

@@ -1,0 +1,166 @@
+"""Tokens sorted by expert, and back. No size depends on the data where nothing is dropped, so an accelerator never
+waits.
+
+Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at one expert), H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.kinds.common.recomputed import recomputed
+
+from .choice import Choice
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows sorted by expert.
+
+    Attributes:
+        source_R: int64, the token of each row.
+        ends_E: int32, where each expert's rows end.
+        place_Tk: int64, the row of each token's choices; None where experts choose.
+        tokens: T.
+        kept_Tk: which choices have a row (capacity); None where all have.
+    """
+
+    source_R: Tensor
+    ends_E: Tensor
+    tokens: int
+    place_Tk: Tensor | None = None
+    kept_Tk: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows and choices are the same things in another order."""
+        return self.place_Tk is not None and self.kept_Tk is None
+
+
+def sort(choice: Choice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
+    """Rows of a choice; within an expert in the order of the tokens.
+
+    Args:
+        tokens: T.
+        capacity: rows that each expert has; its later tokens get none. Rows without a token hold token 0, to be
+        ignored.
+    """
+    if choice.tokens_EC is not None:
+        count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device
+        ends_E = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
+        return Rows(choice.tokens_EC.flatten(), ends_E, tokens)
+    chosen_R = choice.experts_Tk.flatten()
+    sorted_R, order_R = chosen_R.sort(stable=True)
+    numbers_E = torch.arange(experts, device=chosen_R.device)
+    ends_E = torch.searchsorted(sorted_R, numbers_E, right=True)
+    rows_R = torch.arange(len(order_R), device=order_R.device)
+    top_k = choice.experts_Tk.shape[1]
+    if capacity is None:
+        place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
+        return Rows(order_R // top_k, ends_E.int(), tokens, place_R.view(-1, top_k))
+    begin_E = torch.cat([ends_E.new_zeros(1), ends_E[:-1]])
+    nth_R = rows_R - begin_E[sorted_R]
+    kept_R = nth_R < capacity
+    slot_R = torch.where(kept_R, sorted_R * capacity + nth_R, experts * capacity)  # the last slot is the dropped ones'
+    source = torch.zeros(experts * capacity + 1, dtype=order_R.dtype, device=order_R.device)
+    source = source.scatter_(0, slot_R, order_R // top_k)[:-1]
+    place_R, kept = torch.empty_like(order_R), torch.empty_like(kept_R)
+    place_R.scatter_(0, order_R, torch.where(kept_R, slot_R, 0))
+    kept.scatter_(0, order_R, kept_R)
+    ends_E = ((numbers_E + 1) * capacity).int()
+    return Rows(source, ends_E, tokens, place_R.view(-1, top_k), kept.view(-1, top_k))
+
+
+class _Spread(torch.autograd.Function):
+    """[T, H] to the rows [R, H]; the gradient of a token is the sum over its rows, in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, x_TH, source_R, place_Tk):
+        ctx.save_for_backward(place_Tk)
+        return x_TH.index_select(0, source_R)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        (place_Tk,) = ctx.saved_tensors
+        grad_TkH = grad_RH.index_select(0, place_Tk.flatten()).unflatten(0, place_Tk.shape)
+        return grad_TkH.sum(1), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_RH, place_N):
+        ctx.save_for_backward(place_N)
+        ctx.rows = len(x_RH)
+        return x_RH.index_select(0, place_N)
+
+    @staticmethod
+    def backward(ctx, grad_NH):
+        (place_N,) = ctx.saved_tensors
+        return grad_NH.new_zeros(ctx.rows, grad_NH.shape[1]).index_copy_(0, place_N, grad_NH), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_NH, place_N, rows):
+        ctx.save_for_backward(place_N)
+        return y_NH.new_zeros(rows, y_NH.shape[1]).index_copy_(0, place_N, y_NH)
+
+    @staticmethod
+    def backward(ctx, grad_RH):
+        (place_N,) = ctx.saved_tensors
+        return grad_RH.index_select(0, place_N), None, None
+
+
+def take(x_RH: Tensor, place_N: Tensor) -> Tensor:
+    """The rows at these places, none of them twice, [N, H]."""
+    return _Take.apply(x_RH, place_N)
+
+
+def put(y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
+    """The rows at these places of as many rows, [rows, H], the others 0: the reverse of `take`."""
+    return _Put.apply(y_NH, place_N, rows)
+
+
+class _Collect(torch.autograd.Function):
+    """The rows [R, H] in the order of the choices, [T k, H]."""
+
+    @staticmethod
+    def forward(ctx, y_RH, place_Tk):
+        ctx.save_for_backward(place_Tk)
+        return y_RH.index_select(0, place_Tk.flatten())
+
+    @staticmethod
+    def backward(ctx, grad_PH):
+        (place_Tk,) = ctx.saved_tensors
+        return torch.empty_like(grad_PH).index_copy_(0, place_Tk.flatten(), grad_PH), None
+
+
+def permute(x_TH: Tensor, rows: Rows) -> Tensor:
+    """Tokens [T, H] to rows [R, H]."""
+    if rows.exact:
+        return _Spread.apply(x_TH, rows.source_R, rows.place_Tk)
+    return x_TH.index_select(0, rows.source_R)
+
+
+def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
+    """Rows [R, H] to the weighted sums of each token's, [T, H].
+
+    Args:
+        weights: fp32 [T, k], or [R] where experts choose.
+    """
+    if rows.place_Tk is None:
+        weighted = recomputed(lambda y, w: (y.float() * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
+        return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
+    if rows.exact:
+        y_PH = _Collect.apply(y_RH, rows.place_Tk)
+    else:
+        y_PH = y_RH.index_select(0, rows.place_Tk.flatten())
+        weights = weights * rows.kept_Tk
+    return recomputed(_weighted_sum, y_PH.unflatten(0, rows.place_Tk.shape), weights)
+
+
+def _weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
+    return (y_TkH.float() * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)

@@ -1,0 +1,99 @@
+"""RWKV-4 (Peng et al. 2023), cut over tensor parallel ranks by channels.
+
+Shapes: B samples, S positions, H hidden, d channels of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.rwkv import RWKV4Options
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.rwkv.start import Start
+from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter, sum_gradient
+from megatron.parallel.initial import Init, formula
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from .wkv4 import wkv4
+
+
+@dataclass
+class RWKV4State(ShiftState):
+    """`ShiftState`, and the sums of `wkv4`, [B, d] each, fp32."""
+
+    numerator: Tensor | None = None
+    denominator: Tensor | None = None
+    largest: Tensor | None = None
+
+
+class RWKV4(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: output(sigmoid(receptance) * wkv)."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV4Options, init: Initialisation):
+        super().__init__()
+        self.mesh, self.options, H = make.mesh, options, model.hidden_size
+        start = Start(options.init, init, H)
+        powers = [start.rest * each for each in (1.0, 1.0, 0.5)]
+        self.mix = make.parameter(
+            "mix", (3, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
+        )
+
+        def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
+            return make.parameter(name, (H,), role=role, init=init, shard=Shard(0), keep_fp32=True)
+
+        self.decay = vector("decay", start.decays(-5.0, 8.0), Role.DECAY)
+        self.bonus = vector("bonus", formula(lambda n: math.log(0.3) + 0.5 * ((n + 1) % 3 - 1)))
+        self.key = ColumnLinear(make.scope("key"), H, (H,), init=start.reads(H, H, 0.0))
+        self.value = ColumnLinear(make.scope("value"), H, (H,), init=start.reads(H, H))
+        self.receptance = ColumnLinear(make.scope("receptance"), H, (H,), init=start.reads(H, H, 0.0))
+        self.output = RowLinear(make.scope("output"), H, H, init=start.writes(H, H))
+
+    def forward(self, x: Tensor, stream: Stream, state: RWKV4State | None = None) -> Tensor:
+        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV4State()
+        share = sum_gradient(self.mix, self.mesh.tensor)
+        k, v, r = mixed(x_BSH, 1 - share, past.last, starts)
+        before = None if past.numerator is None else (past.numerator, past.denominator, past.largest)
+        y, sums = wkv4(
+            self.key(k),
+            self.value(v),
+            self.decay,
+            self.bonus,
+            chunk=self.options.chunk,
+            initial=before,
+            starts_BS=starts,
+        )
+        if state is not None:
+            state.keep(x_BSH, stream)
+            state.numerator, state.denominator, state.largest = sums
+        return self.output(recomputed(_gated, self.receptance(r), y))
+
+    def new_state(self) -> RWKV4State:
+        return RWKV4State()
+
+    @staticmethod
+    def counts(model: ModelSection, options: RWKV4Options, sequence_length: int) -> Counts:
+        H = model.hidden_size
+        return Counts(
+            parameters=4 * H * H + 5 * H,
+            flops=2 * 4 * H * H,
+            activations=3 * H + 3 * H + 2 * H,  # mixed; key, value, receptance; scanned and gated
+            products=4 * H,
+            state=4 * H,
+            memory=3 * H,
+        )
+
+
+def _gated(r: Tensor, y: Tensor) -> Tensor:
+    return torch.sigmoid(r) * y

@@ -1,0 +1,95 @@
+"""The recurrence of RWKV-4 (Peng et al. 2023): per channel a mean of the values, weighted by keys and by age.
+
+Shapes: B samples, S positions, d channels, c runs of Q positions.
+
+    wkv_t = (sum_{i<t} e^{(t-1-i) w + k_i} v_i + e^{u + k_t} v_t) / (the same without v)          w = -exp(decay)
+
+All exponents are relative to the largest of a token's, so that none overflows and no sum is 0. A piece of up to `chunk`
+positions is scanned at a time, in about sqrt(chunk) runs side by side: inside the runs distance by distance, then from
+run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.rwkv.runs import Runs, back, pieces
+
+NOTHING = -1e38  # exponent of what is not there
+
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def wkv4(
+    k_BSd: Tensor,
+    v_BSd: Tensor,
+    decay_d: Tensor,
+    bonus_d: Tensor,
+    *,
+    chunk: int,
+    initial: State | None = None,
+    starts_BS: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """wkv [B, S, d] of v's type and the state after the last position, fp32 inside.
+
+    Args:
+        initial: the sums with and without v, and the exponent that both are relative to, [B, d] each in fp32.
+        starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
+    """
+    if initial is None:
+        zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=torch.float32)
+        initial = (zero, zero, zero + NOTHING)
+    state, outputs = initial, []
+    for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
+        y, *state = recomputed(_piece, k, v, decay_d, bonus_d, *state, starts)
+        outputs.append(y)
+    return torch.cat(outputs, 1), tuple(state)
+
+
+def _piece(k, v, decay, bonus, numerator, denominator, largest, starts):
+    dtype, runs, w = v.dtype, Runs.of(k.shape[1], starts, k.device), -decay.exp()
+    k, v = runs.cut(k.float()), runs.cut(v.float())
+    numerators, denominators, exponents, *state = _between(runs, k, v, w, numerator, denominator, largest)
+
+    steps = torch.arange(runs.run, device=k.device).view(1, 1, -1, 1)
+    of_state = exponents.unsqueeze(2) + steps * w
+    if runs.starts is not None:
+        of_state = of_state.masked_fill(~runs.reads_state.unsqueeze(-1), NOTHING)
+    terms = [bonus + k]
+    for distance in range(1, runs.run):
+        seen = runs.sees(distance).unsqueeze(-1)
+        terms.append((back(k, distance) + (distance - 1) * w).masked_fill(~seen, NOTHING))
+    top = of_state.detach()
+    for term in terms:
+        top = torch.maximum(top, term.detach())
+    weight = (of_state - top).exp()
+    above, below = weight * numerators.unsqueeze(2), weight * denominators.unsqueeze(2)
+    for distance, term in enumerate(terms):
+        weight = (term - top).exp()
+        above, below = above + weight * back(v, distance), below + weight
+    return runs.joined(above / below).to(dtype), *state
+
+
+def _between(runs: Runs, k, v, w, numerator, denominator, largest):
+    """The state before each run, [B, c, d] each, and after the last. Exponents of reference have no gradient: what is
+    relative to them changes by the opposite factor."""
+    written = runs.writes_state.unsqueeze(-1)
+    count = (runs.places < runs.length).sum(-1)  # tokens of each run
+    left = (count.unsqueeze(-1) - 1 - torch.arange(runs.run, device=k.device)).unsqueeze(-1)
+    terms = (k + left * w).masked_fill(~written, NOTHING)
+    top = terms.detach().amax(2)
+    weights = (terms - top.unsqueeze(2)).exp()
+    own = zip((weights * v).sum(2).unbind(1), weights.sum(2).unbind(1), top.unbind(1))
+    passed = count.view(1, -1, 1) * w
+    if runs.starts is not None:
+        passed = passed.masked_fill(~runs.keeps_state.unsqueeze(-1), NOTHING)
+    before, state = [], (numerator, denominator, largest)
+    for (above, below, exponent), decay in zip(own, passed.expand(-1, k.shape[1], -1).unbind(1)):
+        before.append(state)
+        aged = (state[2] + decay).clamp(min=NOTHING)
+        reference = torch.maximum(aged, exponent).detach()
+        old, new = (aged - reference).exp(), (exponent - reference).exp()
+        state = (state[0] * old + above * new, state[1] * old + below * new, reference)
+    return *(torch.stack(each, 1) for each in zip(*before)), *state

@@ -1,0 +1,119 @@
+"""RWKV-5 "Eagle" (Peng et al. 2024), cut over tensor parallel ranks by heads.
+
+Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N); heads of this rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.rwkv import RWKV5Options
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.rwkv.start import Start
+from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.kinds.common.rwkv.wkv6 import wkv6
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter, sum_gradient
+from megatron.parallel.initial import ZEROS, Init, formula
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+
+@dataclass
+class RWKV5State(ShiftState):
+    """`ShiftState`, and the memory [B, h, N keys, N values], fp32."""
+
+    memory: Tensor | None = None
+
+
+class RWKV5(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: output(norm(wkv) * silu(gate))."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV5Options, init: Initialisation):
+        super().__init__()
+        H, N = model.hidden_size, options.head_dim
+        self.mesh, self.options, self.heads = make.mesh, options, H // N // make.mesh.tensor.size
+        start, last = Start(options.init, init, H), max(H - 1, 1)
+        self.make_mixes(make, H, options, start)
+
+        def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
+            keep = role is not Role.NORM
+            return make.parameter(name, (H,), role=role, init=init, shard=Shard(0, None, N), keep_fp32=keep)
+
+        def column(name: str, gain: float) -> ColumnLinear:
+            return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain))
+
+        self.decay = vector("decay", start.decays(-6.0, 5.0), Role.DECAY)
+        self.bonus = vector("bonus", formula(lambda n: start.ratio * (1 - n / last) + 0.1 * ((n + 1) % 3 - 1)))
+        self.receptance, self.value = column("receptance", 1.0), column("value", 1.0)
+        self.key, self.gate = column("key", 0.1), column("gate", 0.1)
+        self.norm_weight = vector("norm.weight", start.norm(), Role.NORM)
+        self.norm_bias = vector("norm.bias", ZEROS, Role.NORM)
+        self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
+
+    def make_mixes(self, make: ParameterFactory, H: int, options: RWKV5Options, start: Start) -> None:
+        """The parameters of the token shift, and of what else depends on the token alone."""
+        powers = [start.rest * each for each in (1.0, 1.0, 0.5, 0.5)]
+        self.mix = make.parameter(
+            "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
+        )
+
+    def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
+        """What key, value, receptance and gate read, and what the decays are moved by (None: nothing)."""
+        return *mixed(x_BSH, 1 - sum_gradient(self.mix, self.mesh.tensor), last, starts), None
+
+    def forward(self, x: Tensor, stream: Stream, state: RWKV5State | None = None) -> Tensor:
+        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV5State()
+        k, v, r, g, moved = self.mixes(x_BSH, past.last, starts)
+        r, k, v, moved = (
+            None if each is None else each.unflatten(-1, (self.heads, -1))
+            for each in (self.receptance(r), self.key(k), self.value(v), moved)
+        )
+        y, memory = wkv6(
+            r,
+            k,
+            v,
+            moved,
+            self.decay.view(self.heads, -1),
+            self.bonus.view(self.heads, -1),
+            chunk=self.options.chunk,
+            initial_BhNN=past.memory,
+            starts_BS=starts,
+        )
+        if state is not None:
+            state.keep(x_BSH, stream)
+            state.memory = memory
+        normed = functools.partial(_normed, epsilon=self.options.norm_epsilon)
+        return self.output(recomputed(normed, y, self.gate(g), self.norm_weight, self.norm_bias))
+
+    def new_state(self) -> RWKV5State:
+        return RWKV5State()
+
+    @classmethod
+    def counts(cls, model: ModelSection, options: RWKV5Options, sequence_length: int) -> Counts:
+        H, N = model.hidden_size, options.head_dim
+        chunk = min(options.chunk, sequence_length)
+        run = max(1, int(chunk**0.5))
+        return Counts(
+            parameters=5 * H * H + 8 * H,
+            flops=2 * (5 * H * H + 2 * H * N),  # of the scan, what is written to and read from the states between runs
+            activations=4 * H + 4 * H + 2 * H,  # mixed; receptance, key, value, gate; scanned and normed
+            products=5 * H + H * N // run + H,
+            state=H * N + H,
+            memory=H * N,
+        )
+
+
+def _normed(y_BShN: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float) -> Tensor:
+    """The norm of each head, times silu(gate): [B, S, d]."""
+    y = F.layer_norm(y_BShN.float(), y_BShN.shape[-1:], eps=epsilon).flatten(2) * weight.float() + bias.float()
+    return (y * F.silu(gate.float())).to(gate.dtype)

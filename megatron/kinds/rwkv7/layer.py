@@ -1,0 +1,203 @@
+"""RWKV-7 "Goose" (Peng et al. 2025), cut over tensor parallel ranks by heads.
+
+Shapes: B samples, S positions, H hidden, h heads of N channels (d = h N); heads of this rank unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.pattern import parse
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.rwkv import RWKV7Options
+from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.rwkv.low_rank import LowRank
+from megatron.kinds.common.rwkv.start import Start
+from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.stream import Channel, Stream
+from megatron.parallel.collectives import enter, sum_gradient
+from megatron.parallel.initial import ZEROS, Init, formula
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from .wkv7 import wkv7
+
+FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
+FIRST = "v_first"
+
+
+@dataclass
+class RWKV7State(ShiftState):
+    """`ShiftState`, and the memory [B, h, N values, N keys], fp32."""
+
+    memory: Tensor | None = None
+
+
+class RWKV7(nn.Module):
+    """x [B, s, H] to its output [B, s, H]: output((norm(wkv) + bonus) * gate).
+
+    The values of the first RWKV-7 layer of the stack travel to the others, which blend them with their own.
+    """
+
+    indexed = True  # the first layer of the kind has no blend
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV7Options, init: Initialisation):
+        super().__init__()
+        H, N = model.hidden_size, options.head_dim
+        self.mesh, self.options, self.heads = make.mesh, options, H // N // make.mesh.tensor.size
+        self.first = is_first(model, init.index)
+        start = Start(options.init, init, H)
+        self.mix = make.parameter(
+            "mix", (6, H), role=Role.STATE, init=start.mixes(*(p * start.rest for p in (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)))
+        )
+
+        def column(name: str, gain: float, spread: float) -> ColumnLinear:
+            return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain, spread))
+
+        def low_rank(name: str, rank: int, activation=None) -> LowRank:
+            return LowRank(make.scope(name), H, rank, H, Init("orthogonal", 0.1), activation)
+
+        def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
+            keep = role is not Role.NORM
+            return make.parameter(name, (H,), role=role, init=init, shard=Shard(0, None, N), keep_fp32=keep)
+
+        self.receptance, self.value = column("receptance", 1.0, 0.5), column("value", 1.0, 0.5)
+        self.key = column("key", 0.1, 0.05)
+        self.decay = low_rank("decay", options.decay_rank, torch.tanh)
+        self.rate = low_rank("rate", options.rate_rank)
+        self.gate = low_rank("gate", options.gate_rank, torch.sigmoid)
+        zigzag = functools.partial(_zigzag, size=N)
+        power = 1.0 + start.ratio**0.3
+        last = max(H - 1, 1)
+        self.decay_base = vector(
+            "decay_base", formula(lambda n: -5.5 + 6 * (n / last) ** power + 2.5 * zigzag(n)), Role.DECAY
+        )
+        self.rate_base = vector("rate_base", formula(lambda n: -0.19 + 0.3 * zigzag(n) + 0.4 * (n / last - 0.5)))
+        self.blend = self.blend_base = None
+        if not self.first:
+            self.blend = low_rank("blend", options.value_rank)
+            self.blend_base = vector("blend_base", start.along(lambda x: 0.73 - 0.4 * (x - 0.5)))
+        self.key_scale = vector("key_scale", start.along(lambda x: 0.71 - 0.1 * (x - 0.5)))
+        self.rate_scale = vector("rate_scale", Init("constant", 1.02))
+        self.bonus = vector("bonus", Init("constant", -0.04))
+        self.norm_weight = vector("norm.weight", start.norm(), Role.NORM)
+        self.norm_bias = vector("norm.bias", ZEROS, Role.NORM)
+        self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
+
+    def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None):
+        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV7State()
+        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), past.last, starts)
+        value, blend, first = self.value(v), None, None
+        if not self.first:
+            blend, first = self.blend(v), stream.channels[FIRST]
+        y, memory = recomputed(
+            functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
+            self.receptance(r),
+            self.key(k),
+            value,
+            self.decay(w),
+            self.rate(a),
+            self.gate(g),
+            blend,
+            first,
+            self.decay_base,
+            self.rate_base,
+            self.blend_base,
+            self.key_scale,
+            self.rate_scale,
+            self.bonus,
+            self.norm_weight,
+            self.norm_bias,
+            past.memory,
+            starts,
+        )
+        if state is not None:
+            state.keep(x_BSH, stream)
+            state.memory = memory
+        y = self.output(y)
+        return (y, {FIRST: value}) if self.first else y
+
+    def new_state(self) -> RWKV7State:
+        return RWKV7State()
+
+    @staticmethod
+    def channels(model: ModelSection, options: RWKV7Options, ranks: int) -> dict[str, Channel]:
+        return {FIRST: Channel(model.hidden_size // ranks, whole=True)}
+
+    @staticmethod
+    def counts(model: ModelSection, options: RWKV7Options, sequence_length: int, index: int) -> Counts:
+        H, N, chunk = model.hidden_size, options.head_dim, min(options.chunk, sequence_length)
+        first = is_first(model, index)
+        ranks = options.decay_rank + options.rate_rank + options.gate_rank + (0 if first else options.value_rank)
+        matrices = 4 * H * H + 2 * H * ranks
+        scan = H * (9 * chunk + 4 * N)  # per head and token: scores 4 Q N, products with them 5 Q N, with states 4 N^2
+        made = (6 if first else 7) * H + ranks  # receptance, key, value, and what the matrices of low rank give
+        return Counts(
+            parameters=matrices + (13 if first else 14) * H,
+            flops=2 * (matrices + scan),
+            activations=6 * H + made + H,  # mixed, made, gated
+            products=made + H,  # none of the scan's
+            state=H * N + H,
+            memory=H * N,
+        )
+
+
+def _time_mix(
+    r,
+    k,
+    v,
+    w,
+    a,
+    g,
+    blend,
+    first,
+    decay_base,
+    rate_base,
+    blend_base,
+    key_scale,
+    rate_scale,
+    bonus,
+    norm_weight,
+    norm_bias,
+    memory,
+    starts,
+    *,
+    heads: int,
+    chunk: int,
+    epsilon: float,
+):
+    """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
+    dtype = g.dtype
+    r, k, v = r.float(), k.float(), v.float()
+    log_w = FASTEST * torch.sigmoid(decay_base + w.float())
+    a = torch.sigmoid(rate_base + a.float())
+    if first is not None:
+        v = torch.lerp(v, first.float(), torch.sigmoid(blend_base + blend.float()))
+    removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
+    k = k * (1 + (a - 1) * rate_scale)
+    r, log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (r, log_w, k, v, a))
+    y, memory = wkv7(r, log_w, k, v, -removed, removed * a, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
+    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * norm_weight.float() + norm_bias.float()
+    y = y + ((r * k * bonus.view(heads, -1)).sum(-1, keepdim=True) * v).flatten(2)
+    return (y * g.float()).to(dtype), memory
+
+
+def is_first(model: ModelSection, index: int) -> bool:
+    """Whether no block before this one has RWKV-7."""
+    return not any(kind.name == "rwkv7" for block in parse(model.layers)[:index] for kind in block.kinds)
+
+
+def _zigzag(n, size: int):
+    """z |z| with z from -1 to 1 over each head."""
+    z = (n % size - (size - 1) / 2) / ((size - 1) / 2)
+    return z * abs(z)

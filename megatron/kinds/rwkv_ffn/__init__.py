@@ -1,0 +1,1 @@
+"""The channel mixes of RWKV-4 to 7."""

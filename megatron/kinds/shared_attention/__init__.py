@@ -1,0 +1,1 @@
+"""Attention and an MLP whose weights several layers share, beside a mixer."""

@@ -1,0 +1,94 @@
+"""Names and import paths: what is inside loads, what is wrong with an extension is said with a rule and a fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config import registry
+from megatron.config.registry import INSIDE, KIND, RegistryError, load, registry_of
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of a new name, and gives the name."""
+    monkeypatch.syspath_prepend(tmp_path)
+    written = iter(range(100))
+
+    def write(text: str) -> str:
+        name = f"guest_{tmp_path.name.replace('-', '_')}_{next(written)}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize("role, name", [(role, name) for role, table in INSIDE.items() for name in table])
+def test_everything_inside_loads(role, name):
+    assert registry_of().load(role, name) is load(INSIDE[role][name])
+
+
+def test_the_table_imports_nothing():
+    program = "import sys, megatron.config.registry as r; r.registry_of().names('kind'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_an_extension_adds_names_behind_those_inside(module):
+    guest = module("EXTENSION = {'optimizer': {'mine': 'math:sqrt'}, 'kind': {'retention': 'math:pi'}}")
+    names = registry_of((guest,)).names(KIND)
+    assert names == (*INSIDE[KIND], "retention")
+    assert registry_of((guest,)).load("optimizer", "mine")(4) == 2
+    assert registry_of((guest,)).extensions == (guest,)
+    assert "retention" not in registry_of().names(KIND)
+
+
+def test_a_name_with_a_colon_is_an_import_path():
+    assert registry_of().load("hook", "collections.abc:Mapping").__name__ == "Mapping"
+
+
+@pytest.mark.parametrize(
+    "text, rule, fix",
+    [
+        (None, "must be found by Python", "PYTHONPATH"),
+        ("import nowhere_at_all", "needs nowhere_at_all", "install that"),
+        ("1 / 0", "fails with ZeroDivisionError: division by zero", "mend it"),
+        ("x = 1", "must have a mapping EXTENSION", "EXTENSION = {"),
+        ("EXTENSION = {'mixer': {}}", "unknown role 'mixer'", "kind, "),
+        ("EXTENSION = {'kind': ['a']}", "must map names to import paths", "mend"),
+        ("EXTENSION = {'kind': {'a': 'os.system'}}", "must give a plain name an import path", "package.module:"),
+        ("EXTENSION = {'kind': {'a/b': 'a:b'}}", "must give a plain name an import path", "package.module:"),
+        ("EXTENSION = {'kind': {'mlp': 'a:b'}}", "must not name its kind 'mlp', which stands for megatron", "another"),
+    ],
+)
+def test_what_is_wrong_with_an_extension_is_said(module, text, rule, fix):
+    with pytest.raises(RegistryError) as error:
+        registry_of(("nowhere.to_be.found" if text is None else module(text),))
+    assert rule in error.value.rule and fix in error.value.fix
+
+
+@pytest.mark.parametrize("path", ["os", "os:", "os.path:join:x", "../a:b", "os:path.join", "a b:c"])
+def test_a_path_is_a_module_and_an_attribute(path):
+    with pytest.raises(RegistryError, match="must be an import path"):
+        load(path)
+
+
+def test_an_attribute_that_is_not_there():
+    with pytest.raises(RegistryError, match="module math must have nothing_such"):
+        load("math:nothing_such")
+
+
+def test_an_unknown_name_has_a_near_one():
+    with pytest.raises(RegistryError, match="did you mean mamba2"):
+        registry_of().load(KIND, "manba2")
+
+
+def test_installed_packages_offer_names(tmp_path, monkeypatch):
+    info = tmp_path / "guest-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deepy.kind]\nretention = my_lab.retnet\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.offered(KIND, "retention") == "my_lab.retnet"
+    assert registry.offered(KIND, "retnet") is None and registry.offered("optimizer", "retention") is None
