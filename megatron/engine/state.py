@@ -20,6 +20,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, shard_start
 from megatron.parallel.shard import LogicalTensor
 
+from .optimizers import element_states, initialize_state
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -64,10 +66,7 @@ class EngineState:
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
-        self._create_states()
-        for owned in self._owned():
-            if not owned.replica:
-                yield from self._of(owned)
+        yield from self._fragments(replicas=False)
         if self.mesh.tensor.rank == self.mesh.data.rank == 0:
             yield from self._kept()
 
@@ -80,8 +79,7 @@ class EngineState:
 
     def targets(self) -> list[Fragment]:
         """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
-        self._create_states()
-        return [*(fragment for owned in self._owned() for fragment in self._of(owned)), *self._kept()]
+        return [*self._fragments(replicas=True), *self._kept()]
 
     def masters(self) -> list[Fragment]:
         """The fp32 masters among the targets, for a start from weights alone."""
@@ -125,12 +123,14 @@ class EngineState:
         for tensor in self.kept:
             yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
 
-    def _of(self, owned: Owned) -> Iterator[Fragment]:
-        states = {
-            name: value for name, value in self.optimizer.state[owned.flat].items() if _elementwise(value, owned.flat)
-        }
-        for name, values in {MASTER: owned.flat, **states}.items():
-            yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
+    def _fragments(self, replicas: bool) -> Iterator[Fragment]:
+        """Masters and states of what this rank owns, with or without what others save too."""
+        self._create_states()
+        states = {flat: element_states(self.optimizer, group, flat) for group, flat in self._flats()}
+        for owned in self._owned():
+            if replicas or not owned.replica:
+                for name, values in {MASTER: owned.flat, **states.get(owned.flat, {})}.items():
+                    yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
 
     def _owned(self) -> Iterator[Owned]:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
@@ -173,13 +173,7 @@ class EngineState:
     def _create_states(self) -> None:
         """Give the optimizer its states before its first step, as it would make them itself."""
         for group, flat in self._flats():
-            state = self.optimizer.state[flat]
-            for name in state_names(self.optimizer, group):
-                if name not in state:
-                    state[name] = torch.zeros_like(flat, requires_grad=False)
-            if "exp_avg_sq" in state and "step" not in state:
-                fused = bool(group.get("fused"))
-                state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device if fused else "cpu")
+            initialize_state(self.optimizer, group, [flat])
 
     def _flats(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         if self.stage < 3:
@@ -201,19 +195,3 @@ class EngineState:
         if zero.persistent_parameters:  # small parameters that are never released: gather their new values
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-
-def state_names(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the per-element states that an optimizer keeps for a group."""
-    kind = type(optimizer).__name__
-    if kind == "Lion":
-        return ("exp_avg",)
-    if kind == "SGD":
-        return ("momentum_buffer",) if group["momentum"] else ()
-    if kind == "Muon" and group["matrix"]:
-        return ("momentum_buffer",)
-    return ("exp_avg", "exp_avg_sq")
-
-
-def _elementwise(value: Any, flat: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == flat.shape

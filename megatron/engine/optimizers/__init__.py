@@ -5,15 +5,19 @@ groups the scheduled rate. AdamW, Lion and SGD work element by element, so ZeRO 
 as it likes. Muon needs whole matrices; `muon_layouts` says where it has them.
 """
 
+from .adamw import AdamW
 from .build import build_optimizer, set_learning_rate
+from .contract import Optimizer, element_states, initialize_state, state_names
 from .groups import describe, parameter_groups
 from .lion import Lion
 from .muon import Muon, muon_layouts
 from .sgd import SGD
-from .state import initialize_state, state_names
 
 __all__ = [
     "SGD",
+    "AdamW",
+    "Optimizer",
+    "element_states",
     "Lion",
     "Muon",
     "build_optimizer",

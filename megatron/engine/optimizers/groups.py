@@ -6,22 +6,23 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from megatron.config import Config
+from megatron.config.sections.recipe import OptimizerSection
 from megatron.parallel.parameters import is_spread
 from megatron.parallel.shard import Role
 
-# Muon is made for matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
-MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
+from .contract import group_settings
+from .named import optimizer_class
 
 
-def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Put each trainable parameter of this rank into exactly one group.
 
     Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm), the same type and the
-    same ranks
-    share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so fewer are better.
+    same ranks share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so fewer are
+    better.
 
     Args:
         config: a resolved `Config`.
@@ -29,15 +30,13 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
 
     Returns:
         Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (the group's learning rate is
-        this times the scheduled one), `matrix` (updated by Muon) and `moe` (experts, different ones on different data
-        parallel ranks). `lr` is 0 until the schedule sets it.
+        this times the scheduled one), `moe` (experts, different ones on different data parallel ranks), and what the
+        optimizer adds (`group_settings`). `lr` is 0 until the schedule sets it.
 
     Raises:
-        ValueError: a parameter has no `.logical`, or Muon is asked for with `optimizer.lr` 0.
+        ValueError: a parameter has no `.logical`, or the optimizer cannot train it.
     """
-    optimizer = config.optimizer
-    if optimizer.type == "muon" and optimizer.lr == 0:
-        raise ValueError("optimizer.lr: muon's matrices follow the schedule of optimizer.lr, which must be above 0")
+    kind = optimizer_class(config)
     groups: dict[tuple, dict[str, Any]] = {}
     for parameter in dict.fromkeys(parameters):
         if not parameter.requires_grad:
@@ -45,24 +44,12 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
         logical = getattr(parameter, "logical", None)
         if logical is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no logical tensor, so no role")
-        lr_scale, decay = _settings(optimizer, logical.role)
-        whole = len(logical.shape) == 2 or logical.matrices is not None  # or experts: matrices in a stack
-        matrix = optimizer.type == "muon" and logical.role in MATRIX_ROLES and whole
-        if matrix:
-            lr_scale *= optimizer.muon_lr / optimizer.lr
-        key = (matrix, lr_scale, decay, parameter.dtype, is_spread(parameter))
-        group = groups.setdefault(
-            key,
-            {
-                "params": [],
-                "lr": 0.0,
-                "lr_scale": lr_scale,
-                "weight_decay": decay,
-                "matrix": matrix,
-                "roles": [],
-                "moe": is_spread(parameter),
-            },
-        )
+        lr_scale, decay = _settings(config.optimizer, logical.role)
+        own = dict(group_settings(kind, config, logical))
+        lr_scale *= own.pop("lr_scale", 1.0)
+        key = (*sorted(own.items()), lr_scale, decay, parameter.dtype, is_spread(parameter))
+        start = {"params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "roles": []}
+        group = groups.setdefault(key, {**start, **own, "moe": is_spread(parameter)})
         group["params"].append(parameter)
         if logical.role.value not in group["roles"]:
             group["roles"].append(logical.role.value)
@@ -71,7 +58,7 @@ def parameter_groups(config, parameters: Iterable[nn.Parameter]) -> list[dict[st
     return list(groups.values())
 
 
-def _settings(optimizer, role: Role) -> tuple[float, float]:
+def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
     """The multiplier of the learning rate and the weight decay of a role."""
     options = optimizer.groups.get(role.value)
     if options is None:
@@ -79,14 +66,13 @@ def _settings(optimizer, role: Role) -> tuple[float, float]:
     return options.lr_scale, optimizer.weight_decay if options.weight_decay is None else options.weight_decay
 
 
-def describe(config, groups: list[dict[str, Any]]) -> str:
+def describe(config: Config, groups: list[dict[str, Any]]) -> str:
     """A table of the groups for people: algorithm, roles, number of tensors and parameters, settings."""
     rows = [("algorithm", "roles", "tensors", "parameters", "type", "peak lr", "weight decay")]
     for group in groups:
         counts = Counter(parameter.logical.role.value for parameter in group["params"])
-        rest = "adamw" if config.optimizer.type == "muon" else config.optimizer.type
         rows.append((
-            "muon" if group["matrix"] else rest,
+            group.get("algorithm", config.optimizer.type),
             ", ".join(f"{role} {count}" for role, count in counts.items()),
             str(len(group["params"])),
             # Under ZeRO 3 a parameter's own tensor is empty and DeepSpeed keeps the number.
@@ -99,7 +85,9 @@ def describe(config, groups: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
-def fused_available(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether torch has fused optimizer kernels for these parameters' device and types."""
+def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:
+    """Whether `optimizer.fused` is on and torch has fused kernels for these parameters' device and types."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
     kinds = {(parameter.device.type, parameter.is_floating_point()) for parameter in parameters}
-    return bool(kinds) and all(device in ("cuda", "cpu") and floating for device, floating in kinds)
+    available = bool(kinds) and all(device in ("cuda", "cpu") and floating for device, floating in kinds)
+    return config.optimizer.fused and available

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from megatron.config import Config
 
 
 class Lion(torch.optim.Optimizer):
@@ -23,6 +26,13 @@ class Lion(torch.optim.Optimizer):
         if lr < 0 or weight_decay < 0:
             raise ValueError(f"optimizer.lr ({lr}) and optimizer.weight_decay ({weight_decay}) must not be negative")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @classmethod
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Lion:
+        return cls(groups, lr=0.0, betas=config.optimizer.betas)
+
+    def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
 
     @torch.no_grad()
     def step(self, closure=None) -> Any:

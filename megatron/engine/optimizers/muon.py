@@ -7,14 +7,21 @@ brings the parts of a cut matrix together for the iteration, and every rank keep
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from megatron.config import Config
+from megatron.parallel.shard import LogicalTensor, Role
+
+from .groups import use_fused
 from .pieces import Pieces
+
+# Muon is made for matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
+MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the quintic with the steepest slope at 0, from the authors
 ITERATIONS = 5
@@ -120,6 +127,37 @@ class Muon(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.dim() not in (2, 3):
                         raise ValueError(f"muon: {parameter.logical.name} {tuple(parameter.shape)} is not a matrix")
+
+    @classmethod
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Muon:
+        options = config.optimizer
+        return cls(
+            groups,
+            momentum=options.muon_momentum,
+            lr=0.0,
+            betas=options.betas,
+            eps=options.epsilon,
+            fused=use_fused(config, groups),
+        )
+
+    @classmethod
+    def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
+        """Matrices have groups of their own, whose rate follows the schedule as a multiple of `optimizer.lr`.
+
+        Raises:
+            ValueError: `optimizer.lr` is 0.
+        """
+        options = config.optimizer
+        if options.lr == 0:
+            raise ValueError("optimizer.lr: muon's matrices follow the schedule of optimizer.lr, which must be above 0")
+        whole = len(logical.shape) == 2 or logical.matrices is not None  # or experts: matrices in a stack
+        matrix = logical.role in MATRIX_ROLES and whole
+        if matrix:
+            return {"matrix": True, "algorithm": "muon", "lr_scale": options.muon_lr / options.lr}
+        return {"matrix": False, "algorithm": "adamw"}
+
+    def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["matrix"] else ("exp_avg", "exp_avg_sq", "step")
 
     @torch.no_grad()
     def step(self, closure=None) -> Any:

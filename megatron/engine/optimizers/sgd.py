@@ -6,9 +6,12 @@ decoupled for every optimizer (Loshchilov & Hutter 2019), hence this class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from megatron.config import Config
 
 
 class SGD(torch.optim.Optimizer):
@@ -30,6 +33,13 @@ class SGD(torch.optim.Optimizer):
         if nesterov and momentum == 0:
             raise ValueError("optimizer.nesterov: Nesterov needs optimizer.momentum above 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay})
+
+    @classmethod
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> SGD:
+        return cls(groups, lr=0.0, momentum=config.optimizer.momentum, nesterov=config.optimizer.nesterov)
+
+    def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     @torch.no_grad()
     def step(self, closure=None) -> Any:

@@ -1,0 +1,78 @@
+"""Which states of an optimizer the engine makes, saves and resumes, and which it refuses to guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine.state import EngineState
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import LogicalTensor, Role
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    made = nn.Parameter(torch.ones(shape))
+    made.logical, made.cut = LogicalTensor("w", shape, Role.HIDDEN), (0, 1)
+    return made
+
+
+def engine_state(optimizer: torch.optim.Optimizer) -> EngineState:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return EngineState(None, optimizer, parameters, Mesh.single(), stage=0)
+
+
+class Averaged(torch.optim.Optimizer):
+    """An optimizer from outside with one state per element, which it declares."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("mean",)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 0.5), alpha=group["lr"])
+
+
+class Factored(Averaged):
+    """It keeps one number per row beside what it declares."""
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rows"] = p.grad.square().mean(dim=1)
+
+
+def test_the_states_of_an_optimizer_that_declares_none_are_not_guessed():
+    with pytest.raises(TypeError, match="RMSprop.*state_names"):
+        list(engine_state(torch.optim.RMSprop([parameter(2, 3)])).fragments())
+
+
+def test_declared_states_are_saved_and_resumed():
+    weights = parameter(2, 3)
+    optimizer = Averaged([weights])
+    state = engine_state(optimizer)
+    assert [fragment.state for fragment in state.fragments()] == ["master", "mean"]
+    for target in state.targets():
+        if target.state == "mean":
+            target.data.fill_(2.0)
+    weights.grad = torch.zeros(2, 3)
+    optimizer.step()
+    torch.testing.assert_close(weights.detach(), torch.full((2, 3), 1.0 - 0.1 * 1.0))
+
+
+def test_a_state_that_was_not_declared_is_not_lost_in_silence():
+    weights = parameter(2, 3)
+    optimizer = Factored([weights])
+    weights.grad = torch.ones(2, 3)
+    optimizer.step()
+    with pytest.raises(TypeError, match=r"Factored keeps 'rows'.*\(2,\).*mean"):
+        list(engine_state(optimizer).fragments())
