@@ -13,8 +13,9 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
+from megatron.model.ends import Reader
 from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
 from megatron.parallel.mesh import Mesh
@@ -229,6 +231,16 @@ class PlainEngine(BaseEngine):
             tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.sides)[1], micro.weights)
         return (tally.loss, tally.weight) if self.reports else (0.0, 0.0)
 
+    @torch.no_grad()
+    def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
+        """What each reader computes from its micro-batch; see `protocol.Engine`."""
+        self.model.eval()
+        micros = zip(micro_batches(batch, self.form, 1.0, self.device), readers, strict=True)
+        return [
+            self.model(micro.tokens, micro.labels, micro.weights, **micro.sides, reader=reader)
+            for micro, reader in micros
+        ]
+
 
 class PipelinedEngine(BaseEngine):
     """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
@@ -268,6 +280,23 @@ class PipelinedEngine(BaseEngine):
             self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
         )
         return (self.tally.loss, self.tally.weight) if self.reports else (0.0, 0.0)
+
+    @torch.no_grad()
+    def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
+        """What each reader computes from its micro-batch; see `protocol.Engine`."""
+        if self.head is not None:
+            self.head.readers.extend(readers)
+        self.deepspeed.reset_activation_shape()  # the stages agree on the shape of what they send anew
+        try:
+            self.deepspeed.eval_batch(
+                self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
+            )
+            return [] if self.head is None else list(self.head.found)
+        finally:
+            self.deepspeed.reset_activation_shape()
+            if self.head is not None:
+                self.head.readers.clear()
+                self.head.found.clear()
 
 
 def build_engine(

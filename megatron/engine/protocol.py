@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron.data.batch import StepBatch
+from megatron.model.ends import Reader
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,9 @@ class Engine(Protocol):
 
     def evaluate(self, batch: StepBatch) -> tuple[torch.Tensor | float, torch.Tensor | float]:
         """The sum of the losses of the labels that this rank reports, and their weight (see `StepResult.tokens`)."""
+
+    def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
+        """What each reader computes from the head's input of its micro-batch; an empty list on ranks without the head.
+
+        No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut.
+        """

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron.model.ends import Reader
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import Plan
 from megatron.model.stream import StreamForm
@@ -52,10 +54,16 @@ class HeadStage(nn.Module):
         tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
         self.head, self.form = plan.head(tied), plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor]] = deque()
+        self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
+        self.found: list[Any] = []
         self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
 
     def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
         labels_BS, weights_BS = self.targets.popleft()
+        if self.readers:
+            reader = self.readers.popleft()
+            self.found.append(self.head(self.form.unpack(tensors), labels_BS, weights_BS, reader))
+            return weights_BS.sum()
         loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS)
         self.observe(ce_BS, weights_BS)
         return loss

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,7 @@ from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, l
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.scores import token_scores
 from megatron.parallel.shard import Role, Shard
 
 from .counts import Counts
@@ -84,6 +88,10 @@ class Embedding(nn.Module):
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
 
+# What to compute from a head and its input [B, S, H] (whole on every tensor parallel rank) where no loss is wanted.
+Reader = Callable[["Head", Tensor], Any]
+
+
 class Head(nn.Module):
     """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter."""
 
@@ -113,9 +121,15 @@ class Head(nn.Module):
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
 
-    def forward(self, stream: Stream, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats)."""
+    def forward(self, stream: Stream, labels_BS: Tensor, weights_BS: Tensor, reader: Reader | None = None) -> Any:
+        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats).
+
+        With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
+        the module runs.
+        """
         x_BSH = enter(self.norm(stream.hidden), self.mesh)
+        if reader is not None:
+            return reader(self, x_BSH)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.weight,
@@ -132,8 +146,17 @@ class Head(nn.Module):
 
     def logits(self, stream: Stream) -> Tensor:
         """fp32 logits [B, S, V] of the whole vocabulary, on every rank."""
-        x_BSH = enter(self.norm(stream.hidden), self.mesh)
-        local = logits_of(x_BSH, self.weight, self.bias, self.options)
+        return self.logits_at(enter(self.norm(stream.hidden), self.mesh))
+
+    def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability [N] of each label in nats, and the likeliest id [N] in its place; for a `Reader`."""
+        return token_scores(
+            x_NH, self.weight, self.bias, labels_N, first=self.span.start, axis=self.mesh.tensor, options=self.options
+        )
+
+    def logits_at(self, x: Tensor) -> Tensor:
+        """fp32 logits [..., V] of the whole vocabulary from the head's input [..., H], on every rank."""
+        local = logits_of(x, self.weight, self.bias, self.options)
         if self.mesh.tensor.size == 1:
             return local
         whole = local.new_zeros((*local.shape[:-1], self.weight.logical.shape[0]))

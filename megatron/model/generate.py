@@ -47,12 +47,17 @@ def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     return probabilities
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """The next token of each sequence, int64 [B]; equal on every rank that has the same logits."""
+def choose(logits_BV: Tensor, sampling: Sampling, position: int, first: int = 0) -> Tensor:
+    """The next token of each sequence, int64 [B]; equal on every rank that has the same logits.
+
+    Args:
+        position: of the token in its text.
+        first: number of the first sequence, which keys its draws.
+    """
     if sampling.temperature == 0.0:
         return logits_BV.argmax(-1)
     probabilities = filtered(logits_BV, sampling)
-    sequences = torch.arange(logits_BV.shape[0], device=logits_BV.device)
+    sequences = torch.arange(first, first + logits_BV.shape[0], device=logits_BV.device)
     counter = torch.tensor([position], device=logits_BV.device)
     draw = uniform(site_key(sampling.seed, "generate"), sequences, counter).double()
     return (probabilities.cumsum(-1) <= draw).sum(-1).clamp(max=logits_BV.shape[-1] - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from megatron.parallel.parameters import ParameterFactory
 
 from .block import Block, BlockState, block_channels
 from .compile import compiled
-from .ends import Embedding, Head
+from .ends import Embedding, Head, Reader
 from .initialisation import Initialisation
 from .options import options_of
 from .recompute import checkpointed
@@ -104,10 +105,17 @@ class Model(nn.Module):
         return stream
 
     def forward(
-        self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, positions=None, documents=None, samples=None
-    ) -> tuple[Tensor, Tensor]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S])."""
-        return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS)
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        positions=None,
+        documents=None,
+        samples=None,
+        reader: Reader | None = None,
+    ) -> Any:
+        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead."""
+        return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS, reader)
 
     def logits(self, tokens_BS: Tensor, positions=None, documents=None) -> Tensor:
         """fp32 logits [B, S, V]."""

@@ -1,0 +1,132 @@
+"""Scores and continuations on layouts, against one process that reads each text alone, without padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.engine.scoring import Scorer, Text, depends_on_batch
+from megatron.model.generate import Sampling, complete
+from megatron.model.stack import Model, build_model
+from megatron.parallel.parameters import kept_tensors, stored_tensors
+from tests.training import matrix, runs
+from tests.workers import run
+
+MATRIX = matrix.read()
+LENGTHS = (2, 14, 5, 9, 13, 3, 12, 9, 8, 2, 7)
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.7, seed=5)
+PAIRS = [
+    *(
+        (name, "tp2, sequence parallel")
+        for name in ("neox", "gpt2", "documents", "state space", "rwkv7", "moe", "zamba2")
+    ),
+    *((name, "pp2") for name in ("neox", "state space", "rwkv7", "moe", "zamba2")),
+    *((name, "dp2, ZeRO 3, one micro-batch") for name in ("neox", "state space", "rwkv7", "moe", "zamba2")),
+    *((name, "tp2 · pp2 · dp2, ZeRO 0") for name in ("llama", "state space", "rwkv7", "zamba2")),
+    ("moe", "tp2 · dp2 · ep2, ZeRO 0"),
+]
+
+
+def texts(vocabulary: int) -> list[Text]:
+    draw = torch.Generator().manual_seed(3)
+    made = [
+        Text(tuple(torch.randint(0, vocabulary, (length,), generator=draw).tolist()), 1 + length // 3)
+        for length in LENGTHS
+    ]
+    choices = [Text((*made[4].tokens[:-1], token), 1) for token in (1, 7, 1)]  # one context, three endings
+    return [*made, *choices]
+
+
+def prompts(vocabulary: int) -> list[tuple[int, ...]]:
+    return [text.tokens[:9] for text in texts(vocabulary)[:6]]
+
+
+def settings_of(architecture: str, layout: str) -> tuple[dict, int]:
+    own = {k: v for k, v in MATRIX["architectures"][architecture].items() if k not in ("about", "apart")}
+    cut = {k: v for k, v in MATRIX["layouts"][layout].items() if k != "ranks"}
+    return matrix.merged(MATRIX["common"], own, cut), MATRIX["layouts"][layout]["ranks"]
+
+
+def on_layout(settings: dict, ranks: int):
+    """Scores and continuations, and the loss of a training step before and after them."""
+    config, engine = runs.start(settings, ranks)
+    scorer = Scorer(config, engine, engine.mesh, engine.device, texts=3)
+    V = config.model.vocab_size
+    found = [(score.log_likelihood, score.greedy) for score in scorer.score(texts(V))]
+    sampled = scorer.generate(prompts(V), 5, SAMPLED, lambda tokens: len(tokens) == 4)
+    greedy = scorer.generate(prompts(V), 3, GREEDY, lambda tokens: False)
+    return found, sampled, greedy, runs.steps(config, engine, 0, 2)
+
+
+def untouched(settings: dict, ranks: int):
+    """The losses of the same steps where nothing was scored."""
+    config, engine = runs.start(settings, ranks)
+    return runs.steps(config, engine, 0, 2)
+
+
+def plain_model(settings: dict) -> Model:
+    model = build_model(resolve(settings), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in {id(each): each for each in [*stored_tensors(model), *kept_tensors(model)]}.values():
+            tensor.add_(torch.from_numpy(runs.noise(tensor.logical)).to(tensor.dtype))
+    return model
+
+
+@torch.no_grad()
+def alone(model: Model, text: Text) -> tuple[float, bool]:
+    """By the softmax of whole logits in float64, of one text."""
+    logs = model.logits(torch.tensor([text.inputs]))[0].double().log_softmax(-1)[-text.scored :]
+    targets = torch.tensor(text.targets)
+    return float(logs.gather(1, targets.unsqueeze(1)).sum()), bool((logs.argmax(-1) == targets).all())
+
+
+@pytest.mark.parametrize(("architecture", "layout"), PAIRS, ids=lambda word: word.replace(" ", "-"))
+def test_scores_are_those_of_one_process(architecture, layout):
+    settings, ranks = settings_of(architecture, layout)
+    plain = {k: v for k, v in settings.items() if k not in ("parallel", "zero")}
+    model = plain_model(plain)
+    V = model.plan.config.model.vocab_size
+    results = run(ranks, on_layout, settings, ranks)
+    assert all(each == results[0] for each in results[1:]), "ranks disagree"
+    found, sampled, greedy, _ = results[0]
+    for (log_likelihood, is_greedy), text in zip(found, texts(V), strict=True):
+        expected, likeliest = alone(model, text)
+        assert log_likelihood == pytest.approx(expected, abs=1e-4)
+        assert is_greedy == likeliest
+    for number, prompt in enumerate(prompts(V)):
+        assert greedy[number] == list(complete(model, prompt, 3, GREEDY))
+        assert len(sampled[number]) == 4
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2, ZeRO 3, one micro-batch", "tp2, sequence parallel"])
+def test_training_goes_on_as_if_nothing_had_been_scored(layout):
+    settings, ranks = settings_of("neox", layout)
+    scored = [each[3] for each in run(ranks, on_layout, settings, ranks)]
+    assert scored == run(ranks, untouched, settings, ranks)
+
+
+def test_draws_depend_on_the_prompt_alone():
+    settings, _ = settings_of("neox", "one, ZeRO 0")
+    model = plain_model({k: v for k, v in settings.items() if k not in ("parallel", "zero")})
+    V = model.plan.config.model.vocab_size
+    layouts = ["one, ZeRO 0", "dp2, ZeRO 0", "pp2"]
+    made = []
+    for layout in layouts:
+        settings, ranks = settings_of("neox", layout)
+        made.append(run(ranks, on_layout, settings, ranks)[0][1])
+    assert made[0] == made[1] == made[2]
+    assert made[0][0] == list(complete(model, prompts(V)[0], 4, SAMPLED))  # the first prompt's number is 0
+
+
+def test_texts_that_see_each_other_are_read_alone():
+    base, _ = settings_of("moe", "one, ZeRO 0")
+    free = resolve(base)
+    assert not depends_on_batch(free)
+    capped = matrix.merged(base, {"model": {"moe": {"capacity_factor": 1.0}}})
+    assert depends_on_batch(resolve(capped))
+
+
+def test_a_text_needs_something_before_its_first_scored_token():
+    with pytest.raises(ValueError, match="one must stand before"):
+        Text((1, 2), 2)
