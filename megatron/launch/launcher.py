@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from . import network
 from .connection import Command, Connection
 from .console import Console, say
+from .desk import Desk
 from .link import Link
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
-from .ticket import Desk
 
 AT_ONCE = 64  # connections that are being made at the same time
 BEAT = 5.0
@@ -95,7 +95,7 @@ class Launcher:
         restore = self._catch_signals()
         try:
             if self.desk:
-                self.selector.register(self.desk.socket, selectors.EVENT_READ, self._visitor)
+                self.selector.register(self.desk.ready, selectors.EVENT_READ, self._visitors)
             while not self._over():
                 self._start_waiting()
                 for key, _ in self.selector.select(0.2):
@@ -159,9 +159,9 @@ class Launcher:
     def _listen(self, link: Link, connection: Connection | None) -> None:
         self.selector.register(link.source, selectors.EVENT_READ, lambda: self._read(link, connection))
 
-    def _visitor(self) -> None:
-        """An agent has called: let it in if it knows the secret."""
-        for link in self.desk.admit():
+    def _visitors(self) -> None:
+        """Agents have called and proved that they know the secret."""
+        for link in self.desk.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
                 say(f"an agent called as host {index}, which is not expected; ignored")
@@ -169,6 +169,8 @@ class Launcher:
             self.hosts[index].link = link
             self._listen(link, None)
             link.send(self.job.to_message(index))
+        if all(host.link for host in self.hosts):
+            self.desk.shut()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -268,7 +270,10 @@ class Launcher:
             if isinstance(message, bytes):
                 self._chatter(message, connection)
             else:
-                self._hear(message, link)
+                try:
+                    self._hear(message, link)
+                except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                    self._fail(link.hosts[0], f"its agent sent something without sense: {error!r}")
         if not link.open:
             self.selector.unregister(link.source)
             if connection is None:  # an agent that had called

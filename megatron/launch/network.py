@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+LOOKED_UP = 16  # hosts whose names are resolved: a name that nobody knows may take seconds
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "kube", "tunl")
 
 
@@ -64,13 +65,36 @@ def free_port(address: str = "") -> int:
 
 def interface_towards(host: str) -> str | None:
     """The interface by which this machine reaches another; None where that is loopback, or nobody knows the name."""
+    mine = _own_address_towards(host)
+    return next((each.interface for each in addresses() if each.address == mine and each.interface != "lo"), None)
+
+
+def towards(hosts: list[str], interface: str | None = None) -> list[str]:
+    """This machine's own addresses on its ways to some hosts, loopback last: where those hosts can call it.
+
+    Args:
+        hosts: names or addresses; the first of them tell enough.
+        interface: the one to be reached by, if this machine has it.
+
+    Returns:
+        Never all addresses, unless the resolver knows none of the names (ssh may have its own).
+    """
+    known = addresses()
+    if found := [each.address for each in known if each.interface == interface]:
+        return found
+    own = dict.fromkeys(address for name in hosts[:LOOKED_UP] if (address := _own_address_towards(name)))
+    found = sorted(own, key=lambda address: ipaddress.ip_address(address).is_loopback)
+    return found or [each.address for each in known if not each.interface.startswith(_VIRTUAL)] or ["127.0.0.1"]
+
+
+def _own_address_towards(host: str) -> str | None:
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing: it only asks the routing table
-            mine = probe.getsockname()[0]
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing: it only asks the routing table
+            return probe.getsockname()[0]
     except OSError:
         return None
-    return next((each.interface for each in addresses() if each.address == mine and each.interface != "lo"), None)
 
 
 def shared_network(

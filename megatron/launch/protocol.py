@@ -43,7 +43,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return None
     try:
         message = json.loads(line[len(MARK) :].decode("utf-8", "surrogateescape"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and "type" in message else None
 

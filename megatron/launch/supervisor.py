@@ -11,13 +11,15 @@ from pathlib import Path
 
 from ..config.problems import ConfigError
 from ..report.ledger import Ledger
+from . import network
 from .code_version import code_now
 from .console import report, say
+from .desk import Desk
 from .hosts import HostError
 from .launcher import Launcher, Result
 from .plan import Plan, again, commands, without
 from .status import CONFIG_ERROR, describe
-from .ticket import VARIABLE, Desk, write_file
+from .ticket import VARIABLE, write_file
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures
@@ -100,7 +102,7 @@ def start(plan: Plan, attempt: int) -> Result:
         say("the source code has changed since this run was started: what follows is computed by other code")
     if not any(each.dials for each in todo):
         return Launcher(job, todo, plan.settings).run()
-    desk = Desk()
+    desk = Desk(network.towards([host.name for host in plan.choice.hosts], plan.settings.interface))
     files = [write_file(Path(each.ticket_file), desk.ticket()) for each in todo if each.ticket_file]
     todo = [replace(each, environment={**each.environment, VARIABLE: desk.ticket()}) for each in todo]
     try:

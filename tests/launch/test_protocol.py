@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from megatron.launch import protocol
 from megatron.launch.console import Console
 from megatron.launch.protocol import LIMIT, Lines, decode, encode, encode_text
 from megatron.launch.specification import Host, Specification
-from megatron.launch.ticket import Desk, connect, write_file
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=3000)
 
@@ -79,57 +77,6 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)
     with pytest.raises(ValueError, match="version"):
         Specification.from_message(message)
-
-
-def call(desk, *arguments):
-    """Connect in a thread, admit here."""
-    result = []
-
-    def caller():
-        try:
-            result.append(connect(*arguments))
-        except OSError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=caller)
-    thread.start()
-    links = desk.admit()
-    thread.join()
-    return links, result[0]
-
-
-def test_an_agent_with_the_ticket_is_let_in(tmp_path):
-    desk = Desk()
-    path = write_file(tmp_path / "ticket", desk.ticket(["127.0.0.1"]))
-    assert path.stat().st_mode & 0o777 == 0o600
-    links, socket = call(desk, str(path), 5)
-    assert links[0].hosts == (5,)
-    links[0].send({"type": "start"})
-    assert decode(socket.recv(100).rstrip(b"\n")) == {"type": "start"}
-    socket.close()
-    desk.close()
-
-
-def test_an_agent_with_another_secret_is_not(tmp_path):
-    desk, other = Desk(), Desk()
-    other.socket.close()
-    ticket = desk.ticket(["127.0.0.1"]).replace(desk.secret, other.secret)
-    links, error = call(desk, str(write_file(tmp_path / "ticket", ticket)), 0, 0.0)
-    assert links == [] and isinstance(error, OSError)
-    desk.close()
-
-
-def test_a_launcher_without_the_secret_is_not_obeyed(tmp_path):
-    """Somebody else listens on the launcher's port: he must not be able to tell an agent what to run."""
-    desk = Desk()
-    ticket = desk.ticket(["127.0.0.1"])
-    desk.secret = "0" * 64
-    desk_thread = threading.Thread(target=desk.admit)
-    desk_thread.start()
-    with pytest.raises(ConnectionError):
-        connect(str(write_file(tmp_path / "ticket", ticket)), 0, 0.0)
-    desk_thread.join()
-    desk.close()
 
 
 def _standard_output(monkeypatch):

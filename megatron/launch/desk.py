@@ -1,0 +1,188 @@
+"""The launcher's listening side: agents call here, prove that they know the secret, and are let in.
+
+Anybody on the network can call, so nothing that a caller does may hold up or end the run: a thread of its own serves
+all callers, each has one short line and a few seconds for it, and only so many may be there at once. The sockets
+exist from the launcher's start until all agents are in, on the addresses that the hosts use, and on no others.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .link import Link
+from .ticket import LONGEST_LINE, PATIENCE, proof
+
+CALLERS = 64  # that have not proved anything yet; the one that has waited longest makes room for the next
+
+
+@dataclass
+class _Caller:
+    socket: socket.socket
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    until: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
+    data: bytes = b""
+
+
+class Desk:
+    """Listening sockets, the secret, and the thread that answers.
+
+    Args:
+        addresses: where to listen.
+        port: 0 for any.
+
+    Raises:
+        OSError: an address is not this machine's, or the port is taken.
+
+    Attributes:
+        ready: a socket that can be read when `admitted` has something new.
+    """
+
+    def __init__(self, addresses: Sequence[str] = ("127.0.0.1",), port: int = 0) -> None:
+        self.secret = secrets.token_hex(32)
+        self.ready, self._bell = socket.socketpair()
+        for end in (self.ready, self._bell):
+            end.setblocking(False)
+        self._admitted: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
+        self._inside: list[socket.socket] = []
+        self._callers: dict[int, _Caller] = {}
+        self._stop, self._stopped = socket.socketpair()
+        self._listeners = [_listen(address, port) for address in addresses]
+        self._thread = threading.Thread(target=self._serve, name="desk", daemon=True)
+        self._thread.start()
+
+    def ticket(self) -> str:
+        """What an agent needs to call."""
+        places = [list(listener.getsockname()[:2]) for listener in self._listeners]
+        return json.dumps({"addresses": places, "secret": self.secret})
+
+    def admitted(self) -> list[Link]:
+        """Agents that have proved themselves since the last call."""
+        try:
+            while self.ready.recv(4096):
+                pass
+        except OSError:  # nothing left to read
+            pass
+        links = []
+        while not self._admitted.empty():
+            caller, index = self._admitted.get()
+            self._inside.append(caller)
+            links.append(Link(caller.fileno(), caller.fileno(), (index,)))
+        return links
+
+    def shut(self) -> None:
+        """Stop listening; who is inside stays."""
+        if self._thread.is_alive():
+            self._stop.send(b"x")
+            self._thread.join()
+
+    def close(self) -> None:
+        """Stop listening and drop everybody."""
+        self.shut()
+        while not self._admitted.empty():
+            self._admitted.get()[0].close()
+        for each in (*self._inside, self.ready, self._bell, self._stop, self._stopped):
+            each.close()
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stopped, selectors.EVENT_READ)
+            for listener in self._listeners:
+                selector.register(listener, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select(self._next_deadline())]
+                if self._stopped in ready:
+                    break
+                for source in ready:
+                    if source in self._listeners:
+                        self._answer(source, selector)
+                    elif source.fileno() in self._callers:  # not sent away in this very round
+                        self._read(self._callers[source.fileno()], selector)
+                now = time.monotonic()
+                for caller in [each for each in self._callers.values() if each.until < now]:
+                    self._leave(caller, selector)
+            for each in (*self._listeners, *(caller.socket for caller in self._callers.values())):
+                each.close()
+            self._callers.clear()
+
+    def _next_deadline(self) -> float | None:
+        if not self._callers:
+            return None
+        return max(0.0, min(each.until for each in self._callers.values()) - time.monotonic()) + 0.01
+
+    def _answer(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the caller has gone already, or this process has no descriptor left for it
+            time.sleep(0.01)
+            return
+        connection.setblocking(False)
+        if len(self._callers) >= CALLERS:
+            self._leave(next(iter(self._callers.values())), selector)
+        caller = _Caller(connection)
+        try:
+            connection.send(f"{caller.nonce}\n".encode())  # 33 bytes fit in the buffer of a new connection
+        except OSError:
+            connection.close()
+            return
+        self._callers[connection.fileno()] = caller
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, caller: _Caller, selector: selectors.BaseSelector) -> None:
+        try:
+            part = caller.socket.recv(LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        caller.data += part
+        if not part or len(caller.data) > LONGEST_LINE:
+            self._leave(caller, selector)
+        elif b"\n" in caller.data:
+            index = self._judge(caller)
+            self._leave(caller, selector, close=index is None)
+            if index is not None:
+                self._admitted.put((caller.socket, index))
+                try:
+                    self._bell.send(b"x")
+                except OSError:  # it has rung often enough
+                    pass
+
+    def _judge(self, caller: _Caller) -> int | None:
+        """Which host this is, with our own proof sent; None if it is nobody."""
+        line, _, rest = caller.data.partition(b"\n")
+        words = line.split(b" ")
+        if rest or len(words) != 3 or not words[0].isdigit() or len(words[0]) > 9 or not words[2].isalnum():
+            return None
+        index, claimed, nonce = words
+        if not hmac.compare_digest(claimed, proof(self.secret, b"agent " + index, caller.nonce.encode())):
+            return None
+        try:
+            caller.socket.send(proof(self.secret, b"launcher", nonce) + b"\n")
+            caller.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        except OSError:
+            return None
+        return int(index)
+
+    def _leave(self, caller: _Caller, selector: selectors.BaseSelector, *, close: bool = True) -> None:
+        selector.unregister(caller.socket)
+        del self._callers[caller.socket.fileno()]
+        if close:
+            caller.socket.close()
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family, backlog=1024)
+    listener.setblocking(False)
+    return listener
