@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron.launch.environment import guarded
+from megatron.worker.job import guarded
 
 
 def main() -> int:

@@ -213,7 +213,7 @@ class Machine:
 
 def look() -> Machine:
     """All GPUs (1, 2, 4 or 8, since a step's 8 samples are shared by them), or two processes on CPU cores."""
-    from megatron.launch import devices
+    from megatron.worker import devices
 
     if devices.count() > 0:
         import torch

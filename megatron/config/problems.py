@@ -80,7 +80,11 @@ class Problem:
         }
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """A mistake of the user, told in a message of its own: no traceback, and starting again would not help."""
+
+
+class ConfigError(UserError):
     """A configuration that no run can start from. `problems` has every mistake; str() lists them for the user."""
 
     def __init__(self, problems: Iterable[Problem]):

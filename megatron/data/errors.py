@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.config.problems import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError):
     """A data file, tokenizer or blend that cannot be used as asked."""
 
     def __init__(self, subject: object, rule: str, fix: str):

@@ -16,8 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import devices, fabric, network
-from .code_version import code_version
+from megatron.worker import devices, fabric, network
+from megatron.worker.code_version import code_version
+
 from .link import Link
 from .protocol import encode, encode_text
 from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment

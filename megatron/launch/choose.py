@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import devices
+from megatron.worker import devices
+from megatron.worker.slurm_nodes import expand
+
 from .hosts import HostError, read_hostfile, select
-from .slurm_nodes import expand
 from .specification import Host
 
 if TYPE_CHECKING:

@@ -10,20 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from .options import KEYS
+
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
-# Options that are short for a key of the configuration.
-KEYS = {
-    "ranks": ("N", "launch.ranks: processes on each host"),
-    "hostfile": ("FILE", "launch.hostfile: hosts, one `name slots=N` per line"),
-    "include": ("HOSTS", "launch.include: hosts and slots to use, `a@b:0,1`"),
-    "exclude": ("HOSTS", "launch.exclude: hosts and slots to leave out"),
-    "runner": ("NAME", "launch.runner: auto, local, ssh, pdsh, openmpi, mpich, slurm or torchrun"),
-    "master-address": ("ADDRESS", "launch.master_address: address of rank 0"),
-    "master-port": ("PORT", "launch.master_port: port of rank 0"),
-    "interface": ("NAME", "launch.interface: network interface for collectives"),
-    "restarts": ("N", "launch.restarts: starts after failures"),
-    "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,11 +49,12 @@ def main(argv: list[str]) -> int:
         from .agent import main as serve
 
         return serve(argv[1:])
+    from megatron.config.arguments import ArgumentError
+    from megatron.worker.job import CONFIG_ERROR
+    from megatron.worker.place import LaunchError
+
     from ..config.problems import ConfigError
-    from .arguments import ArgumentError
-    from .environment import LaunchError
     from .hosts import HostError
-    from .status import CONFIG_ERROR
 
     options = parser().parse_args(argv)  # a wrong option ends with status 2
     try:
@@ -77,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from .arguments import ArgumentError
+    from megatron.config.arguments import ArgumentError
 
     if options.logs:
         from .logs import merged

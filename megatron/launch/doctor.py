@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import forwarding, network
+from megatron.worker import network
+from megatron.worker.code_version import code_version, root
+
+from . import forwarding
 from .choose import Choice
-from .code_version import code_version, root
 from .connection import Command
 from .hints import hint
 from .launcher import Launcher, Result, Settings

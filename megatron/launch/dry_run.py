@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-from . import devices, forwarding
+from megatron.worker import devices
+
+from . import forwarding
 from .plan import Plan, commands
 from .ranks import rank_environment
 from .specification import Host

@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from .environment import worker_environment
+from megatron.worker.place import worker_environment
+
 from .plan import script_arguments
 from .settings import launch_section
 

@@ -9,7 +9,8 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from . import network
+from megatron.worker import network
+
 from .connection import Command, Connection
 from .console import Console, say
 from .desk import Desk

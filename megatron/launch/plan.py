@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import arguments, forwarding
-from .arguments import ArgumentError, Arguments
+from megatron.config.arguments import ArgumentError, Arguments, split
+from megatron.worker.code_version import code_now, code_version
+
+from . import forwarding, options
 from .choose import Choice, choose, some_hosts
-from .code_version import code_now, code_version
 from .connection import Command
 from .hosts import HostError
 from .launcher import Settings
@@ -130,15 +131,12 @@ def script_arguments(script: str, words: Sequence[str]) -> Arguments:
     Raises:
         ArgumentError: no script, no configuration, or an option of deepy.py behind the script.
     """
-    from .command_line import KEYS
-
     if not script.endswith(".py") or script.startswith("-"):
         raise ArgumentError(f"expected a script (SCRIPT.py), found {script!r}")
     if not Path(script).is_file():
         raise ArgumentError(f"there is no script {script}")
-    taken = arguments.split(words)
-    launchers = (*KEYS, "dry-run", "sbatch", "submit", "print", "logs")
-    late = [word for word in taken.own if word.startswith("--") and word[2:].partition("=")[0] in launchers]
+    taken = split(words)
+    late = [word for word in taken.own if word.startswith("--") and word[2:].partition("=")[0] in options.NAMES]
     if late:
         raise ArgumentError(f"{late[0]} is an option of deepy.py: write it before {script}")
     if not taken.files:

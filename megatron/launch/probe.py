@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import devices
+from megatron.worker import devices
 
 PACKAGES = ("torch", "deepspeed", "transformers", "pydantic", "tokenizers")
 SIZE = 1 << 20  # elements of the all-reduce, 4 bytes each

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-CONFIG_ERROR = 2
 HOST_LOST = 255
 STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

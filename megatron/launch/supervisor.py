@@ -9,16 +9,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.worker import network
+from megatron.worker.code_version import code_now
+from megatron.worker.job import CONFIG_ERROR
+
 from ..config.problems import ConfigError
 from ..report.ledger import Ledger
-from . import network
-from .code_version import code_now
 from .console import report, say
 from .desk import Desk
 from .hosts import HostError
 from .launcher import Launcher, Result
 from .plan import Plan, again, commands, without
-from .status import CONFIG_ERROR, describe
+from .status import describe
 from .ticket import VARIABLE, write_file
 
 LONGEST_DELAY = 600.0

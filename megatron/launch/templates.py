@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .code_version import root
+from megatron.worker.code_version import root
+
 from .console import say
 from .hosts import HostError
 from .status import STOPPED_EARLY

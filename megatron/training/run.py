@@ -19,11 +19,12 @@ from megatron.config import Config
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import build_engine
-from megatron.launch.environment import StartError, WorkerEnvironment, read_job
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
 from megatron.report.run import open_run
+from megatron.worker.job import read_job
+from megatron.worker.place import StartError, WorkerEnvironment
 
 from .hooks import Checkpoint, ValidationSet, standard_hooks
 from .resume import contents, data_changes, find, load, tokens_read

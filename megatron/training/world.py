@@ -13,9 +13,10 @@ from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
 from megatron.checkpoint.communicator import Communicator
 from megatron.config import Config
 from megatron.engine.engine import prepare_deepspeed
-from megatron.launch.environment import WorkerEnvironment, check_agreement
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.worker.job import check_agreement
+from megatron.worker.place import WorkerEnvironment
 
 
 @dataclass(frozen=True)

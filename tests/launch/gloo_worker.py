@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.launch.environment import check_agreement, guarded, read_job
+from megatron.worker.job import check_agreement, guarded, read_job
 
 NOTES = Path(os.environ["NOTES"])
 

@@ -9,18 +9,12 @@ import sys
 import pytest
 
 from megatron.config import ConfigError, config_hash, load, save_resolved
-from megatron.launch.arguments import ArgumentError, split
-from megatron.launch.environment import (
-    LaunchError,
-    WorkerEnvironment,
-    check_agreement,
-    guarded,
-    read_job,
-    worker_environment,
-)
+from megatron.config.arguments import ArgumentError, split
 from megatron.launch.forwarding import forwarded, read_file, shown
 from megatron.launch.join import rank_command
 from megatron.launch.ranks import rank_environment
+from megatron.worker.job import check_agreement, guarded, read_job
+from megatron.worker.place import LaunchError, WorkerEnvironment, worker_environment
 from tests.paths import ROOT
 
 from .running import CONFIG
@@ -282,8 +276,10 @@ def test_a_file_of_variables(tmp_path):
 
 def test_the_launcher_loads_neither_torch_nor_deepspeed():
     code = (
-        "import sys, pkgutil, importlib, megatron.launch as room\n"
-        "for each in pkgutil.walk_packages(room.__path__, room.__name__ + '.'): importlib.import_module(each.name)\n"
+        "import sys, pkgutil, importlib, megatron.launch, megatron.config, megatron.worker\n"
+        "for room in (megatron.launch, megatron.config, megatron.worker):\n"
+        "    for each in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(each.name)\n"
         "print([name for name in ('torch', 'deepspeed', 'numpy', 'transformers') if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -291,8 +287,6 @@ def test_the_launcher_loads_neither_torch_nor_deepspeed():
 
 
 def test_the_word_of_deepspeeds_launcher_is_no_option_of_ours() -> None:
-    from megatron.launch.arguments import split
-
     taken = split(["--local_rank=1", "a.yml", "training.steps=5", "--mine", "--local_rank=2"])
     own = ("--mine", "--local_rank=2")
     assert (taken.files, taken.overrides, taken.own) == (("a.yml",), ("training.steps=5",), own)
@@ -300,7 +294,6 @@ def test_the_word_of_deepspeeds_launcher_is_no_option_of_ours() -> None:
 
 def test_unusable_data_is_a_message_and_not_a_traceback(capsys: pytest.CaptureFixture) -> None:
     from megatron.data.errors import DataError
-    from megatron.launch.environment import guarded
 
     def main() -> None:
         raise DataError("data.split", "no document is left for validation", "give more documents")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.choose import choose
-from megatron.launch.devices import cores_of, parse_cores, ranks_here
 from megatron.launch.hosts import HostError, read_hostfile, select
-from megatron.launch.network import Address, addresses, free_port, shared_network
-from megatron.launch.slurm_nodes import expand, first_host
 from megatron.launch.specification import Host
+from megatron.worker.devices import cores_of, parse_cores, ranks_here
+from megatron.worker.network import Address, addresses, free_port, shared_network
+from megatron.worker.slurm_nodes import expand, first_host
 
 
 def hostfile(tmp_path, text):

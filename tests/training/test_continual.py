@@ -52,11 +52,11 @@ def job(folder: str, words: tuple[str, ...]) -> None:
     from megatron.checkpoint import SOLO
     from megatron.config import load
     from megatron.engine.engine import prepare_deepspeed
-    from megatron.launch.environment import WorkerEnvironment
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.run import run
     from megatron.training.world import World
+    from megatron.worker.place import WorkerEnvironment
 
     before = os.getcwd()
     os.chdir(folder)

@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import FragmentSpec
-from megatron.launch.network import free_port
+from megatron.worker.network import free_port
 from tests.checkpoint.processes import child
 from tests.paths import ROOT
 

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load
-from megatron.launch.environment import LaunchError, StartError
+from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
 
 TINY = """
@@ -39,11 +39,11 @@ def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict
 
     from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.engine.engine import prepare_deepspeed
-    from megatron.launch.environment import WorkerEnvironment
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
     from megatron.training.run import run
     from megatron.training.world import World
+    from megatron.worker.place import WorkerEnvironment
 
     file = Path(folder) / "tiny.yml"
     resolved = load([str(file)], [f"run.dir={folder}/run", *overrides], ranks=ranks)

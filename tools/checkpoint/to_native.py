@@ -16,13 +16,13 @@ if __name__ == "__main__":
     # Python looks in a script's own folder first, where `inspect.py` would stand in for the standard library's.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from megatron.launch.environment import guarded
+from megatron.worker.job import guarded
 
 
 def main() -> int:
-    from megatron.launch.environment import read_job
     from megatron.training.native import write_native
     from megatron.training.world import join, leave
+    from megatron.worker.job import read_job
 
     config, place = read_job()
     world = join(config, place)

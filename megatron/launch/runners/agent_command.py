@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ..code_version import root
+from megatron.worker.code_version import root
 
 
 def agent_command(python: str | None = None) -> list[str]:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from megatron.launch import devices, fabric
+from megatron.worker import devices, fabric
 
 
 def amd(folder, buses, cores):

@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .problems import UserError
+
 FILES = (".yml", ".yaml", ".json")
 _PLACE = re.compile(r"--local[-_]rank=\d+")  # DeepSpeed's launcher puts it first; the environment says it too
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w@*-]+)*=", re.ASCII)
 
 
-class ArgumentError(ValueError):
+class ArgumentError(UserError):
     """A word that nobody understands."""
 
 

@@ -1,0 +1,18 @@
+"""The names of the launcher's own options."""
+
+from __future__ import annotations
+
+# Options that are short for a key of the configuration.
+KEYS = {
+    "ranks": ("N", "launch.ranks: processes on each host"),
+    "hostfile": ("FILE", "launch.hostfile: hosts, one `name slots=N` per line"),
+    "include": ("HOSTS", "launch.include: hosts and slots to use, `a@b:0,1`"),
+    "exclude": ("HOSTS", "launch.exclude: hosts and slots to leave out"),
+    "runner": ("NAME", "launch.runner: auto, local, ssh, pdsh, openmpi, mpich, slurm or torchrun"),
+    "master-address": ("ADDRESS", "launch.master_address: address of rank 0"),
+    "master-port": ("PORT", "launch.master_port: port of rank 0"),
+    "interface": ("NAME", "launch.interface: network interface for collectives"),
+    "restarts": ("N", "launch.restarts: starts after failures"),
+    "console": ("WHO", "launch.console: first (rank 0 speaks) or all"),
+}
+NAMES = (*KEYS, "dry-run", "sbatch", "submit", "print", "logs")

@@ -1,0 +1,87 @@
+"""What a worker is to do: the configuration that its arguments and its environment give it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config, config_hash, load, read_resolved
+from megatron.config.arguments import split
+from megatron.config.problems import UserError
+
+from .place import LaunchError, WorkerEnvironment, worker_environment
+
+CONFIG_ERROR = 2  # the exit status after a mistake of the user: starting again would not help
+
+
+def read_job(
+    argv: Sequence[str] | None = None, environment: Mapping[str, str] | None = None, *, check_inputs: bool = True
+) -> tuple[Config, WorkerEnvironment]:
+    """The configuration and the place of this worker: all that train.py needs to begin.
+
+    Under deepy.py the configuration is the resolved file that JOB_CONFIG names, checked against JOB_CONFIG_SHA256.
+    Otherwise (`python train.py a.yml`, `srun ... python train.py a.yml`, torchrun) it is resolved here, from the
+    script's arguments, for as many ranks as there are.
+
+    Args:
+        argv: the script's arguments; `sys.argv[1:]` if None.
+        environment: `os.environ` if None.
+        check_inputs: whether the training data must be there (train.py needs them, generate.py does not).
+
+    Raises:
+        ConfigError: the configuration has mistakes.
+        LaunchError: the environment makes no sense, or the configuration's file is not the one that was sent.
+    """
+    env = os.environ if environment is None else environment
+    place = worker_environment(env)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if "JOB_CONFIG" in env:
+        path, own = Path(env["JOB_CONFIG"]), tuple(given)  # the launcher passes on nothing but the script's own
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest != env.get("JOB_CONFIG_SHA256"):
+            raise LaunchError(
+                f"{path} is not the configuration that was sent: its SHA-256 is {digest}, "
+                f"JOB_CONFIG_SHA256 says {env.get('JOB_CONFIG_SHA256')}"
+            )
+        resolved, text = read_resolved(path), path.read_text(encoding="utf-8")
+    else:
+        taken = split(given)
+        loaded, own = (load(taken.files, taken.overrides, ranks=place.world_size, check_inputs=check_inputs), taken.own)
+        resolved, text = loaded.config, loaded.text()
+    digest = config_hash(resolved)
+    return resolved, WorkerEnvironment(**{**vars(place), "config_sha256": digest, "config_text": text, "own": own})
+
+
+def check_agreement(place: WorkerEnvironment, gather: Callable[[str], Sequence[str]]) -> None:
+    """See that all ranks have the same configuration and the same code; call it as the first collective.
+
+    Args:
+        place: this worker's environment.
+        gather: gives every rank's string, in rank order (for example by `torch.distributed.all_gather_object`).
+
+    Raises:
+        LaunchError: on every rank, naming the ranks that differ from rank 0.
+    """
+    said = gather(place.fingerprint)
+    other = [rank for rank, each in enumerate(said) if each != said[0]]
+    if other:
+        raise LaunchError(
+            f"ranks {other[:8]}{' ...' if len(other) > 8 else ''} do not run what rank 0 runs: rank 0 has {said[0]}; "
+            f"rank {other[0]} has {said[other[0]]}. Bring all hosts to the same commit and the same files"
+        )
+
+
+def guarded(main: Callable[[], Any]) -> int:
+    """Run a script's main function: mistakes of the user become a message and status 2, without a traceback.
+
+    So do data files and checkpoints that are missing, damaged or do not fit: starting again would not help.
+    """
+    try:
+        return int(main() or 0)
+    except (UserError, LaunchError) as error:
+        sys.stderr.write(f"{error}\n")
+        return CONFIG_ERROR
