@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..installation import configuration_file, configuration_names
 from .problems import UserError
 
 FILES = (".yml", ".yaml", ".json")
@@ -45,11 +47,14 @@ def split(words: Sequence[str]) -> Arguments:
     for word in words[:end]:
         if _OVERRIDE.match(word):
             overrides.append(word)
-        elif word.endswith(FILES):
-            files.append(word)
+        elif (found := configuration_file(word)) is not None or word.endswith(FILES):
+            files.append(found or word)
         else:
+            near = difflib.get_close_matches(word, configuration_names(), n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
             raise ArgumentError(
-                f"{word!r} is neither a configuration file ({', '.join(FILES)}) nor an override (key.path=value)"
+                f"{word!r} is neither a configuration file ({', '.join(FILES)}), nor the name of a ready one "
+                f"(pythia/70m), nor an override (key.path=value){meant}"
             )
     own = words[end:]
     return Arguments(tuple(files), tuple(overrides), tuple(own[1:] if own[:1] == ["--"] else own))

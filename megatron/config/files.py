@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path as File
 
+from ..installation import configuration_file
 from .layers import Source
 from .problems import Problem
 from .yaml_source import read_file, read_override
@@ -14,11 +15,13 @@ from .yaml_source import read_file, read_override
 def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[Source]:
     """All sources, in the order in which they are merged.
 
-    A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself.
+    A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself. What is
+    no file may be the name of a ready configuration, such as `pythia/70m`.
     """
     sources: list[Source] = []
     for file in files:
-        sources += _with_bases(os.fspath(file), ())
+        path = os.fspath(file)
+        sources += _with_bases(configuration_file(path) or path, ())
     return sources + [read_override(argument) for argument in overrides]
 
 

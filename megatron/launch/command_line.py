@@ -15,11 +15,12 @@ from .options import KEYS
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
 
 
-def parser() -> argparse.ArgumentParser:
-    """The launcher's own options: those before the script."""
+def parser(script: str | None = None) -> argparse.ArgumentParser:
+    """The launcher's own options: those before the script, or all options of the verb that starts `script`."""
+    verb = Path(script).stem if script else None
     made = argparse.ArgumentParser(
-        prog="deepy.py",
-        usage=USAGE,
+        prog=f"deepy {verb}" if verb else "deepy.py",
+        usage=f"deepy {verb} [options] a.yml b.yml ... key.path=value ..." if verb else USAGE,
         allow_abbrev=False,
         description="Start a script on as many ranks as the run has, here or on many hosts.",
         epilog="Exit status: 0 only if all went well; 2 for mistakes in the configuration; 128 + n after signal n; "
@@ -39,12 +40,18 @@ def parser() -> argparse.ArgumentParser:
         "--print", choices=("sbatch", "pbs", "k8s"), dest="template", help="print a job script or manifest for this run"
     )
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
-    made.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py a.yml ... key.path=value ...")
+    words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
+    made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)
     return made
 
 
-def main(argv: list[str]) -> int:
-    """The whole launcher; returns its exit status."""
+def main(argv: list[str], script: str | None = None) -> int:
+    """The whole launcher; returns its exit status.
+
+    Args:
+        argv: options, script, and the script's arguments.
+        script: the script, where `argv` does not name one: the launcher's options may then stand anywhere.
+    """
     if argv[:1] == ["--agent"]:
         from .agent import main as serve
 
@@ -56,7 +63,9 @@ def main(argv: list[str]) -> int:
     from ..config.problems import ConfigError
     from .hosts import HostError
 
-    options = parser().parse_args(argv)  # a wrong option ends with status 2
+    options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
+    if script:
+        options.words = [script, *options.words]
     try:
         return _serve(options)
     except ConfigError as error:
@@ -64,6 +73,20 @@ def main(argv: list[str]) -> int:
     except (ArgumentError, HostError, LaunchError) as error:
         sys.stderr.write("".join(f"deepy: {line}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
+
+
+def _options_first(argv: list[str]) -> list[str]:
+    """The same words, the launcher's options before all others. What follows a bare `--` is the script's own."""
+    known = parser()._option_string_actions
+    end = argv.index("--") if "--" in argv else len(argv)
+    first, rest, index = [], [], 0
+    while index < end:
+        name, equals, _ = argv[index].partition("=")
+        takes = name in known and known[name].nargs is None and not equals
+        own = argv[index : index + 1 + takes]
+        (first if name in known else rest).extend(own)
+        index += len(own)
+    return [*first, *rest, *argv[end:]]
 
 
 def _serve(options: argparse.Namespace) -> int:

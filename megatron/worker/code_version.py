@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from pathlib import Path
 
+from ..installation import PACKAGE, root
 
-def root() -> Path:
-    """The folder that holds the package and the scripts."""
-    return Path(__file__).resolve().parents[2]
+__all__ = ["code_now", "code_version", "root"]
 
 
 @lru_cache(maxsize=1)
@@ -20,7 +18,9 @@ def code_version() -> str:
 
 def code_now() -> str:
     """SHA-256 of every Python file of the package and of the scripts beside it, names included."""
-    top, digest = root(), hashlib.sha256()
-    for path in sorted([*top.glob("*.py"), *(top / "megatron").rglob("*.py")]):
-        digest.update(path.relative_to(top).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    digest, top = hashlib.sha256(), root()
+    named = {path.name: path for path in top.glob("*.py")}
+    named |= {path.relative_to(PACKAGE.parent).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    for name, path in sorted(named.items()):
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

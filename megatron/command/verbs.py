@@ -1,0 +1,128 @@
+"""What `deepy` can do, found where it is: every script of tools/ is a verb, or a verb of its folder's group.
+
+A new tool needs no registration. Its help is the first sentence of its docstring.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..installation import installed, root
+
+# Scripts that the launcher starts on all ranks. Each is a verb where the file exists.
+LAUNCHED = {
+    "train": "train a model: deepy train [options] a.yml b.yml ... key.path=value ...",
+    "evaluate": "score a checkpoint: deepy evaluate [options] a.yml ... --tasks NAME,...",
+}
+# Options of the launcher that ask about a run, and what they answer. Each is a verb where the launcher has the option.
+QUESTIONS = {
+    "status": "what a running job is doing: deepy status RUN",
+    "stacks": "where every rank of a running job is: deepy stacks RUN",
+    "logs": "the ranks' log files of a run, merged by time: deepy logs RUN",
+}
+GROUPS = {
+    "bench": "measure speed and memory",
+    "checkpoint": "look at checkpoints, compare, convert and export them",
+    "data": "from texts to token files, and what a run reads from them",
+    "moe": "look at mixtures of experts",
+}
+# Tools that work on the repository itself: they are no verbs of an installed package.
+REPOSITORY = ("quickstart", "continual", "support-table", "bench")
+_SENTENCE = re.compile(r'^(?:#![^\n]*\n)?"""(.+?)(?:\.?"""|\.\s|\n\n)', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One thing that `deepy` does.
+
+    Attributes:
+        words: how it is called, `("data", "tokenize")`.
+        help: one line.
+        script: the file that does it, if it is one that is run as it is.
+        launch: the script that the launcher starts on every rank, or
+        question: the launcher's option that answers.
+    """
+
+    words: tuple[str, ...]
+    help: str
+    script: Path | None = None
+    launch: Path | None = None
+    question: str | None = None
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.words)
+
+
+def verbs() -> list[Verb]:
+    """All verbs, in the order in which the help shows them: runs first, then tools, then groups."""
+    return [*_runs(), *_tools()]
+
+
+def execute(script: Path, name: str, words: list[str]) -> None:
+    """Run a script in this process as Python would, under the name that its help is to show.
+
+    Raises:
+        SystemExit: what the script ends with.
+    """
+    main = types.ModuleType("__main__")
+    main.__file__ = str(script)
+    sys.modules["__main__"] = main  # worker processes look there for what the script defines
+    sys.argv = [f"deepy {name}", *words]
+    sys.path.insert(0, str(script.parent))
+    exec(compile(script.read_bytes(), str(script), "exec"), main.__dict__)
+
+
+def find(words: Sequence[str]) -> Verb | None:
+    """The verb that a command line begins with."""
+    by_words = {verb.words: verb for verb in verbs()}
+    plain = tuple(word.replace("_", "-") for word in words[:2])
+    return by_words.get(plain[:1]) or by_words.get(plain)
+
+
+def group(name: str) -> list[Verb]:
+    """The verbs of a group, such as `data`; empty if there is no such group."""
+    return [verb for verb in verbs() if len(verb.words) == 2 and verb.words[0] == name]
+
+
+def _runs() -> list[Verb]:
+    from ..launch.command_line import parser
+
+    top, options = root(), parser().format_help()
+    found = [
+        Verb((name,), text, launch=top / f"{name}.py")
+        for name, text in LAUNCHED.items()
+        if (top / f"{name}.py").is_file()
+    ]
+    if (top / "generate.py").is_file():
+        text = "continue texts with a model: deepy generate RUN --prompt TEXT"
+        found.append(Verb(("generate",), text, script=top / "generate.py"))
+    asked = {name: text for name, text in QUESTIONS.items() if f"--{name} " in options}
+    return found + [Verb((name,), text, question=f"--{name}") for name, text in asked.items()]
+
+
+def _tools() -> list[Verb]:
+    tools = root() / "tools"
+    paths = [*sorted(tools.glob("*.py")), *sorted(tools.glob("*/*.py"))]
+    return [verb for path in paths if (verb := _tool(path, tools)) is not None]
+
+
+def _tool(path: Path, tools: Path) -> Verb | None:
+    """The verb of a file of tools/; None for what other tools import, and for the repository's own tools."""
+    text = path.read_text(encoding="utf-8")
+    words = tuple(part.replace("_", "-") for part in path.relative_to(tools).with_suffix("").parts)
+    about = _SENTENCE.match(text)
+    runs = 'if __name__ == "__main__":' in text and "sys.exit(" in text
+    if not runs or about is None or (installed() and words[0] in REPOSITORY):
+        return None
+    return Verb(words, _lowered(" ".join(about[1].split())), script=path)
+
+
+def _lowered(sentence: str) -> str:
+    """A sentence as a phrase of a list."""
+    return sentence[0].lower() + sentence[1:] if sentence[1:2].islower() or sentence[1:2] == " " else sentence

@@ -1,0 +1,53 @@
+"""Where the scripts, tools and configurations are, in a checkout of the repository and in an installed package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+BUNDLE = "_bundle"  # made by requirements/hatch_hooks.py when a wheel is built
+SUFFIXES = (".yml", ".yaml", ".json")
+
+
+def root() -> Path:
+    """The folder that holds `deepy.py`, `train.py`, `tools/` and `configs/`: the repository, or the wheel's copy."""
+    bundle = PACKAGE / BUNDLE
+    return bundle if bundle.is_dir() else PACKAGE.parent
+
+
+def installed() -> bool:
+    """Whether this package came from a wheel, and not from a checkout."""
+    return root() != PACKAGE.parent
+
+
+def configuration_file(word: str) -> str | None:
+    """The path of the configuration that a word on a command line means, or None.
+
+    In this order: a file of that path; a file of that path and `.yml`; a ready configuration of `configs/`, such as
+    `pythia/70m`, `pythia/70m.yml` or `configs/pythia/70m.yml`. What the user has comes before what is shipped.
+    """
+    named = _with_suffix(Path(word))
+    if named is not None:
+        return str(named) if named.suffix in SUFFIXES else None
+    if Path(word).is_absolute() or ".." in Path(word).parts:
+        return None
+    shipped = root() / "configs"
+    found = _with_suffix(shipped / word.removeprefix("configs/"))
+    return _short(found) if found is not None and found.suffix in SUFFIXES else None
+
+
+def configuration_names() -> list[str]:
+    """The names of all ready configurations, as `configuration_file` understands them: `pythia/70m`."""
+    folder = root() / "configs"
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yml"))
+
+
+def _with_suffix(path: Path) -> Path | None:
+    candidates = [path, path.with_name(f"{path.name}.yml")] if path.name else []
+    return next((each for each in candidates if each.is_file()), None)
+
+
+def _short(path: Path) -> str:
+    """A path as one would type it from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
