@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments  # noqa: E402
+from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.explain import explain  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
 
@@ -53,7 +53,7 @@ def show(options: argparse.Namespace) -> None:
     _remarks(resolved)
     _emit(
         options,
-        resolved.text(),
+        to_yaml(resolved),
         {
             "config": thaw(resolved.config.model_dump()),
             "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},

@@ -3,7 +3,7 @@
 from .files import split_arguments
 from .problems import ConfigError, Problem
 from .resolve import Resolved, load, resolve
-from .resolved_file import config_hash, read_resolved, save_resolved
+from .resolved_file import config_hash, read_resolved, save_resolved, to_yaml
 from .schema import Config
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "resolve",
     "save_resolved",
     "split_arguments",
+    "to_yaml",
 ]

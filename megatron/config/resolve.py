@@ -53,12 +53,6 @@ class Resolved:
         parts += [f"override: {each}" for each in self.overridden]
         return "\n".join(parts + ([listing(self.warnings)] if self.warnings else []))
 
-    def text(self) -> str:
-        """The configuration as YAML, each value with its origin as a comment."""
-        from .resolved_file import to_yaml
-
-        return to_yaml(self)
-
 
 def resolve(values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool = False) -> Config:
     """The configuration that a plain nested dictionary describes (shorthands allowed).

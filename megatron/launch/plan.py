@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron import config as configuration
 from megatron.config.arguments import ArgumentError, Arguments, split
 from megatron.worker.code_version import code_now, code_version
 
@@ -95,8 +96,6 @@ def _plan(
     script: str, taken: Arguments, choice: Choice, environment: Mapping[str, str], extra: Sequence[str] = ()
 ) -> Plan:
     """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for."""
-    from .. import config as configuration
-
     resolved = configuration.load(
         taken.files, [*taken.overrides, *extra], ranks=choice.ranks, check_inputs=Path(script).name not in WITHOUT_DATA
     )
@@ -162,7 +161,7 @@ def _specification(
         command=(launch.python or sys.executable, "-u", os.path.join(directory, script), *own),
         directory=directory,
         environment={**interface, **variables, **launch.environment},
-        configuration=resolved.text(),
+        configuration=configuration.to_yaml(resolved),
         code=code_version(),
         logs=str(Path(config.run.dir, "logs")),
         console=launch.console,

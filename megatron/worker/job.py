@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config import Config, config_hash, load, read_resolved
+from megatron.config import Config, config_hash, load, read_resolved, to_yaml
 from megatron.config.arguments import split
 from megatron.config.problems import UserError
 
@@ -51,7 +51,7 @@ def read_job(
     else:
         taken = split(given)
         loaded, own = (load(taken.files, taken.overrides, ranks=place.world_size, check_inputs=check_inputs), taken.own)
-        resolved, text = loaded.config, loaded.text()
+        resolved, text = loaded.config, to_yaml(loaded)
     digest = config_hash(resolved)
     return resolved, WorkerEnvironment(**{**vars(place), "config_sha256": digest, "config_text": text, "own": own})
 

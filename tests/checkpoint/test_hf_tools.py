@@ -21,6 +21,7 @@ from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.config.layers import Source
 from megatron.config.resolve import combine
+from megatron.config.resolved_file import to_yaml
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import build_model
 from megatron.training.text import load_model
@@ -137,7 +138,7 @@ def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict |
         if bf16:
             fragments.append(Fragment(parameter.logical, WEIGHT, 0, 1, 0, flat.bfloat16()))
         fragments.append(Fragment(parameter.logical, MASTER, 0, 1, 0, flat))
-    path = save(folder, 7, fragments, Meta(step=7, config=resolved.text(), data={"tokens": 12345}))
+    path = save(folder, 7, fragments, Meta(step=7, config=to_yaml(resolved), data={"tokens": 12345}))
     return open_checkpoint(path), model
 
 

@@ -324,11 +324,11 @@ def test_reshape_takes_nothing_from_a_damaged_checkpoint(tmp_path, capsys):
 
 def test_reshape_refuses_a_layout_that_no_run_can_have():
     """Two layers, four heads: the rules of a run's configuration, whatever layout and batch wrote the checkpoint."""
-    from megatron.config import load
+    from megatron.config import load, to_yaml
     from megatron.config.problems import ConfigError
 
     overrides = ["parallel.pipeline=2", "parallel.pipeline_split=[1, 1]", "training.global_batch_size=8"]
-    text = load([ROOT / "configs" / "test" / "tiny_neox.yml"], overrides, ranks=2, check_inputs=False).text()
+    text = to_yaml(load([ROOT / "configs" / "test" / "tiny_neox.yml"], overrides, ranks=2, check_inputs=False))
     refuse = tool("reshape").refuse_illegal
     for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3"):
         refuse(text, parse_layout(fine))
@@ -340,7 +340,7 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
         with pytest.raises(ConfigError, match=key) as error:
             refuse(text, parse_layout(to))
         assert all(each.fatal for each in error.value.problems)
-    text = load([ROOT / "configs" / "test" / "tiny_moe.yml"], [], ranks=1, check_inputs=False).text()
+    text = to_yaml(load([ROOT / "configs" / "test" / "tiny_moe.yml"], [], ranks=1, check_inputs=False))
     refuse(text, parse_layout("tensor=2,data=2,expert=4,expert_tensor=1,zero=1"))
     with pytest.raises(ConfigError, match="use 6 or 9 experts"):
         refuse(text, parse_layout("data=3,expert=3"))

@@ -16,7 +16,7 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Meta, open_checkpoint, save
 from megatron.checkpoint.fragment import FragmentSpec
-from megatron.config import load, read_resolved
+from megatron.config import load, read_resolved, to_yaml
 from tests.checkpoint.brute import local_shard
 from tests.checkpoint.model import Model, fragments
 from tests.paths import ROOT
@@ -116,7 +116,7 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
     meta = open_checkpoint(tmp_path / "ours").meta
     assert (meta.step, meta.optimizer, meta.resumable) == (3, {"step": 3.0}, True)
     resolved = load([config], ranks=2)  # as a run's directory has it
-    (tmp_path / "resolved.yml").write_text(resolved.text())
+    (tmp_path / "resolved.yml").write_text(to_yaml(resolved))
     words[1], words[3] = str(tmp_path / "again"), str(tmp_path / "resolved.yml")
     assert tool("from_deepspeed").main(words) == 0, capsys.readouterr().err
     (tmp_path / "taken.yml").write_text(open_checkpoint(tmp_path / "again").meta.config)

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config, ConfigError, config_hash, load, read_resolved, resolve, save_resolved
+from megatron.config import Config, ConfigError, config_hash, load, read_resolved, resolve, save_resolved, to_yaml
 from megatron.config.layers import Source
 from megatron.config.resolve import combine
 from megatron.config.resolved_file import scalar
@@ -49,7 +49,7 @@ def test_origins_stand_beside_values(tmp_path, monkeypatch):
         "model: {layers: attention/mlp, hidden_size: 8, vocab_size: 9, attention: {heads: 2}}\n"
         "training: {steps: 3,\n  sequence_length: 4}\ndata: {synthetic: copy}\n"
     )
-    text = load(["a.yml"], ["zero.stage=0"], ranks=1).text()
+    text = to_yaml(load(["a.yml"], ["zero.stage=0"], ranks=1))
     lines = {line.split("  #")[0].strip(): line.split("  # ")[1] for line in text.splitlines() if "  # " in line}
     assert lines["sequence_length: 4"] == "a.yml:3" and lines["stage: 0"] == "argument zero.stage=0"
     assert lines["head_dim: 4"] == "derived: model.hidden_size / model.attention.heads" and lines["seed: 1234"]
@@ -58,7 +58,7 @@ def test_origins_stand_beside_values(tmp_path, monkeypatch):
 
 def test_every_leaf_has_its_origin():
     one = resolved(data={"train": ["a", "b"], "validation": {"v": "c"}})
-    body = [line for line in one.text().splitlines() if not line.startswith("#")]
+    body = [line for line in to_yaml(one).splitlines() if not line.startswith("#")]
     leaf = [line for line in body if not line.rstrip().endswith(":")]
     assert leaf and all("  # " in line for line in leaf)
 

@@ -50,7 +50,7 @@ def job(folder: str, words: tuple[str, ...]) -> None:
     import torch
 
     from megatron.checkpoint import SOLO
-    from megatron.config import load
+    from megatron.config import load, to_yaml
     from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
@@ -65,7 +65,7 @@ def job(folder: str, words: tuple[str, ...]) -> None:
         resolved = load(files, overrides, ranks=1)
         prepare_deepspeed(torch.device("cpu"))
         mesh = Mesh.build(Layout.of(resolved.config, 1))
-        place = WorkerEnvironment(config_text=resolved.text())
+        place = WorkerEnvironment(config_text=to_yaml(resolved))
         run(resolved.config, place, World(torch.device("cpu"), mesh, SOLO, SOLO))
     finally:
         os.chdir(before)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
-from megatron.config import ConfigError, load
+from megatron.config import ConfigError, load, to_yaml
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
 
@@ -51,7 +51,7 @@ def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict
     mesh = Mesh.build(Layout.of(resolved.config, ranks))
     talk = GroupCommunicator() if ranks > 1 else SOLO
     write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
-    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=resolved.text(), attempt=attempt)
+    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved), attempt=attempt)
     run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
     if mesh.rank:
         return []
@@ -347,8 +347,8 @@ def test_changed_keys_are_named(tmp_path: Path) -> None:
     new = load(
         [str(tmp_path / "tiny.yml")], ["optimizer.lr=0.02", "training.micro_batch_size=1", "run.name=other"], ranks=1
     )
-    assert changes(old.text(), old.config) == []
-    assert changes(old.text(), new.config) == ["optimizer.lr: 0.01 -> 0.02"]
+    assert changes(to_yaml(old), old.config) == []
+    assert changes(to_yaml(old), new.config) == ["optimizer.lr: 0.01 -> 0.02"]
 
 
 def test_text_of_a_checkpoint_of_any_layout(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

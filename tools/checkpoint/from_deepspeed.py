@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.hf.importer import logical_tensors
 from megatron.checkpoint.universal import Universal, made_universal, read_names, restore
-from megatron.config import ConfigError, load
+from megatron.config import ConfigError, load, to_yaml
 from megatron.config.files import read_file
 
 # Whatever layout a run has: only its tensors matter here.
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
                 Universal(folder),
                 options.out,
                 logical_tensors(resolved),
-                resolved.text(),
+                to_yaml(resolved),
                 names=names,
                 step=options.step,
             )

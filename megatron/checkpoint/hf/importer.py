@@ -15,6 +15,7 @@ from megatron.config.layers import Source as Values
 from megatron.config.paths import UnsafeName, inside
 from megatron.config.pattern import parse
 from megatron.config.resolve import Resolved, combine
+from megatron.config.resolved_file import to_yaml
 from megatron.model.stack import build_model
 from megatron.parallel.parameters import stored_tensors
 from megatron.parallel.shard import LogicalTensor
@@ -178,7 +179,7 @@ def write(
     draft.finish(
         [record] if record else [],
         failure,
-        Meta(step=0, config=resolved.text(), resumable=False, extra={"imported": architecture.class_name}),
+        Meta(step=0, config=to_yaml(resolved), resumable=False, extra={"imported": architecture.class_name}),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,10 @@ import numpy as np
 from ..errors import DataError
 from ..tokenizer import HuggingFaceTokenizer, Tokenizer
 from .inputs import Chunk
+from .probes import Encode, difference, probes, unsafe_characters
 
 ORIGIN = np.dtype([("input", "<i4"), ("start", "<i8"), ("length", "<i8")])
 LITTLE = 16 << 20  # bytes below which the probes are not worth their seconds
-Encode = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -239,8 +238,6 @@ def choose_encoder(tokenizer: Tokenizer, wish: str = "auto", text_bytes: int | N
 
 def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
     """Why gigatoken cannot be used ("" if it can), and the characters that it is not trusted with."""
-    from .probes import difference, probes, unsafe_characters
-
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return f"gigatoken is not used for {tokenizer.kind} tokenizers", ""
     try:

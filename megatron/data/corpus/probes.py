@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from .encode import Encode
+# Texts -> (tokens of all of them end to end, length of each).
+Encode = Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
 
 BLOCK = 256
 PLANES = (range(0, 0x32400, BLOCK), range(0xE0000, 0xE0200, BLOCK))  # where Unicode has characters, or may soon

@@ -1,0 +1,111 @@
+"""Who imports whom: rooms only those above them in docs/architecture.md's table, and no two files each other.
+
+Imports inside functions count like those at the top of a file, since they too need the other file in order to run.
+Imports under TYPE_CHECKING do not: annotations are never evaluated, and two classes may well speak of each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from tests.paths import ROOT
+
+PACKAGE = "megatron"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below `node`, without those that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from executed(child)
+
+
+def imported(name: str, files: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports anywhere in its file."""
+    path, found = files[name], set()
+    parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in executed(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in files else base for alias in node.names}
+    return (found & files.keys()) - {name}
+
+
+IMPORTS = {name: imported(name, FILES) for name in FILES}
+
+
+def room_of(module: str) -> str | None:
+    """The folder of a module; None for the files that stand beside the rooms and know none of them."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and (ROOT / PACKAGE / parts[1]).is_dir() else None
+
+
+def rooms() -> list[str]:
+    """The rooms in the order of the manual's table."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+
+
+def test_every_room_is_in_the_table():
+    assert sorted(rooms()) == sorted({room_of(name) for name in FILES} - {None})
+
+
+def test_rooms_import_only_rooms_above_them():
+    order = {None: -1, **{room: place for place, room in enumerate(rooms())}}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if order[room_of(other)] > order[room_of(name)]
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_no_circles_between_files():
+    try:
+        tuple(TopologicalSorter(IMPORTS).static_order())
+    except CycleError as error:
+        raise AssertionError("imports go in a circle: " + " <- ".join(error.args[1])) from None
+
+
+def test_one_file_knows_deepspeeds_entry_and_one_room_its_names():
+    """`deepspeed` is imported in engine/ alone, and initialised in one place there."""
+    importers, callers = set(), []
+    for name, path in FILES.items():
+        for node in executed(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(each.split(".")[0] == "deepspeed" for each in names):
+                importers.add(room_of(name))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "deepspeed.initialize":
+                callers.append(name)
+    assert importers == {"engine"} and len(callers) == 1
+
+
+def test_the_check_sees_circles_and_function_level_imports(tmp_path):
+    """A check of the tests above, on files of which one imports the other inside a function."""
+    files = {}
+    for name, text in {
+        "m.a": "def f():\n    from . import b",
+        "m.b": "from m.a import f",
+        "m.c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from m.b import f",
+    }.items():
+        files[name] = tmp_path / f"{name[2:]}.py"
+        files[name].write_text(text)
+    assert {name: imported(name, files) for name in files} == {"m.a": {"m.b"}, "m.b": {"m.a"}, "m.c": set()}
