@@ -21,11 +21,25 @@ _RUN_IN = 256  # draws per source from a guessed state before a block begins
 
 
 def normalised(weights: list[float]) -> np.ndarray:
-    """Weights with sum 1, in the order of operations that GPT-NeoX's normalisation has."""
+    """Weights divided by their sum, which is added up from the left: float64 [D].
+
+    Not `sum`: since Python 3.12 it corrects rounding, which would make the order depend on the version of Python.
+    """
     total = 0.0
     for weight in weights:
         total += weight
     return np.array([weight / total for weight in weights], dtype=np.float64)
+
+
+def neox_weights(weights: list[float]) -> np.ndarray:
+    """The weights by which GPT-NeoX draws: float64 [D].
+
+    It divides by the sum twice: in Python where it counts the samples to ask each source for, and in NumPy where it
+    builds the blend. After the first division the sum is not always exactly 1, so the second one may change last digits,
+    and with them, for about one set of weights in ten, the order of some draws.
+    """
+    once = normalised(weights)
+    return once / np.sum(once)
 
 
 def draw(
@@ -104,14 +118,17 @@ def _simulate(weights: np.ndarray, sources: np.ndarray, starts: np.ndarray, begi
 class Blend:
     """A table of draws: draw t takes sample `count` of `source`."""
 
-    def __init__(self, weights: list[float], size: int, cache: str | os.PathLike | None = None):
+    def __init__(
+        self, weights: list[float], size: int, cache: str | os.PathLike | None = None, *, as_neox: bool = True
+    ):
         """
         Args:
             weights: of the sources, not all zero.
             size: draws.
             cache: folder of the table; None makes it in memory.
+            as_neox: normalise the weights as GPT-NeoX does, to the last digit; else divide by their sum once.
         """
-        self.weights, self.size = normalised(weights), size
+        self.weights, self.size = neox_weights(weights) if as_neox else normalised(weights), size
         if len(weights) == 1:
             return
         key = tuple(weight.hex() for weight in self.weights.tolist())

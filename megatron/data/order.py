@@ -151,7 +151,9 @@ def split_bounds(shares: list[float], documents: int) -> list[int]:
         shares: up to three numbers; missing ones are 0, further ones are ignored.
     """
     shares = ([float(share) for share in shares] + [0.0, 0.0, 0.0])[:3]
-    total = sum(shares)
+    total = 0.0
+    for share in shares:  # not `sum`, which corrects rounding since Python 3.12
+        total += share
     if total <= 0 or min(shares) < 0:
         raise DataError("data.split", f"{shares} has no share above 0, or one below", "write it as in [969, 30, 1]")
     bounds = [0]

@@ -423,7 +423,7 @@ class _Builder:
             else:
                 length = sum(lengths)
             drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
-            blend = Blend(weights, drawn, self.data.cache)
+            blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
             loss = tuple(each.loss for each in entries)
             stretches.append(
                 Stretch(start * self.batch, length, blend, members, loss, tuple(taken[each] for each in members))

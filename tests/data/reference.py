@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import numpy as np
 
 
@@ -25,6 +28,14 @@ def flat_samples(
     places = np.arange(len(pieces))
     random.shuffle(places)
     return [pieces[place] for place in places], len(pieces) - 1
+
+
+def neox_weights(weights: list[float]) -> list[float]:
+    """GPT-NeoX's weights: divided by Python's sum for the numbers of samples, then by NumPy's for the blend."""
+    total = functools.reduce(operator.add, weights, 0.0)
+    array = np.array([weight / total for weight in weights], dtype=np.float64)
+    array /= np.sum(array)
+    return array.tolist()
 
 
 def blend(weights: list[float], size: int) -> tuple[list[int], list[int]]:

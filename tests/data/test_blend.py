@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 from megatron.data import blend as module
 from megatron.data.blend import Blend, build_arrays, normalised
+from megatron.data.plan import build_plan
+from tests.data.make import configuration, write_sizes
 from tests.data.reference import blend as plain_blend
+from tests.data.reference import neox_weights
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
@@ -72,7 +76,7 @@ def test_bad_guesses_are_repaired(monkeypatch):
 @settings(max_examples=40, deadline=None)
 @given(weights=st.lists(st.floats(1e-3, 10), min_size=1, max_size=6), size=st.integers(1, 700))
 def test_locate_find_and_drawn(weights, size):
-    sources, samples = plain_blend(normalised(weights).tolist(), size)
+    sources, samples = plain_blend(neox_weights(weights), size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", 64)
         blend = Blend(weights, size)
@@ -86,3 +90,39 @@ def test_locate_find_and_drawn(weights, size):
 
 def test_normalisation_as_in_the_original():
     assert normalised([1, 2]).tolist() == [1 / 3, 2 / 3]
+
+
+def generated_weights(number: int) -> list[float]:
+    """Of 2 to 6 sources: whole numbers, two decimals, four decimals, or any floats, in turn."""
+    draw = random.Random(number)
+    kind = (
+        lambda: float(draw.randint(1, 20)),
+        lambda: round(draw.uniform(0.01, 1), 2),
+        lambda: round(draw.uniform(0.0001, 1), 4),
+        lambda: draw.uniform(1e-3, 10),
+    )[number % 4]
+    return [kind() for _ in range(draw.randint(2, 6))]
+
+
+def test_four_hundred_weights_as_in_the_original():
+    """GPT-NeoX divides by the sum twice; dividing once gives another order for dozens of these."""
+    cases = [generated_weights(number) for number in range(400)] + [[3, 2, 2]]
+    wanted = [plain_blend(neox_weights(weights), 3000)[0] for weights in cases]
+    assert [Blend(weights, 3000).sources.tolist() for weights in cases] == wanted
+    once = [Blend(weights, 3000, as_neox=False).sources.tolist() for weights in cases]
+    assert once == [plain_blend(normalised(weights).tolist(), 3000)[0] for weights in cases]
+    assert sum(one != other for one, other in zip(once, wanted)) > 20 and once[-1] != wanted[-1]
+
+
+@pytest.mark.parametrize("order", ["pythia", "stream", "sequential"])
+def test_which_orders_blend_as_the_original(order, tmp_path):
+    """Only GPT-NeoX's order has its weights to the last digit; the others keep the blend that they always had."""
+    weights = [3, 2, 2]
+    for source in range(3):
+        write_sizes(tmp_path / str(source), [4000] * 8, seed=source)
+    train = [{"path": str(tmp_path / str(source)), "weight": weight} for source, weight in enumerate(weights)]
+    plan = build_plan(configuration({"train": train, "order": order, "cache": str(tmp_path / "cache")}))
+    drawn = [plan.sample(number).source for number in range(320)]
+    expected = neox_weights(weights) if order == "pythia" else normalised(weights).tolist()
+    assert drawn == plain_blend(expected, 320)[0]
+    assert plain_blend(neox_weights(weights), 320) != plain_blend(normalised(weights).tolist(), 320)
