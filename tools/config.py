@@ -26,6 +26,7 @@ if str(ROOT) not in sys.path:
 
 from megatron.config import ConfigError, Problem, Resolved, config_hash, load, split_arguments, to_yaml  # noqa: E402
 from megatron.config.explain import explain  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
 
 
@@ -206,6 +207,7 @@ def convert(options: argparse.Namespace) -> None:
 
     text = translated(options.arguments)
     if options.output:
+        keep_inputs([options.output], [each for each in options.arguments if Path(each).is_file()])
         Path(options.output).write_text(text, encoding="utf-8")
     _emit(options, f"wrote {options.output}" if options.output else text, {"output": options.output, "yaml": text})
 
@@ -284,6 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
         options.arguments += rest  # files and overrides after an option
     try:
         options.action(options)
+    except OutputError as error:
+        print(error, file=sys.stderr)
+        return 2
     except ConfigError as error:
         print(error, file=sys.stderr)
         if options.json:

@@ -35,8 +35,8 @@ def neox_weights(weights: list[float]) -> np.ndarray:
     """The weights by which GPT-NeoX draws: float64 [D].
 
     It divides by the sum twice: in Python where it counts the samples to ask each source for, and in NumPy where it
-    builds the blend. After the first division the sum is not always exactly 1, so the second one may change last digits,
-    and with them, for about one set of weights in ten, the order of some draws.
+    builds the blend. After the first division the sum is not always exactly 1, so the second one may change last
+    digits, and with them, for about one set of weights in ten, the order of some draws.
     """
     once = normalised(weights)
     return once / np.sum(once)

@@ -63,6 +63,25 @@ class Manifest:
         return path
 
 
+def keep_others(prefix: str | os.PathLike) -> None:
+    """Refuse to put a manifest in the place of a file that is none.
+
+    Raises:
+        DataError: there is such a file.
+    """
+    path = with_ending(prefix, ENDING)
+    if not path.exists():
+        return
+    try:
+        ours = json.loads(path.read_text(encoding="utf-8"))["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise DataError(
+            path, "the manifest would be written over this file, which is something else", "use another --output"
+        )
+
+
 def read_manifest(prefix: str | os.PathLike) -> Manifest | None:
     """The manifest beside a pair; None if there is none (files of other programs have none).
 

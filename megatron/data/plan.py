@@ -184,7 +184,8 @@ class Plan:
 
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
-        found = [
+        found = [note for source in self.sources if (note := source.file.note)]
+        found += [
             f"source {use.name} is read {use.epochs:.1f} times ({use.tokens:,} of {use.available:,} tokens)"
             for use in self.uses()
             if use.epochs > MANY_EPOCHS

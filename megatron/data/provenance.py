@@ -38,10 +38,15 @@ def run_config(run: str | os.PathLike) -> Config:
     """
     from megatron.config import read_resolved
 
-    path = Path(run) / "config.yml" if Path(run).is_dir() else Path(run)
+    path = config_file(run)
     if not path.is_file():
         raise DataError(path, "there is no resolved configuration", "give a run's directory")
     return read_resolved(path)
+
+
+def config_file(run: str | os.PathLike) -> Path:
+    """The resolved configuration that a run's directory, or its own path, stands for."""
+    return Path(run) / "config.yml" if Path(run).is_dir() else Path(run)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.file_access import MISSING, unreadable
+
 from .errors import DataError
 from .hashing import content_hash
 
@@ -70,12 +72,10 @@ class TokenFile:
         self.prefix = prefix_of(path)
         self.bin_path, self.idx_path = with_ending(self.prefix, ".bin"), with_ending(self.prefix, ".idx")
         for file in (self.bin_path, self.idx_path):
-            if not file.is_file():
-                raise DataError(
-                    file,
-                    "this file of a .bin/.idx pair does not exist",
-                    "give the path that both files have in common, without .bin or .idx",
-                )
+            if reason := unreadable(file):
+                if reason == MISSING:
+                    reason = "this file of a .bin/.idx pair does not exist"
+                raise DataError(file, reason, "give the path that both files have in common, without .bin or .idx")
         self._read_index()
         self._check_end()
 
@@ -153,8 +153,24 @@ class TokenFile:
             end = int(ends[-1])
         index = self.document_index
         falling = any((np.diff(index[first : first + _CHUNK + 1]) < 0).any() for first in range(0, len(index), _CHUNK))
-        if len(index) and (index[0] != 0 or index[-1] != len(self) or falling):
-            raise DataError(self.idx_path, "its document index does not run from 0 to the number of sequences", REMAKE)
+        if len(index) and (index[0] != 0 or index[-1] > len(self) or falling):
+            raise DataError(
+                self.idx_path, "its document index does not rise from 0 to at most the number of sequences", REMAKE
+            )
+
+    @property
+    def note(self) -> str | None:
+        """What a user may want to know of the pair though it is sound; None if there is nothing.
+
+        GPT-NeoX's `merge_file_` appends sequences without adding them to the document index.
+        """
+        index = self.document_index
+        if not len(index) or index[-1] == len(self):
+            return None
+        return (
+            f"{self.idx_path}: its document index ends at sequence {int(index[-1]):,} of {len(self):,}, as GPT-NeoX's "
+            "merging of files leaves it; nothing is lost: each sequence is one document here, as in GPT-NeoX's training"
+        )
 
     def extent(self) -> tuple[int, int]:
         """The smallest and largest token id of the whole file; (0, 0) for an empty one. Reads everything."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 
 import numpy as np
 import pytest
 
+from megatron.data.corpus.files import merge
+from megatron.data.corpus.look import look
 from megatron.data.errors import DataError
+from megatron.data.plan import build_plan
 from megatron.data.token_file import TokenFile, token_dtype
 from megatron.data.token_writer import TokenFileWriter, write_index
-from tests.data.make import write_documents, write_sizes
+from tests.data.make import configuration, write_documents, write_sizes
 from tests.paths import shared
 
 FOLDER = shared("data/golden_pythia")
@@ -121,6 +125,50 @@ def test_damage(tmp_path, what, match):
     with pytest.raises(DataError, match=match) as caught:
         TokenFile(tmp_path / "a").verify()
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [[0], [0, 1, 2]], ids=["none", "those of the first file"])
+def test_merged_by_the_original(tmp_path, listed):
+    """GPT-NeoX's merge_file_ appends sequences, but not to the document index: such files are read, with a note."""
+    documents = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
+    write_documents(tmp_path / "a", documents)
+    with open(tmp_path / "a.idx", "wb") as index:
+        write_index(index, np.array([3, 1, 2, 3]), np.uint16, np.array(listed))
+    file = TokenFile(tmp_path / "a")
+    file.verify()
+    assert [file[number].tolist() for number in range(4)] == documents
+    assert f"ends at sequence {listed[-1]} of 4" in file.note
+    assert write_documents(tmp_path / "b", documents).note is None
+    merge([str(tmp_path / "a"), str(tmp_path / "b")], tmp_path / "c", "")
+    assert len(merged := TokenFile(tmp_path / "c")) == 8 and merged.note is None
+    assert look(tmp_path / "a")["notes"] == [file.note]
+    config = configuration(
+        {"train": str(tmp_path / "a"), "cache": str(tmp_path / "x")}, training={"sequence_length": 2}
+    )
+    assert file.note in build_plan(config).warnings()
+
+
+def test_what_cannot_be_opened_is_said_plainly(tmp_path, monkeypatch):
+    write_documents(tmp_path / "a", [[1, 2, 3]])
+    (tmp_path / "b.idx").mkdir()
+    (tmp_path / "b.bin").mkdir()
+    with pytest.raises(DataError, match="b.bin: it is a directory, and a file is needed"):
+        TokenFile(tmp_path / "b")
+    with pytest.raises(DataError, match="no/where.bin: .*does not exist"):
+        TokenFile(tmp_path / "no" / "where")
+    with pytest.raises(DataError, match="does not exist"):
+        TokenFile(tmp_path / "a.bin" / "a")
+    (tmp_path / "a.idx").chmod(0)
+    if os.geteuid() == 0:  # root may read everything
+
+        def refuse(path, *arguments, opened=open, **options):
+            if str(path).endswith("a.idx"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, *arguments, **options)
+
+        monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DataError, match="a.idx: there is no permission to read it"):
+        TokenFile(tmp_path / "a")
 
 
 def test_writer_refuses(tmp_path):

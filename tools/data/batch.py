@@ -42,11 +42,17 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     import numpy as np
 
-    from megatron.data.provenance import Provenance, run_config, step_hash
+    from megatron.config.file_access import keep_inputs
+    from megatron.data.corpus.files import pair_files
+    from megatron.data.provenance import Provenance, config_file, run_config, step_hash
     from megatron.data.tokenizer import build_tokenizer
 
     config = run_config(given.run)
     provenance = Provenance(config, given.split, given.name)
+    if given.export:
+        name = given.export if given.export.endswith(".npy") else f"{given.export}.npy"  # as np.save calls it
+        read = [path for source in provenance.plan.sources for path in pair_files(source.file.prefix)]
+        keep_inputs([name], [config_file(given.run), *read], "--export")
     tokenizer = build_tokenizer(config.tokenizer) if given.text else None
     last = given.step if given.to is None else given.to
     steps, arrays = [], []

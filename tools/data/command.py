@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.config import ConfigError
+from megatron.config.file_access import OutputError
 from megatron.data.errors import DataError
 
 
@@ -29,7 +30,7 @@ def run(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], An
     options = parser.parse_args()
     try:
         result = main(options)
-    except (DataError, ConfigError, OSError) as error:
+    except (DataError, ConfigError, OutputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -32,9 +32,13 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
+    from megatron.config.file_access import keep_inputs
+    from megatron.data.corpus.files import pair_files
     from megatron.data.corpus.look import draw_lengths, look
     from megatron.data.tokenizer import build_tokenizer
 
+    if given.picture:
+        keep_inputs([given.picture], pair_files(given.file), "--picture")
     section = tokenizer_section(given)
     known = section.path is not None or section.type in ("bytes", "characters")
     found = look(given.file, build_tokenizer(section) if known else None, given.samples, given.verify)
@@ -69,6 +73,8 @@ def show(result: dict) -> None:
             f"document {sample['document']} ({sample['tokens']:,} tokens): "
             f"{sample['text'] if sample['text'] is not None else sample['ids']}"
         )
+    for note in result["notes"]:
+        print(f"note: {note}")
     for problem in result["problems"]:
         print(f"problem: {problem}")
     print("no problems found" if not result["problems"] else f"{len(result['problems'])} problems")

@@ -51,6 +51,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(given: argparse.Namespace) -> dict:
+    from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.encode import Treatment
     from megatron.data.corpus.inputs import find_inputs
     from megatron.data.corpus.vocabulary import texts, train
@@ -59,7 +60,9 @@ def main(given: argparse.Namespace) -> dict:
     output = Path(given.output)
     if output.exists() and not given.overwrite:
         raise DataError(output, "this file exists already", "use another --output, or --overwrite")
-    corpus = texts(find_inputs(given.input, given.format), Treatment(key=given.key), given.limit and int(given.limit))
+    inputs = find_inputs(given.input, given.format)
+    keep_inputs([output], [each.path for each in inputs if each.path is not None])
+    corpus = texts(inputs, Treatment(key=given.key), given.limit and int(given.limit))
     return train(given.kind, corpus, given.size, output, tuple(given.special))
 
 

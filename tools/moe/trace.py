@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from megatron.checkpoint.errors import CheckpointError
+    from megatron.config.file_access import OutputError, keep_inputs
     from megatron.data.loader import build_loader
     from megatron.kinds.moe.trace import moe_layers
     from megatron.training.text import find_checkpoint, load_model
@@ -78,6 +79,14 @@ def main(arguments: list[str]) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2
+    if options.output is not None:
+        read = [Path(f"{each.path}{ending}") for each in config.data.train for ending in (".bin", ".idx")]
+        read += [each for each in options.path.rglob("*") if each.is_file()]
+        try:
+            keep_inputs([options.output], read)
+        except OutputError as error:
+            print(error, file=sys.stderr)
+            return 2
     layers = {layer: moe.options.experts for layer, moe in moe_layers(model).items()}
     if not layers:
         print(f"{options.path}: the model has no layer of kind moe: {config.model.layers}", file=sys.stderr)

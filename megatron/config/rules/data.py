@@ -8,6 +8,7 @@ from pathlib import Path as File
 
 from ..catalog import Path, dotted
 from ..facts import Facts
+from ..file_access import MISSING, unreadable
 from ..problems import Problem
 from ..sections.data import Source
 from ..tokenizer_size import local_tokens
@@ -57,10 +58,13 @@ def files_exist(facts: Facts) -> Iterator[Problem]:
             if prefix is None:
                 continue
             prefix = prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
-            missing = [prefix + ending for ending in (".bin", ".idx") if not File(prefix + ending).is_file()]
-            if missing:
+            reasons = {file: unreadable(file) for file in (prefix + ".bin", prefix + ".idx")}
+            reasons = {file: reason for file, reason in reasons.items() if reason}
+            if reasons:
                 fix = f"check the path (it is seen from {File.cwd()}), or make the files with tools/data/tokenize.py"
-                rule = f"there is no file {' and no file '.join(missing)}"
+                rule = f"there is no file {' and no file '.join(reasons)}"
+                if set(reasons.values()) != {MISSING}:
+                    rule = "; ".join(f"{file}: {reason}" for file, reason in reasons.items())
                 yield facts.problem_at((*path, name), rule=rule, fix=fix)
 
 

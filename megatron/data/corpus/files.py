@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.file_access import keep_inputs
+
 from ..errors import DataError
 from ..hashing import file_hash
-from ..manifest import Manifest, read_manifest
+from ..manifest import ENDING, Manifest, keep_others, read_manifest
 from ..token_file import TokenFile, prefix_of, with_ending
 from ..token_writer import TokenFileWriter, durable
 from .encode import ORIGIN
@@ -53,7 +55,18 @@ def copy_documents(file: TokenFile, first: int, last: int, writer: TokenFileWrit
         first += count
 
 
-def _check_free(prefix: Path, overwrite: bool) -> None:
+PAIR = (".bin", ".idx", ENDING, ".origin")  # what a token file consists of
+
+
+def pair_files(prefix: str | os.PathLike) -> list[Path]:
+    """All files of a token file, whether they exist or not."""
+    return [with_ending(prefix_of(prefix), ending) for ending in PAIR]
+
+
+def _check_free(prefix: Path, overwrite: bool, inputs: list[TokenFile]) -> None:
+    """Refuse to write over an input, over a pair without leave, or over a file that is none of a pair's."""
+    keep_inputs(pair_files(prefix), [path for each in inputs for path in pair_files(each.prefix)])
+    keep_others(prefix)
     if with_ending(prefix, ".idx").exists() and not overwrite:
         raise DataError(
             with_ending(prefix, ".idx"), "this token file exists already", "use another --output, or --overwrite"
@@ -70,12 +83,10 @@ def merge(paths: list[str], output: str | os.PathLike, version: str, overwrite: 
         DataError: tokenizers or token types differ.
     """
     files, output = [TokenFile(path) for path in paths], prefix_of(output)
-    _check_free(output, overwrite)
+    _check_free(output, overwrite, files)
     manifests = [read_manifest(file.prefix) for file in files]
     for file, manifest in zip(files, manifests):
         file.verify()
-        if output.resolve() == file.prefix.resolve():
-            raise DataError(output, "the output is one of the inputs", "use another --output")
         if file.dtype != files[0].dtype:
             raise DataError(
                 file.prefix,
@@ -123,7 +134,7 @@ def split(
     file = TokenFile(path)
     file.verify()
     for name in shares:
-        _check_free(Path(f"{prefix_of(output)}_{name}"), overwrite)
+        _check_free(Path(f"{prefix_of(output)}_{name}"), overwrite, [file])
     manifest, origin = read_manifest(file.prefix), read_origin(file.prefix)
     bounds = _bounds(list(shares.values()), len(file), split_bounds)
     order = np.arange(len(file)) if seed is None else np.random.Generator(np.random.Philox(seed)).permutation(len(file))

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+from megatron.config.file_access import keep_inputs
+
 from ..errors import DataError
 from ..hashing import content_hash, file_hash
-from ..manifest import ENDING, Manifest, read_manifest
+from ..manifest import ENDING, Manifest, keep_others, read_manifest
 from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import durable, write_index
 from ..tokenizer import Tokenizer, build_tokenizer
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
 
 PARTS = (".bin.part", ".sizes.part", ".origin.part")
+WRITTEN = (".idx", ".bin", ".origin", ENDING, ".progress", *PARTS, ".idx.part")  # all that a job writes or removes
 EXAMPLES = 20  # bad records that are kept with their line numbers
 
 
@@ -72,6 +75,13 @@ class Job:
     def file(self, ending: str) -> Path:
         return with_ending(self.prefix, ending)
 
+    def reads(self) -> list[Path]:
+        """The files that it reads."""
+        found = [entry.path for entry in self.inputs if entry.path is not None]
+        for path in (Path(each) for each in (self.tokenizer.path, self.tokenizer.merges) if each is not None):
+            found += sorted(path.iterdir()) if path.is_dir() else [path]
+        return found
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -104,6 +114,8 @@ def run(job: Job, display: Display | None = None) -> Outcome:
             f"{tokenizer.name} has no end-of-document token",
             "name one with --eod-token, or use --no-append-eod",
         )
+    keep_inputs(map(job.file, WRITTEN), job.reads())
+    keep_others(job.prefix)
     job.prefix.parent.mkdir(parents=True, exist_ok=True)
     key = _key(job, tokenizer)
     finished = _make_room(job, key)
@@ -128,7 +140,7 @@ def _make_room(job: Job, key: str) -> Manifest | None:
     With `overwrite`, whatever is there is removed.
     """
     if job.overwrite:
-        for ending in (".idx", ".bin", ".origin", ENDING, ".progress", *PARTS, ".idx.part"):
+        for ending in WRITTEN:
             job.file(ending).unlink(missing_ok=True)
     if not job.file(".idx").exists() or job.file(".progress").exists():
         return None

@@ -56,6 +56,7 @@ def look(
         "tokenizer": manifest.tokenizer if manifest else None,
         "inputs": manifest.inputs if manifest else [],
         "samples": _samples(file, tokenizer, samples),
+        "notes": [file.note] if file.note else [],
         "problems": problems,
     }
 

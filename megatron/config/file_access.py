@@ -1,0 +1,69 @@
+"""Whether a file can be read, and where a tool may write: never over something that it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+MISSING = "there is no such file"
+AnyPath = str | os.PathLike
+
+
+def unreadable(path: AnyPath) -> str | None:
+    """Why a file cannot be read, as the end of a sentence; None if it can be."""
+    try:
+        with open(path, "rb"):
+            return None
+    except (FileNotFoundError, NotADirectoryError):
+        return MISSING
+    except IsADirectoryError:
+        return "it is a directory, and a file is needed"
+    except PermissionError:
+        return "there is no permission to read it"
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+class OutputError(ValueError):
+    """A tool was asked to write where it must not."""
+
+    def __init__(self, output: AnyPath, rule: str, fix: str):
+        """
+        Args:
+            output: the file that would be written.
+            rule: why it must not be.
+            fix: what the user can do.
+        """
+        self.output = str(output)
+        super().__init__(f"{output}: {rule}\n    fix: {fix}")
+
+
+def same_file(one: AnyPath, other: AnyPath) -> bool:
+    """Whether two paths lead to one file: through links, by another spelling, or as hard links."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them does not exist
+        return False
+
+
+def keep_inputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath], option: str = "--output") -> None:
+    """Refuse to write over an input; every tool that writes calls it before it opens a file.
+
+    Args:
+        outputs: all files that the tool may write or remove, existing or not.
+        inputs: all files that it reads.
+        option: the option that names the output, for the message.
+
+    Raises:
+        OutputError: an output and an input are one file.
+    """
+    known = [Path(each) for each in inputs]
+    for output in outputs:
+        for each in known:
+            if same_file(output, each):
+                also = "" if os.fspath(output) == os.fspath(each) else f", which is the input {each} under another name"
+                rule = f"it would be written over{also or ', and it is one of the inputs'}"
+                raise OutputError(output, rule, f"use another {option}")
