@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.worker import devices, fabric, network
 from megatron.worker.code_version import code_version
+from megatron.worker.rendezvous import SOCKET
 
 from .link import Link
 from .protocol import encode, encode_text
@@ -52,6 +53,7 @@ class Agent:
         self.connected, self.finished, self.told_tail = True, False, False
         self.recent_signals: dict[int, float] = {}
         self.folder: tempfile.TemporaryDirectory | None = None
+        self.meeting: socket.socket | None = None  # bound for rank 0's store
 
     # ---- the loop
 
@@ -139,6 +141,8 @@ class Agent:
         try:
             if kind == "specification":
                 self._prepare(message)
+            elif kind == "bind" and message["to"] == self.index:
+                self._bind(str(message["address"]), int(message["port"]))
             elif kind == "start":
                 self._start(message)
             elif kind == "signal":
@@ -162,13 +166,17 @@ class Agent:
             raise FileNotFoundError(f"no folder {self.job.directory} on this host (launch.working_directory)")
         for each in network.addresses():
             self._send({"type": "address", "address": [each.interface, each.address, each.prefix]})
-        self._send({
-            "type": "ready",
-            "hostname": socket.gethostname(),
-            "time": time.time(),
-            "port": network.free_port(),
-            "code": code_version(),
-        })
+        self._send({"type": "ready", "hostname": socket.gethostname(), "time": time.time(), "code": code_version()})
+
+    def _bind(self, address: str, port: int) -> None:
+        """Take a port for rank 0, and keep it until rank 0 has it: in between somebody else might."""
+        try:
+            self.meeting = network.listen_on(address, port, one_host=len(self.job.hosts) == 1)
+        except OSError as error:
+            key = " (launch.master_port)" if port else ""
+            self._give_up(f"rank 0 cannot listen on {address} port {port}{key}: {error.strerror}")
+            return
+        self._send({"type": "bound", "port": self.meeting.getsockname()[1]})
 
     def _start(self, message: dict[str, Any]) -> None:
         """Start all ranks of this host."""
@@ -181,7 +189,8 @@ class Agent:
         base |= fabric.defaults(base) if job.device != "cpu" else {}
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
-        interface, address = message["places"].get(str(self.index), ("", message["master_address"]))
+        alone = ("lo" if len(job.hosts) == 1 else "", message["master_address"])  # nobody else needs to reach us
+        interface, address = message["places"].get(str(self.index), alone)
         base |= {"JOB_SLOTS": str(len(host.slots)), "JOB_ADDRESS": address}
         if interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -201,12 +210,19 @@ class Agent:
             rank = RankProcess(number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None)
             environment = rank_environment(base, number, local, local_size, world, master)
             cores = devices.cores_of(local, size, environment, bind)
-            rank.start(job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None))
+            kept = self.meeting.fileno() if number == 0 and self.meeting else None
+            if kept is not None and not job.wrapper:
+                environment[SOCKET] = str(kept)
+            rank.start(
+                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None), kept
+            )
             self.ranks.append(rank)
             for stream in rank.streams:
                 self.selector.register(
                     stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
                 )
+        if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
+            self.meeting.close()
 
     def _write_configuration(self) -> str:
         """The resolved configuration as a file that only this user can read; returns its path."""

@@ -50,7 +50,6 @@ class HostState:
     name: str
     phase: str = "starting"  # then "ready", "running", "done" or "lost"
     addresses: list[network.Address] = field(default_factory=list)
-    port: int = 0
     code: str = ""
     offset: float = float("inf")  # the launcher's clock minus the host's, at least
     heard: float = 0.0
@@ -89,6 +88,7 @@ class Launcher:
         self.deadline: float | None = None
         self.give_up_at: float | None = None
         self.started = self.stopping = self.quiet = False
+        self.meeting: dict | None = None  # where ranks meet, once all hosts are ready
 
     def run(self) -> Result:
         """Start the job and wait for its end."""
@@ -209,17 +209,24 @@ class Launcher:
                 )
         if self.failures and (not slow or now > self.give_up_at):
             self._stop_all(0.0)
-        if slow or self.stopping:
+        if slow or self.stopping or self.meeting is not None:
             return
         try:
-            message = self._rendezvous()
+            self.meeting = self._rendezvous()
         except ValueError as error:
             self._fail(0, str(error))
+            return
+        address, port = self.meeting["master_address"], self.settings.master_port or 0
+        self.hosts[0].link.send({"type": "bind", "to": 0, "address": address, "port": port})
+
+    def _start(self, port: int) -> None:
+        """The first host has a port for rank 0: all ranks can start."""
+        if self.started or self.stopping or self.meeting is None:
             return
         self.started = True
         for host in self.hosts:
             host.phase = "running"
-        self._broadcast({"type": "start", **message})
+        self._broadcast({"type": "start", **self.meeting, "master_port": port})
 
     def _rendezvous(self) -> dict:
         """Where rank 0 listens, from what the hosts said of themselves.
@@ -244,7 +251,6 @@ class Launcher:
                 address = address or chosen[0].address
         return {
             "master_address": address,
-            "master_port": self.settings.master_port or self.hosts[0].port,
             "places": {str(index): [each.interface, each.address] for index, each in enumerate(chosen or ())},
         }
 
@@ -305,8 +311,10 @@ class Launcher:
         elif kind == "address":
             host.addresses.append(network.Address(*message["address"]))
         elif kind == "ready":
-            host.port, host.code, host.phase = message["port"], message["code"], "ready"
+            host.code, host.phase = message["code"], "ready"
             host.offset = time.time() - message["time"]
+        elif kind == "bound":
+            self._start(int(message["port"]))
         elif kind == "tail":
             self.tails[message["rank"]] = self.tails.get(message["rank"], "") + message["text"]
         elif kind == "exit":

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.worker import devices
+from megatron.worker.place import worker_environment
+from megatron.worker.rendezvous import open_store
 
 PACKAGES = ("torch", "deepspeed", "transformers", "pydantic", "tokenizers")
 SIZE = 1 << 20  # elements of the all-reduce, 4 bytes each
@@ -87,8 +89,10 @@ def reduce(backend: str) -> dict[str, Any]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=30))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    place, timeout = worker_environment(), timedelta(seconds=30)
+    rank, world = place.rank, place.world_size
+    store = open_store(rank, world, place.master_address, place.master_port, timeout, one_host=place.one_host)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     times = []
     for _ in range(5):
         data = torch.full((SIZE,), float(rank + 1), device=device)

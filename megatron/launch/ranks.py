@@ -113,8 +113,10 @@ class RankProcess:
         environment: dict[str, str],
         cores: Sequence[int] | None,
         terminal: Sequence[tuple[int, int] | None],
+        kept: int | None = None,
     ) -> None:
-        """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream."""
+        """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream; the rank
+        inherits the descriptor `kept`."""
         sources, targets = zip(*(_channel(size) for size in terminal))
         agent = os.getpid()
         try:
@@ -126,6 +128,7 @@ class RankProcess:
                 cwd=directory,
                 env=environment,
                 start_new_session=True,
+                pass_fds=() if kept is None else (kept,),
                 preexec_fn=lambda: _before_exec(agent, cores),
             )
         finally:

@@ -17,6 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
+from megatron.worker.rendezvous import open_store
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     if place.world_size == 1:
         dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return World(device, Mesh.single(), SOLO, SOLO)
-    store, rank, size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    rank, size = place.rank, place.world_size
+    store = open_store(rank, size, place.master_address, place.master_port, timeout, one_host=place.one_host)
     dist.init_process_group(
         _backend(device),
         store=dist.PrefixStore("ranks", store),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -61,6 +62,47 @@ def free_port(address: str = "") -> int:
     """A TCP port that nothing listens on now."""
     with socket.create_server((address, 0)) as server:
         return server.getsockname()[1]
+
+
+def listen_on(address: str, port: int = 0, *, one_host: bool = False) -> socket.socket:
+    """A socket bound to an address, which does not listen yet.
+
+    Nothing else is given its port, but who asks for that very port can still bind it: a script that opens torch's own
+    store there instead of taking this socket.
+
+    Args:
+        address: of this machine, as all hosts call it. If that is not its own (a router translates it), or is loopback
+            here though other hosts call too (a name that is resolved otherwise here), the socket takes all addresses.
+        port: 0 for any.
+        one_host: whether only this machine calls.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError:
+        places = []
+    for family, _, _, _, place in places:
+        if not one_host and ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+            continue
+        try:
+            return _bound(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return _bound(socket.AF_INET, ("", port))
+
+
+def _bound(family: int, place: tuple) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(place)
+    except OSError:
+        made.close()
+        raise
+    return made
 
 
 def interface_towards(host: str) -> str | None:

@@ -67,6 +67,15 @@ class WorkerEnvironment:
         }
 
     @property
+    def one_host(self) -> bool:
+        """Whether all ranks are surely on this machine: nobody else then needs to reach any of them.
+
+        RANK and WORLD_SIZE alone do not tell; an address of loopback does.
+        """
+        told = self.starter != "environment" or self.master_address in ("127.0.0.1", "localhost", "::1")
+        return told and self.world_size == self.local_world_size
+
+    @property
     def fingerprint(self) -> str:
         """What all ranks must have in common: the configuration and the source code."""
         return f"configuration {self.config_sha256[:16]}, code {code_version()[:16]}"
@@ -109,9 +118,13 @@ def worker_environment(environment: Mapping[str, str] | None = None) -> WorkerEn
             f"the environment says rank {place.rank} of {place.world_size} and local rank {place.local_rank} of "
             f"{place.local_world_size}, which cannot be; start with deepy.py, or unset these variables"
         )
-    several = place.world_size > place.local_world_size
-    if several and place.interface is None and place.starter != "agent" and "GLOO_SOCKET_IFNAME" not in env:
-        place = replace(place, interface=interface_towards(place.master_address))
+    if (
+        place.world_size > 1
+        and place.interface is None
+        and place.starter != "agent"
+        and "GLOO_SOCKET_IFNAME" not in env
+    ):
+        place = replace(place, interface="lo" if place.one_host else interface_towards(place.master_address))
     if not place.attempt:  # whoever starts ranks in a job that was queued again, it is not the run's first start
         place = replace(place, attempt=_number(env, "SLURM_RESTART_COUNT", 0))
     return place

@@ -14,10 +14,10 @@ import time
 import pytest
 
 from megatron.launch import desk as desks
-from megatron.launch import network
 from megatron.launch.desk import Desk
 from megatron.launch.protocol import decode
 from megatron.launch.ticket import connect, write_file
+from megatron.worker import network
 from tests.launch.running import Job
 from tests.paths import ROOT
 
