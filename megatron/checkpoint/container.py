@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .durable import read_fully
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 
 DTYPES = {
     "F64": torch.float64,
@@ -79,12 +79,10 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         read_fully(handle, memoryview(text), 8)
     finally:
         os.close(handle)
-    try:
+    with understanding(path):
         described = json.loads(text)
         entries = _entries(described, 8 + length)
         metadata = dict(described.get("__metadata__", {}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(path, f"its header is damaged: {error!r}") from error
     end = max((entry.end for entry in entries.values()), default=8 + length)
     if end != size:
         raise CheckpointError(path, f"its header promises {end} bytes, the file has {size}")

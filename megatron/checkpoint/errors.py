@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..config.paths import UnsafeName
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 LISTED = 100  # problems that a message has room for: ten thousand lost files are one mishap
@@ -28,6 +32,35 @@ class CheckpointError(Exception):
             return f"{self.subject}: {self.problems[0]}"
         more = [f"and {len(self.problems) - LISTED} more"] if len(self.problems) > LISTED else []
         return "\n  - ".join([f"{self.subject}: {len(self.problems)} problems", *self.problems[:LISTED], *more])
+
+
+@contextmanager
+def understanding(subject: object) -> Iterator[None]:
+    """Around the reading of what a file says: content that no version writes is damage, said in words.
+
+    Raises:
+        CheckpointError: about `subject`, in place of what Python says of the content.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(subject, f"damaged: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"this is not JSON (line {error.lineno}, column {error.colno})"
+    if isinstance(error, UnicodeDecodeError):
+        return f"this is not UTF-8 text (byte {error.start})"
+    if isinstance(error, KeyError):
+        return f"the entry {error.args[0]!r} is missing or has a value that is not known"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if type(error) in (ValueError, UnsafeName):  # raised by the readers themselves, with a sentence
+        return str(error)
+    return "an entry does not have the form that it is written in"
 
 
 def by_layer(problems: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from .container import header, read_header
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 from .table import DTYPE_ORDER, ROW, Vocabulary
 
 INDEX_NAME = "index.safetensors"
@@ -100,15 +100,13 @@ class Index:
             OSError: it cannot be read.
         """
         entries, metadata = read_header(path)
-        try:
+        with understanding(path):
             vocabulary = Vocabulary.from_json(metadata["vocabulary"])
             first, rows = entries["first"], entries["rows"]
             with open(path, "rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             table = np.frombuffer(content, ROW, count=(rows.end - rows.begin) // ROW.itemsize, offset=rows.begin)
             starts = np.frombuffer(content, "<i8", count=(first.end - first.begin) // 8, offset=first.begin)
-        except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(path, f"the index is damaged: {error!r}") from error
         if len(starts) != len(vocabulary.tensors) + 1 or starts[-1] != len(table):
             raise CheckpointError(path, "the index is damaged: its table and its list of tensors do not agree")
         return cls(vocabulary, table, starts)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from typing import Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 
 
 def versions() -> dict[str, str]:
@@ -72,13 +72,11 @@ class Meta:
         Raises:
             CheckpointError: it is not that, or the configuration does not have the hash that was written with it.
         """
-        try:
+        with understanding(subject):
             values = json.loads(text)
             recorded = values.pop("config_hash")
             unknown = sorted(set(values) - {item.name for item in fields(cls)})
             meta = cls(**{name: value for name, value in values.items() if name not in unknown})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(subject, f"damaged: {error!r}") from error
         if unknown:
             raise CheckpointError(subject, f"written by a newer version: unknown entries {', '.join(unknown)}")
         if meta.config_hash != recorded:

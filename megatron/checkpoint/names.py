@@ -23,6 +23,17 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def wrong_name(path: Path, step: int) -> str | None:
+    """What is wrong with a checkpoint of this step being called so; None if nothing is.
+
+    A name that is no step's says nothing and may stay; one of another step would be believed by whoever lists names.
+    """
+    named = step_of(path)
+    if named is None or named == step:
+        return None
+    return f"its name says step {named}, and it holds step {step}: call it {step_name(step)}"
+
+
 def leftover_name(target: Path, kind: str, token: str) -> Path:
     """A name beside the checkpoint: "tmp" while it is written, "old" while replaced, "trash" while deleted."""
     return target.with_name(f"{target.name}.{kind}-{token}")

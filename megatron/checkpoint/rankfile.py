@@ -15,7 +15,7 @@ import xxhash
 from ..config.paths import UnsafeName, check_name, inside
 from .container import DTYPE_NAMES, Entry, header
 from .durable import CHUNK, naming, read_fully, write_fully
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 from .fragment import FragmentSpec
 from .index import checksum
 from .table import DTYPE_ORDER, ROW, Vocabulary
@@ -160,8 +160,9 @@ def read_table(root: Path, record: FileRecord) -> tuple[str, np.ndarray]:
     for part, found, written in (("header", start, record.header), ("table", table, record.table)):
         if checksum(bytes(found)) != written:
             raise CheckpointError(path, f"its {part} does not have the checksum it was written with")
-    described = json.loads(bytes(start[8:]))
-    return described["__metadata__"]["vocabulary"], np.frombuffer(bytes(table), ROW)
+    with understanding(path):
+        described = json.loads(bytes(start[8:]))
+        return described["__metadata__"]["vocabulary"], np.frombuffer(bytes(table), ROW)
 
 
 def host_chunks(data: torch.Tensor) -> Iterator[torch.Tensor]:

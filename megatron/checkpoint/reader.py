@@ -21,7 +21,7 @@ from .errors import CheckpointError, by_layer
 from .fragment import MASTER, WEIGHT, Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
-from .names import META_NAME
+from .names import META_NAME, wrong_name
 from .plan import Files, execute, plan
 from .rankfile import FileRecord, read_table
 from .table import Vocabulary, spec_of
@@ -83,6 +83,9 @@ class Checkpoint:
             )
         self.meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path / META_NAME)
         self.index = Index.open(part_of(path, INDEX_NAME))
+        wrong = wrong_name(path, self.meta.step)
+        if wrong:
+            raise CheckpointError(path, f"{wrong} again")
 
     @property
     def step(self) -> int:

@@ -11,6 +11,7 @@ from ..parallel.layout import Layout
 from .durable import write_file
 from .errors import CheckpointError
 from .logical import Stream
+from .names import wrong_name
 from .ownership import owned
 from .rankfile import FileRecord, write_rank_file
 from .reader import Checkpoint, open_checkpoint
@@ -80,6 +81,8 @@ def reshape(
     """
     if target.exists():
         raise CheckpointError(target, "it exists already")
+    if wrong := wrong_name(target, source.step):
+        raise CheckpointError(target, wrong)
     draft = Draft.begin(target)
     records: list[FileRecord] = []
     failure = None

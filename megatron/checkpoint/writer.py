@@ -20,11 +20,11 @@ import torch
 from ..config.paths import UnsafeName, inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
-from .errors import CheckpointError
+from .errors import CheckpointError, understanding
 from .fragment import Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
-from .names import MANIFEST_NAME, META_NAME, leftover_name, step_name
+from .names import MANIFEST_NAME, META_NAME, leftover_name, step_name, wrong_name
 from .rankfile import FileRecord, host_chunks, read_table, write_rank_file
 from .table import coverage_problems
 
@@ -165,6 +165,8 @@ class Draft:
             CheckpointError: the fragments do not cover each tensor exactly once.
             OSError, ValueError: as they come.
         """
+        if wrong := wrong_name(self.target, meta.step):
+            raise CheckpointError(self.target, wrong)
         with ThreadPoolExecutor(READERS) as pool:
             index = Index.merge(list(pool.map(lambda record: read_table(self.root, record), records)))
         problems = coverage_problems(index.rows, index.vocabulary)
@@ -231,30 +233,24 @@ def read_manifest(root: Path) -> tuple[list[FileRecord], dict[str, dict]]:
     """
     path = part_of(root, MANIFEST_NAME)
     try:
-        outer = json.loads(path.read_bytes())
-        content = outer["content"]
-        if checksum(content.encode()) != outer["checksum"]:
-            raise CheckpointError(path, "it does not have the checksum it was written with")
-        inner = json.loads(content)
-        if inner["format"] != FORMAT:
-            raise CheckpointError(path, f"format {inner['format']}; this version reads format {FORMAT}")
-        records, parts = [FileRecord.from_dict(values) for values in inner["files"]], inner["parts"]
-        for name, part in parts.items():
-            if (
-                name not in (INDEX_NAME, META_NAME)
-                or type(part["size"]) is not int
-                or type(part["checksum"]) is not str
-            ):
-                raise ValueError(f"no part of a checkpoint: {name!r}: {part!r}")
-        lost = {INDEX_NAME, META_NAME} - set(parts)
-        if lost:
-            raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
-        return records, parts
+        with understanding(path):
+            outer = json.loads(path.read_bytes())
+            content = outer["content"]
+            if checksum(content.encode()) != outer["checksum"]:
+                raise CheckpointError(path, "it does not have the checksum it was written with")
+            inner = json.loads(content)
+            if inner["format"] != FORMAT:
+                raise CheckpointError(path, f"format {inner['format']}; this version reads format {FORMAT}")
+            records, parts = [FileRecord.from_dict(values) for values in inner["files"]], inner["parts"]
+            for name, part in parts.items():
+                of_a_part = type(part["size"]) is int and type(part["checksum"]) is str
+                if name not in (INDEX_NAME, META_NAME) or not of_a_part:
+                    raise ValueError(f"no part of a checkpoint: {name!r}: {part!r}")
+            lost = {INDEX_NAME, META_NAME} - set(parts)
+            if lost:
+                raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
+            return records, parts
     except FileNotFoundError as error:
         raise CheckpointError(path, "it is missing, so this is not a complete checkpoint") from error
     except OSError as error:
         raise CheckpointError(path, f"it cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            path, f"damaged: {error}" if type(error) in (ValueError, UnsafeName) else f"damaged: {error!r}"
-        ) from error

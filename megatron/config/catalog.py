@@ -18,7 +18,7 @@ from .schema import Config
 from .sections.base import Section
 
 Path = tuple[str | int, ...]
-_INDEX = re.compile("0|[1-9][0-9]*")
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 ANY = "*"  # stands for a name in a mapping or an index in a list
 
 

@@ -11,6 +11,8 @@ from .layers import Source
 from .problems import Problem
 from .yaml_source import read_file, read_override
 
+MOST_FILES = 40  # of a run, each counted as often as it is extended: files that extend files can double at each level
+
 
 def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[Source]:
     """All sources, in the order in which they are merged.
@@ -21,7 +23,7 @@ def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) ->
     sources: list[Source] = []
     for file in files:
         path = os.fspath(file)
-        sources += _with_bases(configuration_file(path) or path, ())
+        sources += _with_bases(configuration_file(path) or path, (), [MOST_FILES])
     return sources + [read_override(argument) for argument in overrides]
 
 
@@ -31,8 +33,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [each for each in arguments if each not in overrides], overrides
 
 
-def _with_bases(path: str, open_files: tuple[str, ...]) -> list[Source]:
+def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list[Source]:
+    """A file and those that it extends; `left` counts down the files that may still be read."""
     source = read_file(path)
+    left[0] -= 1
     where = str(source.origin(("extends",)))
     bases = source.values.pop("extends", None)
     if bases is None:
@@ -47,6 +51,11 @@ def _with_bases(path: str, open_files: tuple[str, ...]) -> list[Source]:
     sources: list[Source] = []
     for name in names:
         base = os.path.join(os.path.dirname(path), name)
+        if left[0] <= 0:
+            rule = f"a file extends at most {MOST_FILES} files, those that they extend included"
+            source.problems.append(Problem("extends", rule, "put what they have in common into one", name, where))
+            source.unread = True
+            break
         if os.path.realpath(base) in chain:
             circle = " -> ".join([*(File(each).name for each in chain), File(base).name])
             source.problems.append(
@@ -71,5 +80,5 @@ def _with_bases(path: str, open_files: tuple[str, ...]) -> list[Source]:
                 )
             )
         else:
-            sources += _with_bases(base, chain)
+            sources += _with_bases(base, chain, left)
     return [*sources, source]

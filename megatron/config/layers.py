@@ -37,6 +37,15 @@ class Source:
                 return self.places[path[:length]]
         return self.fallback
 
+    def places_at(self, path: Path) -> dict[Path, Origin]:
+        """The places of `path` and of what is below it, by what follows `path`.
+
+        Only a mapping or a list has something below it: for the many scalars nothing is searched.
+        """
+        if not isinstance(get(self.values, path, None), (dict, list)):
+            return {(): self.places[path]} if path in self.places else {}
+        return {known[len(path) :]: place for known, place in self.places.items() if known[: len(path)] == path}
+
 
 def merge(sources: list[Source]) -> tuple[Source, list[Overridden]]:
     """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before.
@@ -83,13 +92,13 @@ def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
         drop(result.values, path)
         return lost
     put(result.values, path, thaw(value))
-    for known, place in source.places.items():
-        if known[: len(path)] == path or path[: len(known)] == known:
-            result.places[known] = place
+    above = (path[:length] for length in range(1, len(path)))
+    result.places.update({known: source.places[known] for known in above if known in source.places})
+    result.places.update({(*path, *rest): place for rest, place in source.places_at(path).items()})
     result.places[path] = origin
     return lost
 
 
 def _forget(result: Source, path: Path) -> None:
-    for known in [each for each in result.places if each[: len(path)] == path]:
-        del result.places[known]
+    for rest in result.places_at(path):
+        del result.places[(*path, *rest)]

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NoReturn
 
 MAX_BLOCKS = 100_000
+MAX_OPEN = 32  # parentheses inside each other
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class _Reader:
     def __init__(self, text: str, kinds: dict[str, KindInfo]):
         self.text, self.kinds = text, kinds
         self.tokens, self.at = _tokens(text), 0
+        self.open = 0  # parentheses
 
     @property
     def token(self) -> _Token:
@@ -161,11 +163,17 @@ class _Reader:
 
     def item(self) -> list[Block]:
         opened = self.take("(")
+        if opened:
+            self.open += 1
+            if self.open > MAX_OPEN:
+                self.fail(opened, f"groups are nested at most {MAX_OPEN} deep", "leave parentheses out")
         blocks = self.stack(opened) if opened else [self.block()]
+        self.open -= bool(opened)
         repeat = self.take("count")
         if repeat is None:
             return blocks
-        count = int(repeat.text[1:])
+        digits = repeat.text[1:].strip().lstrip("0")
+        count = int(digits or 0) if len(digits) <= len(str(MAX_BLOCKS)) else MAX_BLOCKS + 1
         if count < 1:
             self.fail(repeat, "a group is repeated at least once", "write x1 or more, or leave the group out")
         if count * len(blocks) > MAX_BLOCKS:

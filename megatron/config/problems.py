@@ -60,7 +60,8 @@ class Problem:
 
     def __str__(self) -> str:
         subject = "" if not self.key else self.key if self.value is ABSENT else f"{self.key} = {shown(self.value)}"
-        lines = [": ".join(part for part in (self.where, subject) if part)]
+        where = self.where if len(self.where) <= 160 else f"{self.where[:157]}..."
+        lines = [": ".join(part for part in (where, subject) if part)]
         lines += [f"    with: {key} = {shown(value)} ({where})" for key, value, where in self.others]
         lines.append(f"    rule: {self.rule}")
         lines.append(f"    fix:  {self.fix}")

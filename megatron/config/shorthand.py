@@ -46,8 +46,7 @@ def _sources(source: Source, path: Path) -> None:
 
 def _move(source: Source, path: Path, value: Any, inner: Path) -> None:
     """Put `value` at `path`; what was known of places at `path` and below now holds for `inner` too."""
-    origin = source.origin(path)
-    below = {known[len(path) :]: place for known, place in source.places.items() if known[: len(path)] == path}
+    origin, below = source.origin(path), source.places_at(path)
     put(source.values, path, value)
     for rest, place in below.items():
         source.places[(*inner, *rest)] = place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,22 @@ from .frozen import thaw
 from .origins import Origin
 from .pattern import KINDS, Kind
 from .problems import Problem
-from .schema import Config
 from .sections.base import Section
+from .sections.model import ModelSection
 from .structure import check
-from .tree import drop, get, leaves, put
+from .tree import drop, get, put
 
 
-def overlay(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`, mapping by mapping; neither is changed."""
+def overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, mapping by mapping, as files are merged; neither is changed.
+
+    An empty mapping adds nothing to one that is there, and where the base has none a mapping is taken whole.
+    """
     merged = thaw(base)
-    for path, value in leaves(over):
-        if path:
-            put(merged, path, thaw(value))
+    for name, value in over.items():
+        beneath = merged.get(name)
+        both = isinstance(value, Mapping) and isinstance(beneath, dict)
+        merged[name] = overlay(beneath, value) if both else thaw(value)
     return merged
 
 
@@ -48,7 +52,8 @@ def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> 
             _, found, _ = check(trial, lambda path, prefix=prefix: origin((*prefix, *path[2:])))
             for each in found:
                 path = (*prefix, *parse_path(each.key)[2:])
-                problems.append(replace(each, key=dotted(path), rule=f"{each.rule} (an option of {kind})"))
+                fix = each.fix.replace(f"model.{section}.", f"{dotted(prefix)}.")
+                problems.append(replace(each, key=dotted(path), rule=f"{each.rule} (an option of {kind})", fix=fix))
                 drop(values, path)
     return problems
 
@@ -85,17 +90,17 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
     return origins
 
 
-def options(config: Config, kind: Kind) -> Section:
+def options_of(model: ModelSection, kind: Kind) -> Section:
     """The options of a layer: those of its kind, with its variant's on top.
 
     Args:
-        config: a resolved configuration.
-        kind: a mixer or ffn of a block of `pattern.parse(config.model.layers)`.
+        model: of a resolved configuration.
+        kind: a mixer or ffn of a block of `pattern.parse(model.layers)`.
 
     Returns:
         The section object (`AttentionOptions`, `MLPOptions`, ...), every derived option filled in.
     """
-    base: Section = getattr(config.model, KINDS[kind.name].section)
+    base: Section = getattr(model, KINDS[kind.name].section)
     if kind.variant is None:
         return base
-    return type(base).model_validate(overlay(base.model_dump(), config.model.variants[kind.variant]))
+    return type(base).model_validate(overlay(base.model_dump(), model.variants[kind.variant]))

@@ -27,6 +27,10 @@ _SCALARS = {
         r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
 }
+LARGEST = 8 << 20  # bytes of a document
+DEEPEST = 64  # mappings and lists inside each other; our deepest key has six
+DIGITS = 60  # of a whole number; Python refuses to print those of thousands
+MOST = 20_000  # values of a document, those that an alias repeats counted again
 _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
 
 
@@ -34,6 +38,37 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's parser with the plain scalars of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers = {None: list(_SCALARS.items())}
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self.depth = self.nodes = 0
+
+    def compose_node(self, parent, index):
+        """PyYAML's own, which calls itself for each level, as far as a document may go."""
+        self.depth += 1
+        self.nodes += 1
+        if self.depth > DEEPEST:
+            raise _TooMuch(TOO_DEEP, self.peek_event().start_mark.line + 1)
+        if self.nodes > MOST:
+            raise _TooMuch(TOO_MANY, self.peek_event().start_mark.line + 1)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _TooMuch(Exception):
+    """A document beyond the limits; reading it further would only cost time."""
+
+    def __init__(self, rule_and_fix: tuple[str, str], line: int):
+        self.rule_and_fix, self.line = rule_and_fix, line
+
+
+TOO_DEEP = (f"mappings and lists are nested at most {DEEPEST} deep", "check the brackets and the indentation here")
+TOO_MANY = (
+    f"a document has at most {MOST:,} values, those that an alias repeats included",
+    "write out what is meant without aliases of aliases, or name a folder of files in place of a long list",
+)
+TOO_LARGE = (f"a configuration is text of at most {LARGEST >> 20} MiB", "is this the file that is meant?")
 
 
 class _Reader:
@@ -43,6 +78,7 @@ class _Reader:
         self.origin = origin  # of a line, counted from 1
         self.places: dict[Path, Origin] = {}
         self.problems: list[Problem] = []
+        self.count = 0  # of values read, aliases followed
         self.open: list[int] = []  # ids of the nodes that are being read, to find an alias inside its own anchor
 
     def fail(self, node: yaml.Node, path: Path, value: Any, rule: str, fix: str) -> None:
@@ -52,6 +88,11 @@ class _Reader:
         if id(node) in self.open:
             self.fail(node, path, ABSENT, "an alias cannot stand inside its own anchor", "write the value out")
             return None
+        self.count += 1
+        if self.count > MOST:
+            raise _TooMuch(TOO_MANY, node.start_mark.line + 1)
+        if len(self.open) >= DEEPEST:
+            raise _TooMuch(TOO_DEEP, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
         self.open.append(id(node))
@@ -106,6 +147,9 @@ class _Reader:
             return text.lower() == "true"
         try:
             if tag == _TAG + "int":
+                if len(text) > DIGITS:
+                    self.fail(node, path, text, f"a number has at most {DIGITS} digits", "write a smaller number")
+                    return None
                 if node.style is None and _LEADING_ZERO.match(text):
                     decimal = int(text)
                     self.fail(
@@ -142,9 +186,13 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
         origin: gives the origin of a line, counted from 1.
     """
     reader = _Reader(origin)
+    if len(text) > LARGEST:
+        return None, {}, [Problem("", *TOO_LARGE, ABSENT, str(origin(1)))]
     try:
         node = yaml.compose(text, Loader=_Loader)
         value = None if node is None else reader.read(node, ())
+    except _TooMuch as error:
+        return None, {}, [Problem("", *error.rule_and_fix, ABSENT, str(origin(error.line)))]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
@@ -180,7 +228,8 @@ def read_file(path: str) -> Source:
         return Origin("file", file=path, line=line)
 
     try:
-        text = File(path).read_bytes().decode("utf-8-sig")
+        with open(path, "rb") as file:
+            text = file.read(LARGEST + 1).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = Problem("", f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8", ABSENT, path)
         return Source({}, {}, origin(1), [problem], unread=True)
@@ -213,6 +262,8 @@ def read_override(argument: str) -> Source:
     origin = Origin("argument", text=argument)
     name, equals, text = argument.partition("=")
     path: Path = tuple(name.strip().split("."))
+    if len(path) > DEEPEST:
+        return Source({}, {}, origin, [Problem("", *TOO_DEEP, ABSENT, f"argument {argument[:60]}...")])
     if not equals or not all(path):
         problem = Problem(
             "",

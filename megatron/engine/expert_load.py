@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.pattern import parse
+from megatron.config.variants import options_of
 from megatron.kinds.moe.balance import LOSSES, Balance
-from megatron.model.options import options_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 

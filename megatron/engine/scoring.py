@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.pattern import parse
+from megatron.config.variants import options_of
 from megatron.data.batch import StepBatch
 from megatron.model.ends import Reader
 from megatron.model.generate import Sampling, choose
-from megatron.model.options import options_of
 from megatron.parallel.mesh import Mesh
 
 from .protocol import Engine

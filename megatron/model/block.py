@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from megatron.config.pattern import Block as BlockPattern
 from megatron.config.pattern import Kind, call_numbers
 from megatron.config.sections.model import ModelSection
+from megatron.config.variants import options_of
 from megatron.parallel.parameters import ParameterFactory
 
 from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
-from .options import layer_class, options_of
+from .options import layer_class
 from .residual import joint
 from .stream import Channel, Stream
 

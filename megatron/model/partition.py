@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.config.pattern import call_numbers, parse
+from megatron.config.variants import options_of
 
 from .block import block_counts
 from .ends import embedding_counts, head_counts
-from .options import layer_class, options_of
+from .options import layer_class
 
 
 def stage_bounds(config: Config) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.pattern import Block as BlockPattern
 from megatron.config.pattern import parse
+from megatron.config.variants import options_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 
@@ -19,7 +20,6 @@ from .block import Block, BlockState, block_channels
 from .compile import compiled
 from .ends import Embedding, Head, Reader
 from .initialisation import Initialisation
-from .options import options_of
 from .recompute import checkpointed
 from .stream import Channel, Stream, StreamForm, carried
 

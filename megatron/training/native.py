@@ -10,8 +10,8 @@ from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.store import Store
 from megatron.config import Config
 from megatron.config.pattern import parse
+from megatron.config.variants import options_of
 from megatron.engine.engine import build_engine
-from megatron.model.options import options_of
 
 from .fetch import local_path
 from .resume import resume

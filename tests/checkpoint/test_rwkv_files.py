@@ -31,9 +31,9 @@ def change(name: str, **more) -> dict:
 def test_there_and_back_through_another_layout(name: str, tmp_path, capsys):
     """Saved by one rank, cut for four, written as a published file, which another model reads; and back, bit by bit."""
     source, model = checkpoint_of(tmp_path, change(name))
-    reshape(source, tmp_path / "step_00000008", parse_layout("tensor=2,pipeline=2"))
+    reshape(source, tmp_path / "cut" / "step_00000007", parse_layout("tensor=2,pipeline=2"))
     file = tmp_path / "model.pth"
-    assert tool("to_rwkv").main([str(tmp_path / "step_00000008"), str(file), "--dtype", "float32"]) == 0
+    assert tool("to_rwkv").main([str(tmp_path / "cut" / "step_00000007"), str(file), "--dtype", "float32"]) == 0
     tensors = torch.load(file, weights_only=True)
     tokens = torch.randint(61, (12,), generator=torch.Generator().manual_seed(0))
     wanted = reference.logits(

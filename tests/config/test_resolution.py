@@ -17,7 +17,7 @@ from megatron.config.derive import AT_START, DERIVATIONS
 from megatron.config.layers import Source
 from megatron.config.pattern import parse
 from megatron.config.resolve import combine
-from megatron.config.variants import options
+from megatron.config.variants import options_of
 from tests.config.test_merge import BASE
 
 
@@ -147,15 +147,29 @@ def test_variants_are_completed():
     }
     config = resolve(changed(model=model))
     first, second, third = parse(config.model.layers)
-    few, wide, plain = (options(config, block.mixer) for block in (first, second, third))
+    few, wide, plain = (options_of(config.model, block.mixer) for block in (first, second, third))
     assert (few.heads, few.kv_heads, few.head_dim, few.scale) == (2, 2, 32, 32**-0.5)
     assert few.rotary.base == 500.0 and few.rotary.fraction == 1.0
     assert (wide.heads, wide.kv_heads, wide.head_dim, wide.scale) == (4, 4, 64, 0.125)
     assert plain == config.model.attention
-    assert options(config, third.ffn).hidden_size == 8 and options(config, first.ffn).hidden_size == 256
+    assert (
+        options_of(config.model, third.ffn).hidden_size == 8 and options_of(config.model, first.ffn).hidden_size == 256
+    )
     given = {**model, "attention": {"heads": 4, "kv_heads": 1, "scale": 0.5}}
-    few = options(resolve(changed(model=given)), first.mixer)
+    few = options_of(resolve(changed(model=given)).model, first.mixer)
     assert (few.kv_heads, few.scale) == (1, 0.5), "what the base says holds for its variants"
+
+
+def test_a_variant_is_merged_in_one_way():
+    """An emptied mapping adds nothing, and what rules and model see of a variant is one thing."""
+    model = {**BASE["model"], "layers": "attention@odd/mlp", "attention": {"heads": 4, "rotary": {"base": 777.0}}}
+    for own in ({"rotary": {}}, {"rotary": {"scaling": {}}}, {"rotary": {"fraction": 0.5}}):
+        config = resolve(changed(model={**model, "variants": {"odd": own}}))
+        (block,) = parse(config.model.layers)
+        found = options_of(config.model, block.mixer)
+        assert found.rotary.base == 777.0 and found.heads == 4
+        assert found.rotary.fraction == own["rotary"].get("fraction", 1.0)
+        assert found.rotary.scaling == config.model.attention.rotary.scaling
 
 
 def test_nothing_changes_afterwards():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.pattern import parse
-from megatron.config.variants import options
+from megatron.config.variants import options_of
 
 
 class Reference:
@@ -71,13 +71,13 @@ class Reference:
 
         mixer = ffn = None
         if block.mixer:
-            own = options(self.config, block.mixer)
+            own = options_of(self.config.model, block.mixer)
             mixer = lambda y: branch(  # noqa: E731
                 y, f"{name}.mixer_norm", lambda z: self.attention(z, f"{name}.attention", own, places, documents)
             )
         if block.ffn:
             shared = residual.shared_norm and block.mixer
-            mlp = options(self.config, block.ffn)
+            mlp = options_of(self.config.model, block.ffn)
             ffn = lambda y: branch(  # noqa: E731
                 y, f"{name}.{'mixer_norm' if shared else 'ffn_norm'}", lambda z: self.mlp(z, f"{name}.mlp", mlp)
             )

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor
 
 from megatron.config import resolve
-from megatron.config.variants import options
+from megatron.config.variants import options_of
 from megatron.engine.optimizers.groups import parameter_groups
 from megatron.engine.optimizers.muon import muon_direction
 from megatron.kinds.moe.choice import choose, scores_of, sinkhorn
@@ -499,4 +499,4 @@ def test_variants_and_dense_layers():
     }
     kinds = [block.ffn.name for block in model.plan.blocks]
     assert kinds == ["mlp", "moe", "moe"]
-    assert options(config, model.plan.blocks[2].ffn).top_k == 8
+    assert options_of(config.model, model.plan.blocks[2].ffn).top_k == 8

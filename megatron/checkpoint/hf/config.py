@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from megatron.config import Config, ConfigError, resolve
 from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
-from megatron.model.options import options_of
+from megatron.config.variants import options_of
 
 from ..errors import CheckpointError
 from .architecture import Architecture

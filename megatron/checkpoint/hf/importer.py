@@ -21,7 +21,7 @@ from megatron.parallel.parameters import stored_tensors
 from megatron.parallel.shard import LogicalTensor
 
 from ..container import read_header
-from ..errors import CheckpointError
+from ..errors import CheckpointError, understanding
 from ..fragment import WEIGHT, FragmentSpec
 from ..meta import Meta
 from ..rankfile import write_rank_file
@@ -64,13 +64,11 @@ class Folder:
         index = self._file(INDEX, must=False)
         if not index.is_file():
             return {}
-        try:
+        with understanding(index):
             listed = {
                 str(name): str(file)
                 for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(index, f"it is damaged: {error!r}") from error
         places = {file: self._file(file, must=False) for file in sorted(set(listed.values()))}
         lost = [name for name, place in places.items() if not place.is_file()]
         if lost:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.pattern import KINDS, parse
 from megatron.config.sections.model import ModelSection
-from megatron.model.options import options_of
+from megatron.config.variants import options_of
 
 _TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
-from megatron.model.options import options_of
+from megatron.config.variants import options_of
 
 from .hybrids import Hybrid
 from .links import Fused, Joined, Link

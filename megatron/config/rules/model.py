@@ -10,7 +10,7 @@ from ..problems import Problem
 from ..sections.model import RotaryScaling
 from ..structure import nearest
 from ..tokenizer_size import SizeUnknown, tokenizer_size
-from ..variants import options
+from ..variants import options_of
 
 
 def pattern_is_readable(facts: Facts) -> Iterator[Problem]:
@@ -76,9 +76,9 @@ def kind_options(facts: Facts, section: str) -> Iterator[tuple[str, object]]:
     }
     for (_, variant), kind in kinds.items():
         if variant is None:
-            yield f"model.{section}", options(facts.config, kind)
+            yield f"model.{section}", options_of(facts.config.model, kind)
         elif variant in facts.config.model.variants:
-            yield f"model.variants.{variant}", options(facts.config, kind)
+            yield f"model.variants.{variant}", options_of(facts.config.model, kind)
 
 
 ATTENTIONS = ("attention", "shared_attention")

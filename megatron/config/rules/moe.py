@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..facts import Facts
 from ..problems import Problem
-from ..variants import options
+from ..variants import options_of
 from .model import divisors, kind_options, near, section_key
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -146,7 +146,7 @@ def balancers_fit_the_choice(facts: Facts) -> Iterator[Problem]:
 def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
     """The first MLP router has nothing to average with; all others carry states of one width."""
     routers = [
-        (kind.variant, options(facts.config, kind).router)
+        (kind.variant, options_of(facts.config.model, kind).router)
         for block in facts.blocks
         for kind in block.kinds
         if kind.name == "moe" and (kind.variant is None or kind.variant in facts.config.model.variants)

@@ -50,6 +50,19 @@ KEYS = [
         problems=2,
     ),
     case(
+        "option of a variant's rotary unknown",
+        "model: {layers: attention@a/mlp x4, variants: {a: {rotary: {frction: 0.5}}}}",
+        "a.yml:2: model.variants.a.rotary.frction = 0.5",
+        "did you mean model.variants.a.rotary.fraction?",
+        "(an option of attention)",
+    ),
+    case(
+        "option of a variant's router unknown",
+        "model: {layers: attention/moe@a x4, moe: {experts: 4}, variants: {a: {router: {jiter: 0.1}}}}",
+        "a.yml:2: model.variants.a.router.jiter = 0.1",
+        "did you mean model.variants.a.router.jitter?",
+    ),
+    case(
         "source without a path",
         "data: {synthetic: none, train: [{weight: 1.0}]}",
         "a.yml:2: data.train.0.path",

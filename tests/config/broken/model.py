@@ -271,7 +271,7 @@ MODEL = [
         "variant with an unknown option",
         "model:\n  layers: (attention@local/mlp) x4\n  variants:\n    local: {windw: 8}",
         "a.yml:5: model.variants.local.windw = 8",
-        "did you mean model.attention.window?",
+        "did you mean model.variants.local.window?",
         "an option of attention",
     ),
     case(
