@@ -84,6 +84,11 @@ class Architecture:
         """The patterns of its layers, variants left out."""
         return (self.block,) if self.hybrid is None else tuple(self.hybrid.blocks)
 
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Patterns of which a model of this architecture has some layer."""
+        return self.blocks[:1] if self.hybrid is None or not self.hybrid.needed else self.hybrid.needed
+
     def all_links(self, ours: Collection[str]) -> tuple[Link, ...]:
         """Its tensors and ours, for a model with tensors of these names."""
         return self.links if self.hybrid is None else (*self.links, *self.hybrid.links(ours))

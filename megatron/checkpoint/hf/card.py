@@ -11,6 +11,7 @@ from megatron.model.describe import totals
 
 from ..reader import Checkpoint
 from .architecture import Architecture
+from .versions import least_version
 
 
 def card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dtype: torch.dtype) -> str:
@@ -18,8 +19,10 @@ def card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dty
     meta, sizes = checkpoint.meta, totals(config)
     tokens = meta.data.get("tokens")
     optimizer, schedule = config.optimizer, config.schedule
+    version, reason = least_version(architecture.name, config.model)
     facts = {
         "architecture": architecture.class_name,
+        "transformers": f"{version} or later" + (f" ({reason})" if reason else ""),
         "parameters": f"{sizes.parameters:,} ({sizes.non_embedding_parameters:,} without embeddings)",
         "type of the weights": str(dtype).removeprefix("torch."),
         "step": f"{meta.step:,} of {config.training.steps:,}",

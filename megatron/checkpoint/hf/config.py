@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from megatron.config import Config, ConfigError, resolve
-from megatron.config.pattern import parse
+from megatron.config.pattern import KINDS, parse
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
@@ -24,17 +24,25 @@ from .hybrids import without_variants
 from .links import Dims
 from .rope import rope_parameters, rope_values
 from .same import differences
+from .versions import unlimited
+
+
+def known(name: Any) -> Architecture:
+    """The tables of a model_type.
+
+    Raises:
+        CheckpointError: we have none.
+    """
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            str(name), f"models of this architecture are not exchanged; there are {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return ARCHITECTURES[name]
 
 
 def architecture_of(config: PreTrainedConfig) -> Architecture:
-    """The tables of a Hugging Face configuration.
-
-    Raises:
-        CheckpointError: we have none for its model_type.
-    """
-    if config.model_type not in ARCHITECTURES:
-        raise CheckpointError(config.model_type, f"no such architecture here; there are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[config.model_type]
+    """The tables of a Hugging Face configuration; errors as of `known`."""
+    return known(config.model_type)
 
 
 def dims_of(model: ModelSection) -> Dims:
@@ -91,7 +99,7 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
     if architecture.name == "mamba2":
         _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
         most = theirs.time_step_limit[1]
-        _put(values, "mamba2.most_step", None if math.isinf(most) else float(most))
+        _put(values, "mamba2.most_step", None if unlimited(most) else float(most))
     if problems:
         raise CheckpointError(theirs.model_type, problems)
     return values
@@ -133,17 +141,39 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     Raises:
         CheckpointError: none can (or the named one cannot), with the options that are in the way.
     """
-    if name is not None and name not in ARCHITECTURES:
-        raise CheckpointError(name, f"no such architecture here; there are {', '.join(ARCHITECTURES)}")
     tried = {}
-    for each in [ARCHITECTURES[name]] if name else ARCHITECTURES.values():
+    for each in [known(name)] if name else ARCHITECTURES.values():
         theirs, problems = _express(config, each)
         if not problems:
             return each, theirs
-        other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like
-        tried[each.class_name] = ((theirs is None, other_layers, len(problems)), problems)
+        tried[each.class_name] = (_distance(config.model, each, theirs, problems), problems)
+    if name is None:
+        _refuse_unknown_kinds(config.model)
     nearest = min(tried, key=lambda each: tried[each][0])
     raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][1])
+
+
+def _kinds(layers: str) -> set[str]:
+    return {kind.name for block in parse(layers) for kind in block.kinds}
+
+
+def _distance(model: ModelSection, architecture: Architecture, theirs, problems: list[str]) -> tuple:
+    """How far an architecture is from a model: by its mixers, its other layers, then by what it computes otherwise."""
+    ours, own = _kinds(model.layers), set().union(*map(_kinds, architecture.blocks))
+    other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like
+    mixers = sum(KINDS[kind].role == "mixer" for kind in ours - own)
+    return mixers, len(ours - own), len(own - ours), theirs is None, other_layers, len(problems)
+
+
+def _refuse_unknown_kinds(model: ModelSection) -> None:
+    """Raises CheckpointError for kinds of layers that are in no architecture at all."""
+    everywhere = set().union(*(_kinds(block) for each in ARCHITECTURES.values() for block in each.blocks))
+    unknown = sorted(_kinds(model.layers) - everywhere)
+    if unknown:
+        advice = ""
+        if any(kind.startswith("rwkv") for kind in unknown):
+            advice = "; tools/checkpoint/to_rwkv.py writes RWKV-5, 6 and 7 in the layout of their authors"
+        raise CheckpointError("the model", f"no class of transformers computes {', '.join(unknown)}{advice}")
 
 
 def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConfig | None, list[str]]:
@@ -153,8 +183,8 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     strange = sorted({str(block) for block in blocks if without_variants(block) not in architecture.blocks})
     if strange:
         return None, [f"model.layers: {block} is no block of {' or '.join(architecture.blocks)}" for block in strange]
-    if architecture.blocks[0] not in map(without_variants, blocks):
-        return None, [f"model.layers has no {architecture.blocks[0]}"]
+    if not set(architecture.needed) & set(map(without_variants, blocks)):
+        return None, [f"model.layers has no {' or '.join(architecture.needed)}"]
     settings: dict[str, Any] = {
         "num_hidden_layers": len(blocks),
         "architectures": [architecture.class_name],
@@ -165,9 +195,10 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         "eos_token_id": config.tokenizer.eod_id,
         **architecture.required,
     }
-    attends = any(kind.name == "attention" for block in blocks for kind in block.kinds)
+    kinds = _kinds(model.layers)
     for field in architecture.fields:
-        if attends or not field.ours.startswith("attention."):  # sizes of attention that is not there are not known
+        section = field.ours.split(".")[0]
+        if section in kinds or section not in KINDS:  # sizes of layers that are not there are not known
             settings[field.theirs] = field.to_hf(_get(model, field.ours))
     if architecture.rotary != "none":
         settings["max_position_embeddings"] = config.training.sequence_length

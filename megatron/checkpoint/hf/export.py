@@ -23,6 +23,7 @@ from .architecture import Architecture
 from .card import card
 from .config import dims_of, hf_config
 from .convert import plan
+from .versions import least_version, make_readable
 from .written import shapes_of, write_tensors
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,7 +107,10 @@ def export(
             progress(file)
             files.append(file)
         notes = _write_tokenizer(draft, config, theirs)
+        version, reason = least_version(architecture.name, config.model)
+        notes += [f"needs transformers {version}: {reason}"] if reason else []
         theirs.save_pretrained(draft)
+        make_readable(draft)
         _generation(config, theirs).save_pretrained(draft)
         (draft / "README.md").write_text(card(checkpoint, config, architecture, wanted), encoding="utf-8")
         draft.rename(out)

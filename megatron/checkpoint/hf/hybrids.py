@@ -16,6 +16,7 @@ from megatron.config.sections.model import ModelSection
 
 from .links import DeltaConvolutions, Fused, Link, Mamba2Rows
 from .rope import rope_parameters, rope_values
+from .versions import unlimited
 
 
 def _none(*_: Any) -> tuple:
@@ -27,12 +28,12 @@ class Hybrid:
     """What an architecture with several kinds of layers has beside its tables.
 
     Attributes:
-        blocks: the patterns of its layers, variants left out, and the name that the configuration has for each. A model
-            without the first of them is not one of this architecture.
+        blocks: the patterns of its layers, variants left out, and the name that the configuration has for each.
         values: further options of ours (dotted), and what we do not compute, from their configuration.
         settings: further settings of theirs, from our section.
         links: further tensors, from the names of all of ours.
         source: the tensor that a name is a second name of, among the names that a model is saved with; None if of none.
+        needed: a model with none of these patterns is not one of this architecture; empty stands for the first.
     """
 
     blocks: dict[str, str]
@@ -40,6 +41,7 @@ class Hybrid:
     settings: Callable[[ModelSection, list[str]], dict[str, Any]]
     links: Callable[[Collection[str]], tuple[Link, ...]] = _none
     source: Callable[[str, Collection[str]], str | None] = field(default=lambda name, saved: None)
+    needed: tuple[str, ...] = ()
 
     def pattern(self, theirs: PreTrainedConfig) -> str:
         """Our layer pattern of their list of layers."""
@@ -79,7 +81,7 @@ def _bamba_values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
     return {
         "mamba2.head_dim": theirs.mamba_d_head,
         "mamba2.least_step": float(theirs.time_step_limit[0]),
-        "mamba2.most_step": None if math.isinf(most) else float(most),
+        "mamba2.most_step": None if unlimited(most) else float(most),
     }, []
 
 

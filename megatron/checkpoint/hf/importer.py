@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from megatron.config.layers import Source as Values
 from megatron.config.paths import UnsafeName, inside
@@ -27,9 +27,12 @@ from ..meta import Meta
 from ..rankfile import write_rank_file
 from ..writer import Draft
 from .architecture import Architecture
-from .config import architecture_of, dims_of, model_values
+from .config import architecture_of, dims_of, known, model_values
 from .convert import Step, match, plan
 from .written import INDEX
+
+CONFIG = "config.json"
+UNLIMITED = 2048  # tokens of a sample where the model itself sets no limit
 
 
 class Folder:
@@ -104,21 +107,59 @@ def locate(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
+        read_config(Path(hf_hub_download(model, "config.json")).parent)  # nothing is fetched for a model we cannot take
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+    except CheckpointError:
+        raise
     except Exception as error:  # the hub library raises errors of many kinds: no such name, no network, no access
         raise CheckpointError(
             model, f"it is no local folder, and could not be fetched from the hub: {error}"
         ) from error
 
 
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a Hugging Face folder. No code that the folder brings is run.
+
+    Raises:
+        CheckpointError: there is none, its architecture is not known here, or transformers does not accept it.
+    """
+    file = folder / CONFIG
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        kind = written["model_type"]
+    except OSError as error:
+        raise CheckpointError(folder, f"it is no Hugging Face model: {CONFIG} cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(file, f"it is damaged, or has no model_type: {error!r}") from error
+    known(kind)
+    if written.get("quantization_config"):
+        raise CheckpointError(file, "its weights are quantised (quantization_config); take a model in 16 or 32 bits")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each class checks its own values in its own way
+        raise CheckpointError(file, f"transformers does not accept it: {error}") from error
+
+
+def longest(theirs: PreTrainedConfig) -> int:
+    """Tokens of the longest sequence that a model was made for; a usual length where nothing limits it (Mamba)."""
+    names = ("max_position_embeddings", "context_length")
+    return next((value for name in names if (value := getattr(theirs, name, None))), UNLIMITED)
+
+
 def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
-    """The configuration of a run with this model."""
-    theirs = AutoConfig.from_pretrained(folder)
-    length = sequence_length or theirs.max_position_embeddings
-    values: dict[str, Any] = {"model": model_values(theirs), "training": {"steps": 0, "sequence_length": length}}
+    """The configuration of a run with this model; errors as of `import_model`."""
+    theirs = read_config(folder)
+    length = sequence_length or longest(theirs)
+    try:
+        model = model_values(theirs)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:  # a list that is no list, a name that is missing
+        raise CheckpointError(
+            folder / CONFIG, f"a setting has another form than in {theirs.model_type}: {error!r}"
+        ) from error
+    values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
         values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").resolve())}
@@ -139,7 +180,7 @@ def import_model(
     if out.exists():
         raise CheckpointError(out, "it exists already")
     resolved = settings(folder, sequence_length)
-    write(Folder(folder), architecture_of(AutoConfig.from_pretrained(folder)), resolved, out, progress)
+    write(Folder(folder), architecture_of(read_config(folder)), resolved, out, progress)
     return resolved
 
 

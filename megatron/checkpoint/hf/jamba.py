@@ -69,4 +69,5 @@ def _nothing(_theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
     return {}, []
 
 
-HYBRID = _Jamba(dict.fromkeys(("mamba/moe", "mamba/mlp", "attention/mlp", "attention/moe"), ""), _nothing, _settings)
+_BLOCKS = dict.fromkeys(("mamba/moe", "mamba/mlp", "attention/mlp", "attention/moe"), "")
+HYBRID = _Jamba(_BLOCKS, _nothing, _settings, needed=("mamba/moe", "mamba/mlp"))

@@ -1,0 +1,146 @@
+"""Exports are read alike by versions 4 and 5 of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.hf.export import export
+from megatron.checkpoint.hf.importer import settings
+from megatron.checkpoint.hf.versions import for_both
+from tests.checkpoint.test_hf_tools import MODELS, S, V, checkpoint_of, byte_tokenizer
+from tests.model.parity import relative
+from tests.paths import ROOT
+
+PYTHON = "DEEPY_TRANSFORMERS_4"  # names a Python with transformers 4.57 and torch
+LLAMA = {
+    "norm": {"type": "rmsnorm"},
+    "attention": {"heads": 4, "kv_heads": 2, "rotary": {"base": 500.0}},
+    "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+}
+
+
+def rotary(model: dict, **values) -> dict:
+    return {**model, "attention": {**model["attention"], "rotary": values}}
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_length": 8, "beta_fast": 8.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
+# What both versions must give the same logits for. Every base differs from every class's own.
+BOTH = {
+    "llama": LLAMA,
+    "llama linear": rotary(LLAMA, base=700.0, scaling={"type": "linear", "factor": 3.0}),
+    "llama llama3": rotary(LLAMA, base=900.0, scaling=LLAMA3),
+    "llama yarn": rotary(LLAMA, base=900.0, scaling=YARN),
+    "qwen3": rotary(MODELS["qwen3"], base=300.0),
+    "olmo2": {**LLAMA, "residual": {"norm": "post"}, "attention": {**LLAMA["attention"], "qk_norm": "full"}},
+    "mistral": {**LLAMA, "attention": {**LLAMA["attention"], "window": 5}},
+    "mixtral": rotary(MODELS["mixtral"], base=300.0),
+    "olmoe": rotary(MODELS["olmoe"], base=300.0),
+    "gpt_neox": rotary(MODELS["gpt_neox"], base=300.0, fraction=0.75),
+    "gpt2": MODELS["gpt2"],
+    "rwkv": MODELS["rwkv"],
+    "mamba": {"layers": "mamba x2", "norm": {"type": "rmsnorm"}, "mamba": {"state_size": 8}},
+    "mamba2": {
+        "layers": "mamba2 x2",
+        "norm": {"type": "rmsnorm"},
+        "mamba2": {"head_dim": 8, "state_size": 8, "least_step": 0.1, "most_step": 0.7},
+    },
+    "bamba": {**rotary(MODELS["bamba"], base=300.0, fraction=0.25), "mamba2": {"head_dim": 8, "state_size": 8}},
+    "jamba": MODELS["jamba"],
+    "zamba": MODELS["zamba"],
+    "zamba2": MODELS["zamba2"],
+}
+
+
+def tiny(folder: Path, name: str) -> torch.Tensor:
+    """A randomised model, exported to `<folder>/<name>/model`, with tokens beside it; its own logits."""
+    own = None
+    if name == "llama":
+        byte_tokenizer(folder / "tokenizer.json")
+        own = {"type": "huggingface", "path": str(folder / "tokenizer.json")}
+    source, model = checkpoint_of(folder / f"{name}.checkpoint", BOTH[name], tokenizer=own)
+    place = folder / "exports" / name
+    place.mkdir(parents=True)
+    done = export(source, place / "model")
+    assert not [note for note in done.notes if "needs transformers" in note]
+    assert "| transformers | 4.57 or later |" in (place / "model" / "README.md").read_text()
+    tokens = torch.randint(V, (2, S), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, place / "tokens.pt")
+    with torch.no_grad():
+        return model.eval().logits(tokens)
+
+
+@pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no Python with transformers 4")
+def test_version_4_gives_the_same_logits(tmp_path: Path) -> None:
+    wanted = {name: tiny(tmp_path, name) for name in BOTH}
+    words = [os.environ[PYTHON], str(ROOT / "tests/checkpoint/version4.py"), str(tmp_path / "exports")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, logits in wanted.items():
+        found = torch.load(tmp_path / "exports" / name / "logits.pt")
+        assert found["version"].startswith("4.")
+        assert relative(found["logits"], logits) < 1e-5, name  # fp32 on both sides; defaults of theirs give over 1e-2
+    assert torch.load(tmp_path / "exports/llama/tokenized.pt") == [[1, 2, 3], 0]
+
+
+def strictly(text: str) -> dict:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_settings_stand_where_version_4_looks(name: str, tmp_path: Path) -> None:
+    tiny(tmp_path, name)
+    folder = tmp_path / "exports" / name / "model"
+    found = strictly((folder / "config.json").read_text())
+    assert "__float__" not in (folder / "config.json").read_text()
+    rope = found.get("rope_parameters")
+    own = BOTH[name].get("attention", {}).get("rotary")
+    assert rope or not own
+    if own:
+        scaling = own.get("scaling")
+        assert found["rope_theta"] == own["base"] == rope["rope_theta"]
+        assert (found["rope_scaling"] or {}).get("rope_type") == (scaling and scaling["type"])
+        assert (found["rope_scaling"] or {}).get("factor") == (scaling and scaling["factor"])
+        assert found.get("partial_rotary_factor", 1.0) == own.get("fraction", 1.0)
+    if name == "gpt_neox":
+        assert (found["rotary_pct"], found["rotary_emb_base"]) == (0.75, 300.0)
+    if name.startswith("zamba"):
+        assert set(found["layers_block_type"]) == {"mamba", "hybrid"}
+    if name in ("mamba2", "bamba"):
+        assert all(isinstance(each, float) for each in found["time_step_limit"])
+    if name == "llama":
+        assert strictly((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    back = settings(folder).config.model  # version 5, and us
+    limits = BOTH[name].get("mamba2", {})
+    assert back.mamba2.most_step == limits.get("most_step")
+    if own:
+        assert back.attention.rotary.base == own["base"]
+
+
+@pytest.mark.parametrize(
+    "name, change, why",
+    [
+        ("zaya", {}, "does not have the class"),
+        ("bamba", {}, "groups"),
+        ("bamba", {"mamba2": {"head_dim": 8, "state_size": 8, "most_step": 0.5}}, "time steps"),
+    ],
+)
+def test_what_version_4_computes_otherwise_is_said(name: str, change: dict, why: str, tmp_path: Path) -> None:
+    source, _ = checkpoint_of(tmp_path, {**MODELS[name], **change})
+    done = export(source, tmp_path / "out")
+    assert any("needs transformers 5.23" in note and why in note for note in done.notes)
+    assert "5.23 or later" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_infinite_number_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cannot be written"):
+        for_both({"model_type": "llama", "limit": {"__float__": "NaN"}})
