@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.importer import settings
 from megatron.checkpoint.hf.versions import for_both
-from tests.checkpoint.test_hf_tools import MODELS, S, V, checkpoint_of, byte_tokenizer
+from tests.checkpoint.test_hf_tools import MODELS, S, V, byte_tokenizer, checkpoint_of
 from tests.model.parity import relative
 from tests.paths import ROOT
 

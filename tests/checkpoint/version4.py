@@ -1,4 +1,4 @@
-"""Run by a Python that has transformers 4: opens folders and saves the logits that it computes. Imports nothing of ours.
+"""Run by a Python that has transformers 4: opens folders and saves its logits. Imports nothing of ours.
 
 python version4.py FOLDER        # each FOLDER/<name>/model, with FOLDER/<name>/tokens.pt, gives FOLDER/<name>/logits.pt
 """
