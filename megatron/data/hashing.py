@@ -14,7 +14,7 @@ MODULUS = 1 << 64
 def sample_hash(index: int, tokens: np.ndarray) -> int:
     """64-bit hash of one sample of a global batch.
 
-    The first 8 bytes (little-endian) of BLAKE2b over the index as u64 and the tokens as u32, both little-endian.
+    BLAKE2b with a digest of 8 bytes (little-endian), over the index as u64 and the tokens as u32, both little-endian.
 
     Args:
         index: the sample's place in the global batch, 0 <= index < B.

@@ -23,8 +23,6 @@ from .token_file import TokenFile
 if TYPE_CHECKING:
     from megatron.config import Config
 
-    from .tokenizer import Tokenizer
-
 
 def run_config(run: str | os.PathLike) -> Config:
     """The resolved configuration of a run.
@@ -222,68 +220,6 @@ def _overlaps(span: Span, document: int, start: int, end: int) -> bool:
 def step_hash(sequences: list[Sequence]) -> int:
     """The hash of a step (or of a rank's part of it), as the run's ledger and metrics have it."""
     return batch_hash(sequence.hash for sequence in sequences)
-
-
-def find_text(file: TokenFile, tokenizer: Tokenizer, text: str) -> Iterator[tuple[int, int, int]]:
-    """Documents of a token file with a text, as (document, first token, tokens) of each place.
-
-    The text is looked for as tokens, without its first and last one (which depend on what stands around it), and each
-    place is confirmed by decoding. Texts too short for that are looked for in every decoded document.
-    """
-    cores = {
-        tuple(ids[1:-1])
-        for variant in (text, " " + text, "\n" + text)
-        for ids in (tokenizer.encode(variant),)
-        if len(ids) > 3
-    }
-    if not cores:
-        yield from _decoded_places(file, tokenizer, range(len(file)), text)
-        return
-    documents: set[int] = set()
-    for core in cores:
-        documents.update(_documents_with(file, np.array(core)))
-    yield from _decoded_places(file, tokenizer, sorted(documents), text)
-
-
-def _documents_with(file: TokenFile, core: np.ndarray, chunk: int = 1 << 24) -> Iterator[int]:
-    """Documents in which these tokens follow each other."""
-    ends = None
-    for begin in range(0, file.tokens, chunk):
-        part = file.flat(begin, chunk + len(core) - 1)
-        places = np.flatnonzero(part[: len(part) - len(core) + 1] == core[0])
-        for offset in range(1, len(core)):
-            places = places[part[places + offset] == core[offset]]
-        if len(places):
-            ends = file.starts(slice(None)) + file.sizes if ends is None else ends
-            firsts = np.searchsorted(ends, places + begin, side="right")
-            lasts = np.searchsorted(ends, places + begin + len(core) - 1, side="right")
-            yield from np.unique(firsts[firsts == lasts]).tolist()
-
-
-def _decoded_places(file: TokenFile, tokenizer: Tokenizer, documents, text: str) -> Iterator[tuple[int, int, int]]:
-    """Places of a text in decoded documents: the smallest stretches of tokens whose text has it."""
-    for document in documents:
-        ids = file[document].tolist()
-        whole = tokenizer.decode(ids)
-        begin = whole.find(text)
-        while begin >= 0:
-            first = _last_prefix(tokenizer, ids, len(whole[:begin]), strict=False)
-            last = _last_prefix(tokenizer, ids, len(whole[: begin + len(text)]), strict=True)
-            yield document, first, max(last - first, 1)
-            begin = whole.find(text, begin + len(text))
-
-
-def _last_prefix(tokenizer: Tokenizer, ids: list[int], characters: int, strict: bool) -> int:
-    """How many tokens have at most (strict: at least) so many characters; decoding is monotone up to cut characters."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + (not strict)) // 2
-        reached = len(tokenizer.decode(ids[:middle]))
-        if strict:
-            low, high = (low, middle) if reached >= characters else (middle + 1, high)
-        else:
-            low, high = (middle, high) if reached <= characters else (low, middle - 1)
-    return low
 
 
 def read_record(piece: Piece) -> bytes:

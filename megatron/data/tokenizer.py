@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 # Tokens that end a document in published vocabularies, looked for in this order.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+# GPT-2's alphabet: printable bytes of Latin-1 are themselves, the others are the characters from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 CHARACTER_SIZE = 512  # of GPT-NeoX's CharLevelTokenizer
 
 
@@ -47,6 +51,10 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, each as by `encode`."""
         return [self.encode(text) for text in texts]
+
+    def bytes_of_ids(self) -> list[bytes] | None:
+        """The bytes that each id stands for, so that a text's bytes are those of its ids; None where ids have none."""
+        return None
 
     def token(self, identity: int) -> str:
         """The text of one id, for showing."""
@@ -97,6 +105,19 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=False)
 
+    def bytes_of_ids(self) -> list[bytes] | None:
+        """Of byte-level vocabularies: their characters stand for bytes, and added tokens are plain text."""
+        decoder = json.loads(self.backend.to_str())["decoder"] or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        table = [b""] * self.size
+        for token, identity in self.backend.get_vocab(with_added_tokens=False).items():
+            known = all(each in BYTE_OF for each in token)
+            table[identity] = bytes(map(BYTE_OF.__getitem__, token)) if known else token.encode()
+        for identity, added in self.backend.get_added_tokens_decoder().items():
+            table[identity] = added.content.encode()
+        return table
+
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece `.model` file."""
@@ -131,6 +152,13 @@ class SentencePieceTokenizer(Tokenizer):
                 run.append(each)
         return "".join([*parts, self.model.decode(run)])
 
+    def bytes_of_ids(self) -> list[bytes]:
+        space = "\N{LOWER ONE EIGHTH BLOCK}"
+        return [
+            bytes([int(piece[3:5], 16)]) if self.model.is_byte(identity) else piece.replace(space, " ").encode()
+            for identity, piece in ((each, self.model.id_to_piece(each)) for each in range(self.size))
+        ]
+
 
 class TiktokenTokenizer(Tokenizer):
     """An encoding of the `tiktoken` library, by name (`cl100k_base`)."""
@@ -162,6 +190,11 @@ class TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self.encoding.decode(list(ids))
 
+    def bytes_of_ids(self) -> list[bytes]:
+        names = {rank: token for token, rank in self.encoding._mergeable_ranks.items()}
+        names |= {identity: text.encode() for text, identity in self.encoding._special_tokens.items()}
+        return [names.get(identity, b"") for identity in range(self.size)]
+
 
 class BytesTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, then the end-of-document token. GPT-NeoX's variant has 512 ids and ends with 0."""
@@ -182,6 +215,11 @@ class BytesTokenizer(Tokenizer):
                 parts += [run.decode("utf-8", errors="replace"), "<|endoftext|>" if each == self.eod_id else ""]
                 run = bytearray()
         return "".join([*parts, run.decode("utf-8", errors="replace")])
+
+    def bytes_of_ids(self) -> list[bytes]:
+        table = [bytes([each]) if each < 256 else b"" for each in range(self.size)]
+        table[self.eod_id] = b"<|endoftext|>"
+        return table
 
 
 class CharactersTokenizer(Tokenizer):
@@ -213,6 +251,11 @@ class CharactersTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         special = ["\N{REPLACEMENT CHARACTER}", "<|endoftext|>"]
         return "".join((self.characters + special)[each] if each < self.size else "" for each in ids)
+
+    def bytes_of_ids(self) -> list[bytes]:
+        return [
+            each.encode("utf-8", "replace") for each in [*self.characters, "\N{REPLACEMENT CHARACTER}", "<|endoftext|>"]
+        ]
 
 
 def build_tokenizer(section: TokenizerSection) -> Tokenizer:

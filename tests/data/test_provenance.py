@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.hashing import MODULUS, sample_hash
 from megatron.data.loader import build_loader
-from megatron.data.provenance import Provenance, find_text, read_record, run_config, step_hash
+from megatron.data.provenance import Provenance, read_record, run_config, step_hash
+from megatron.data.text_search import find_text
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import build_tokenizer
 from tests.paths import ROOT
@@ -88,6 +90,18 @@ def test_a_step_traced_to_the_very_bytes(run):
             assert step_hash(provenance.step(step, rank)) == batches[rank].hash
             assert [each.number for each in provenance.step(step, rank)] == batches[rank].sample_ids.flatten().tolist()
     assert sources == {"a", "b"}
+
+
+def test_the_hash_by_the_documentation(run):
+    """The formula as docs/data.md prints it gives the tool's number, from the tokens that the tool shows."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?def step_hash.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    done = tool("batch.py", str(run / "run"), "--step", "7", "--tokens", "--json")
+    step = json.loads(done.stdout)["steps"][0]
+    samples = [each["tokens"] for each in step["sequences"]]
+    assert f"{names['step_hash'](samples):016x}" == step["hash"]
 
 
 def test_where_against_looking_everywhere(run):

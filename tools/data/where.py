@@ -29,6 +29,12 @@ def options() -> argparse.ArgumentParser:
         "--split", default="train", choices=["train", "validation", "test"], help="default: %(default)s"
     )
     parser.add_argument("--name", help="which validation or test set")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes that search for a text (default: %(default)s)",
+    )
     return parser
 
 
@@ -43,7 +49,7 @@ def main(given: argparse.Namespace) -> dict:
         source = provenance.source(places[0])
         found.append(_entry(provenance, source, places[1], 0, None))
     else:
-        found += _texts(provenance, config, given.text)
+        found += _texts(provenance, config, given.text, given.workers)
     return {"run": given.run, "places": found, "times": sum(len(each["seen"]) for each in found)}
 
 
@@ -56,19 +62,24 @@ def _document(text: str) -> tuple[str, int]:
     return source, int(number)
 
 
-def _texts(provenance, config, text: str) -> list[dict]:
+def _texts(provenance, config, text: str, workers: int) -> list[dict]:
+    from megatron.data.corpus.progress import Meter
     from megatron.data.errors import DataError
-    from megatron.data.provenance import find_text
+    from megatron.data.text_search import find_text
     from megatron.data.tokenizer import build_tokenizer
 
     if not text:
         raise DataError("--text", "it is empty", "give some text")
     tokenizer = build_tokenizer(config.tokenizer)
-    return [
-        _entry(provenance, source.index, document, start, length)
-        for source in provenance.plan.sources
-        for document, start, length in find_text(source.file, tokenizer, text)
-    ]
+    found = []
+    for source in provenance.plan.sources:
+        show = Meter(f"searching {source.name}", "tokens").show
+        places = list(find_text(source.file, tokenizer, text, workers, show))
+        show = Meter(f"looking up where {source.name} was read", "places").show
+        for number, (document, start, length) in enumerate(places):
+            found.append(_entry(provenance, source.index, document, start, length))
+            show(number + 1, len(places))
+    return found
 
 
 def _entry(provenance, source: int, document: int, start: int, length: int | None) -> dict:

@@ -109,6 +109,27 @@ class Display:
         sys.stderr.flush()
 
 
+class Meter:
+    """How much of a long piece of work is done, on standard error, if it takes longer than a few seconds."""
+
+    def __init__(self, what: str, unit: str):
+        self.what, self.unit, self.live = what, unit, sys.stderr.isatty()
+        self.begin = self.last = time.monotonic()
+        self.shown = False
+
+    def show(self, done: int, total: int) -> None:
+        """Say it, if it is time to."""
+        now = time.monotonic()
+        final = done >= total and self.shown
+        if now - self.last < (0.5 if self.live else 10.0) and not final:
+            return
+        self.last, self.shown = now, not final
+        left = (total - done) * (now - self.begin) / max(done, 1)
+        line = f"{self.what}: {done:,} of {total:,} {self.unit}" + (f", {_clock(left)} left" if not final else "")
+        sys.stderr.write(("\r\x1b[2K" if self.live else "") + line + ("\n" if final or not self.live else ""))
+        sys.stderr.flush()
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
