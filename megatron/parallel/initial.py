@@ -2,7 +2,8 @@
 
 A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed,
 name and tile), so a rank makes only the tiles that overlap its shard, any shard of any layout has the same
-values, and no rank needs memory for more than one tile beyond its own shard.
+values, and no rank needs memory for more than one tile beyond its own shard. Orthogonal matrices are the exception:
+each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after the other.
 """
 
 from __future__ import annotations
@@ -80,10 +81,7 @@ def initial_values(
     out = np.empty(shape, dtype=np.float32)
     spans = tensor.spans(rank, ranks, experts)
     if init.kind == "orthogonal":
-        whole = _orthogonal(tensor, init.value, seed)
-        for pieces in itertools.product(*spans):
-            target = tuple(slice(p.local, p.local + p.length) for p in pieces)
-            out[target] = whole[tuple(slice(p.start, p.stop) for p in pieces)]
+        _fill_orthogonal(out, tensor, init.value, seed, spans)
         return torch.from_numpy(out)
     if init.kind == "formula":
         for pieces in itertools.product(*spans):
@@ -133,15 +131,36 @@ def _draw(init: Init, stream: np.random.Generator, shape: tuple[int, ...]) -> np
     return (stream.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)) * np.float32(init.value)
 
 
-def _orthogonal(tensor: LogicalTensor, gain: float, seed: int) -> np.ndarray:
-    """Each fused matrix gets orthonormal rows or columns (Saxe et al. 2013), whichever are fewer."""
-    stacked = tensor.matrices is not None and len(tensor.shape) == 3  # experts [E, rows, columns]: those of each
-    matrices = tensor.matrices or (tensor.shape[0],)
-    width = tensor.shape[2] if stacked else math.prod(tensor.shape[1:])
-    blocks = []
-    for index, rows in enumerate(matrices * (tensor.shape[0] if stacked else 1)):
-        normal = generator(seed, tensor.name, "orthogonal", index).standard_normal((max(rows, width), min(rows, width)))
-        q, r = np.linalg.qr(normal)
-        q = q * np.sign(np.diag(r))
-        blocks.append((q if rows >= width else q.T) * gain)
-    return np.concatenate(blocks).reshape(tensor.shape).astype(np.float32)
+def _fill_orthogonal(out: np.ndarray, tensor: LogicalTensor, gain: float, seed: int, spans: list[list[Span]]) -> None:
+    """Each fused matrix, and each expert's, gets orthonormal rows or columns, whichever are fewer (Saxe et al. 2013)."""
+    rows = 1 if tensor.stacked else 0  # the dimension along which matrices are fused
+    shape, matrices = tensor.shape[rows:], tensor.matrices or (tensor.shape[rows],)
+    number = 0
+    for expert in range(tensor.shape[0] if tensor.stacked else 1):
+        begin = 0
+        for height in matrices:
+            overlapping = [
+                pieces
+                for pieces in itertools.product(*spans)
+                if pieces[rows].start < begin + height
+                and pieces[rows].stop > begin
+                and (not rows or pieces[0].start <= expert < pieces[0].stop)
+            ]
+            if overlapping:
+                stream = generator(seed, tensor.name, "orthogonal", number)
+                matrix = _orthogonal(stream, height, math.prod(shape[1:]), gain).reshape(height, *shape[1:])
+            for pieces in overlapping:
+                piece, *others = pieces[rows:]
+                low, high = max(piece.start, begin), min(piece.stop, begin + height)
+                place = [slice(piece.local + low - piece.start, piece.local + high - piece.start)]
+                place += [slice(other.local, other.local + other.length) for other in others]
+                chosen = matrix[(slice(low - begin, high - begin), *(slice(p.start, p.stop) for p in others))]
+                (out[pieces[0].local + expert - pieces[0].start] if rows else out)[tuple(place)] = chosen
+            begin, number = begin + height, number + 1
+
+
+def _orthogonal(stream: np.random.Generator, rows: int, columns: int, gain: float) -> np.ndarray:
+    normal = stream.standard_normal((max(rows, columns), min(rows, columns)))
+    q, r = np.linalg.qr(normal)
+    q = q * np.sign(np.diag(r))
+    return (q if rows >= columns else q.T) * gain

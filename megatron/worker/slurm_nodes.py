@@ -16,11 +16,6 @@ def expand(text: str) -> list[str]:
     return [name for part in _split(text) for name in _expand_one(part)]
 
 
-def first_host(text: str) -> str:
-    """The first host of a node list."""
-    return expand(_split(text)[0])[0]
-
-
 def _split(text: str) -> list[str]:
     """The parts between commas that are outside brackets."""
     parts = [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]

@@ -14,7 +14,7 @@ from megatron.launch.hosts import HostError, read_hostfile, select
 from megatron.launch.specification import Host
 from megatron.worker.devices import cores_of, parse_cores, ranks_here
 from megatron.worker.network import Address, addresses, free_port, shared_network
-from megatron.worker.slurm_nodes import expand, first_host
+from megatron.worker.slurm_nodes import expand
 
 
 def hostfile(tmp_path, text):
@@ -94,7 +94,6 @@ def test_wrong_selections(include, exclude, part):
 )
 def test_node_lists(text, names):
     assert expand(text) == names
-    assert first_host(text) == names[0]
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1--2]"])

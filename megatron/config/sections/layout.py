@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from .base import Section, key
 
@@ -150,6 +150,3 @@ class LaunchSection(Section):
     ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
     working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")
     batch: BatchOptions = key(BatchOptions, "What a job script asks the scheduler for.")
-
-
-DeepSpeedOverrides = dict[str, Any]

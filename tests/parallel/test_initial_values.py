@@ -11,10 +11,11 @@ from megatron.config import resolve
 from megatron.config.sections.model import InitOptions
 from megatron.model.initialisation import scheme_init
 from megatron.model.stack import build_model
+from megatron.parallel import initial
 from megatron.parallel.initial import Init, initial_values
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import LogicalTensor, Role, Shard
+from megatron.parallel.shard import LogicalTensor, Role, Shard, Span
 from tests.model.parity import named
 
 H, L, V, WIDTH = 192, 4, 1003, 384
@@ -104,6 +105,16 @@ def test_orthogonal_rows_or_columns_of_each_fused_matrix():
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(H // 2, dtype=torch.float64), rtol=0, atol=1e-5)
     for matrix in values["layers.0.mlp.gate_up.weight"].detach().double().split(WIDTH):  # more: the columns are
         torch.testing.assert_close(matrix.T @ matrix, torch.eye(H, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_a_rank_makes_only_the_orthogonal_matrices_that_it_has_a_part_of(monkeypatch):
+    made, real = [], initial._orthogonal
+    monkeypatch.setattr(initial, "_orthogonal", lambda *args: made.append(args[1:3]) or real(*args))
+    tensor = LogicalTensor("w", (3, 12, 8), Role.HIDDEN, Shard(1), matrices=(6, 2, 4))
+    upper = initial_values(tensor, Init("orthogonal", 1.0), 0, rank=0, ranks=2, experts=Span(1, 2, 0))
+    assert made == 2 * [(6, 8)]
+    whole = initial_values(tensor, Init("orthogonal", 1.0), 0)
+    assert len(made) == 2 + 9 and upper.equal(whole[1:, :6])
 
 
 def test_values_depend_on_name_and_seed_alone():
