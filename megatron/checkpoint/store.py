@@ -80,13 +80,14 @@ class Store:
 
     # -- resume ----------------------------------------------------------------------------------------------------
 
-    def resume(self, how: str = "auto", *, verify: str = "checksums") -> Resume:
+    def resume(self, how: str = "auto", *, verify: str = "checksums", before: int | None = None) -> Resume:
         """The checkpoint to go on from.
 
         Args:
             how: "auto": the newest intact one here, if there is any; "none": start anew; otherwise the path of a
                 checkpoint, or of a folder of them or a run's directory (then its newest intact one).
             verify: how far to trust the disk; see `open_checkpoint`.
+            before: with "auto", only checkpoints of earlier steps than this.
 
         Raises:
             CheckpointError: the one asked for is not there, damaged or cannot be resumed; or there are checkpoints
@@ -95,7 +96,7 @@ class Store:
         if how == "none":
             return Resume(None, reason="started anew: checkpoint.resume is none")
         if how == "auto":
-            return self._newest_intact(verify)
+            return self._newest_intact(verify, before=before)
         found = self._named(Path(how), "checkpoint.resume", verify)
         if not found.checkpoint.meta.resumable:
             raise CheckpointError(
@@ -129,9 +130,11 @@ class Store:
         """Rank 0's view of the folder, so that all ranks walk through the same names."""
         return [Path(name) for name in self._on_rank_0(lambda: [str(path) for path in self.paths()])]
 
-    def _newest_intact(self, verify: str, *, weights: bool = False) -> Resume:
+    def _newest_intact(self, verify: str, *, weights: bool = False, before: int | None = None) -> Resume:
         skipped = []
         for path in reversed(self._listing()):
+            if before is not None and step_of(path) >= before:
+                continue
             try:
                 checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
             except CheckpointError as error:

@@ -59,6 +59,9 @@ def prepare_deepspeed(device: torch.device) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
+
+
 @dataclass
 class Tally:
     """Sums over the labels that this rank has seen: weighted cross-entropy, and weight."""
@@ -163,15 +166,18 @@ class BaseEngine:
         """Whether this rank reports its labels: each label is reported by one rank."""
         return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
 
-    def _scale(self, batch: StepBatch) -> float | Tensor:
-        """Data parallel size times accumulation over the weight of all labels of the global batch."""
+    def _scale(self, batch: StepBatch) -> float | Tensor | None:
+        """Data parallel size times accumulation over the weight of all labels of the global batch; None if that is 0.
+
+        To see that it is 0 the host waits for the sum, in runs alone whose labels have weights.
+        """
         factor = self.mesh.data.size * batch.tokens.shape[0]
         if batch.loss_mask is None:
             return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
         weight = batch.loss_mask.sum(dtype=torch.float64).to(self.device)
         if self.mesh.data.size > 1:
             dist.all_reduce(weight, group=self.mesh.data.group)
-        return (factor / weight.clamp(min=1e-9)).float()
+        return (factor / weight).float() if float(weight) else None
 
     def _result(self, tally: Tally, scale: float | Tensor) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
@@ -215,6 +221,8 @@ class PlainEngine(BaseEngine):
         set_learning_rate(self.optimizer, lr)
         self.model.train()
         scale, tally = self._scale(batch), Tally.zero(self.device)
+        if scale is None:
+            return NO_LABELS
         for micro in micro_batches(batch, self.form, scale, self.device):
             loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
             self.deepspeed.backward(loss)
@@ -268,6 +276,8 @@ class PipelinedEngine(BaseEngine):
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
         scale = self._scale(batch)
+        if scale is None:
+            return NO_LABELS
         self.tally = Tally.zero(self.device)
         self.deepspeed.train_batch(self._feed(batch, scale))
         return self._result(self.tally, scale)

@@ -22,6 +22,8 @@ class StepResult:
             this is 0 on all but the last pipeline stage and on tensor parallel ranks above 0.
         grad_norm: norm of the whole gradient before clipping, equal on all ranks; None if it was not computed.
         skipped: the update was left out (overflow of fp16 gradients).
+        unlabelled: no label of the global batch counts, on any rank: nothing was computed and nothing changed, neither
+            weights nor the optimizer's states.
         extras: further numbers for the record, equal on all ranks.
     """
 
@@ -29,6 +31,7 @@ class StepResult:
     tokens: torch.Tensor | float
     grad_norm: torch.Tensor | float | None = None
     skipped: bool = False
+    unlabelled: bool = False
     extras: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -39,6 +39,8 @@ def training_line(record: Mapping[str, Any], total: int) -> str:
     parts += [form(record[name]) for name, form in shown if record.get(name) is not None]
     if record.get("skipped"):
         parts.append("skipped: overflow")
+    if record.get("unlabelled"):
+        parts.append("no label counts: no update")
     return "  ".join(parts)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,8 +17,10 @@ from megatron.data.hashing import sample_hash
 from megatron.data.plan import SampleSet
 from megatron.model.stack import DTYPES
 from megatron.report.ledger import Ledger, hash_text
+from megatron.worker.place import StartError
 
 from .fetch import local_path
+from .retreat import MOST, of_run
 from .upcycle import mapped, upcycle
 from .world import World
 
@@ -78,9 +81,10 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
     how = config.checkpoint.resume
     if how not in ("auto", "none"):
         how = local_path(how, store.directory, world.communicator)
-    found = _chosen(store, how, attempt)
+    diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.speaks else None)
+    found = _further_back(store, *diverged) if diverged else _chosen(store, how, attempt)
     say(found.reason)
-    if how != "auto":
+    if how != "auto" or diverged:
         for line in store.set_aside(after=found.checkpoint.step if found.checkpoint else -1):
             say(line)
     if found.checkpoint is not None:
@@ -122,6 +126,25 @@ def _chosen(store: Store, how: str, attempt: int) -> Resume:
     if own.checkpoint is None or (begin.checkpoint is not None and own.checkpoint.step < begin.checkpoint.step):
         return begin
     return own
+
+
+def _further_back(store: Store, step: int, starts: list[int], error: str) -> Resume:
+    """The newest intact checkpoint before those from which the run diverged at the same step.
+
+    Raises:
+        StartError: there is none, or it was tried often enough: another restart would not help.
+    """
+    story = (
+        f"the run has diverged {len(starts)} times at step {step}, begun after {', '.join(map(str, starts))} updates"
+    )
+    advice = (
+        "It is not started again by itself. Change the recipe (optimizer.lr, gradient_clipping) or the data of that "
+        f"step, and start from a checkpoint that you choose with checkpoint.resume. The last message was: {error}"
+    )
+    found = store.resume("auto", before=min(starts)) if len(starts) < MOST else None
+    if found is None or found.checkpoint is None:
+        raise StartError(f"{story}. {advice}" if found is None else f"{story}, and there is none before them. {advice}")
+    return replace(found, reason=f"{story}: going back further. {found.reason}")
 
 
 def load(source: Source, world: World, engine) -> int:

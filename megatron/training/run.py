@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.finite import faults
 from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
@@ -22,6 +24,7 @@ from megatron.engine.engine import build_engine
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
+from megatron.model.stack import DTYPES
 from megatron.report.run import open_run
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
@@ -90,7 +93,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     validation = _validation_sets(config, world)
     tokens = tokens_read(source, config)
     inside = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger)
-    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside)
+    inspect = partial(faults, compute=DTYPES[config.precision.compute])
+    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside, inspect)
     hooks = standard_hooks(
         config,
         flops_per_token=costs.training_flops,

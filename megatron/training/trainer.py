@@ -85,7 +85,7 @@ class Trainer:
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
-        self.completed = start
+        self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
         self.tokens = tokens
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -101,6 +101,7 @@ class Trainer:
         try:
             self._call("on_start")
             for step in range(self.start, self.end):
+                self.at = step
                 with self.clock.data():
                     batch = self.loader.step(step)
                 self._call("before_step", step)
@@ -111,7 +112,8 @@ class Trainer:
             self.settle()
         except BaseException as error:
             self.error = error
-            self.note("error", step=self.completed, error=f"{type(error).__name__}: {error}")
+            step = getattr(error, "step", self.at)  # one that is seen late knows its step
+            self.note("error", step=step, completed=self.completed, error=f"{type(error).__name__}: {error}")
             raise
         finally:
             self._call("on_end", reverse=True)

@@ -199,3 +199,37 @@ def test_log_needs_no_flops(tmp_path):
     trainer.hooks = [Log(1, flops_per_token=None, compute="fp32")]
     run(trainer)
     assert all("tflops" not in line for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_an_error_has_the_step_of_its_message_in_the_ledger(tmp_path):
+    for name, late in (("now", False), ("late", True)):
+        trainer = toy_trainer(config(tmp_path, run={"dir": str(tmp_path / name)}, logging={"every": 100}))
+        if late:
+            elsewhere(trainer)
+        trainer.engine.poison = {3: math.nan}
+        with pytest.raises(NonFinite, match="at step 3 "):
+            run(trainer)
+        entry = read_ledger(tmp_path / name / "ledger.jsonl")[-1]
+        assert (entry["event"], entry["step"]) == ("error", 3) and "at step 3 " in entry["error"]
+
+
+def test_a_broken_state_is_not_saved(tmp_path):
+    trainer = toy_trainer(
+        config(tmp_path, checkpoint={"every": 3}), inspect=lambda _: ["head (master)"] if trainer.completed > 3 else []
+    )
+    with pytest.raises(NonFinite, match=r"after 6 updates is broken on 1 of 1 rank.*head \(master\).*update 5"):
+        run(trainer)
+    assert trainer.saver.saved == [3]
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl")[-1]["step"] == 5
+
+
+def test_a_step_without_a_label_is_told_and_passes(tmp_path, capsys):
+    trainer = toy_trainer(config(tmp_path, logging={"console": "plain"}))
+    whole = trainer.engine.step
+    trainer.engine.step = lambda batch, lr: (
+        StepResult(0.0, 0.0, None, unlabelled=True) if batch.step == 4 else whole(batch, lr)
+    )
+    assert run(trainer).finished
+    line = list(read_lines(tmp_path / "run" / "metrics.jsonl"))[4]
+    assert line["unlabelled"] is True and line["loss"] is None and line["grad_norm"] is None and line["tokens"] == 160
+    assert "step 4: no label of its batch counts (samples 16 to 19)" in capsys.readouterr().out

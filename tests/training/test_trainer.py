@@ -239,7 +239,11 @@ def test_errors_reach_the_ledger_and_the_hooks(tmp_path):
     with pytest.raises(OSError, match="no space"):
         run(trainer)
     last = read_ledger(tmp_path / "run" / "ledger.jsonl")[-1]
-    assert last["event"] == "error" and last["error"] == "OSError: no space left" and last["step"] == 3
+    assert (
+        last["event"] == "error"
+        and last["error"] == "OSError: no space left"
+        and (last["step"], last["completed"]) == (2, 3)
+    )
     assert calls[-1] == ("x", "on_end") and isinstance(trainer.error, OSError)
 
 

@@ -146,11 +146,12 @@ def toy_trainer(config, *, start: int = 0, mesh: Mesh | None = None, more=(), **
     sinks, ledger = open_run(config, rank=mesh.rank, start=start)
     place = {"rank": mesh.at.data, "ranks": mesh.layout.data}
     held_out = [ValidationSet(name, ToyLoader(config, **place, seed=seed), 3) for name, seed in (("a", 1), ("b", 2))]
+    inspect = options.get("inspect", lambda _: [])
     hooks = standard_hooks(
         config,
         flops_per_token=1000.0,
         validation=held_out,
-        checkpoint=Checkpoint(SavePolicy.of(config.checkpoint), saver, lambda step: (["fragments"], step)),
+        checkpoint=Checkpoint(SavePolicy.of(config.checkpoint), saver, lambda step: (["fragments"], step), inspect),
         generate=options.get("generate"),
         facts={"data": "toy"},
     )

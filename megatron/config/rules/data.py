@@ -79,6 +79,22 @@ def pythia_seed_fits(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def some_source_counts(facts: Facts) -> Iterator[Problem]:
+    """In each blend by itself: a phase in which nothing counts would pass without an update."""
+    data = facts.config.data
+    blends = [(("data", "train"), data.train if not data.phases or data.phases[0].start > 0 else [])]
+    blends += [(("data", "phases", index, "sources"), phase.sources) for index, phase in enumerate(data.phases)]
+    blends += [(("data", "validation", name), each) for name, each in data.validation.items()]
+    blends += [(("data", "test", name), each) for name, each in data.test.items()]
+    for path, entries in blends:
+        if entries and not any(each.loss for each in entries):
+            yield facts.problem_at(
+                (*path, 0, "loss"),
+                rule="some source must count in the loss: without a label there is nothing to learn or to measure",
+                fix="give one of the sources loss: true",
+            )
+
+
 def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
     if facts.config.data.weighting == "given" and facts.config.data.alpha != 1.0:
         yield facts.warning(
@@ -332,6 +348,7 @@ RULES = (
     alpha_needs_a_weighting,
     packing_has_its_order,
     a_blend_names_a_file_once,
+    some_source_counts,
     a_file_has_one_label_file,
     infilling_has_no_labels,
 )

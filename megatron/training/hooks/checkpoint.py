@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from megatron.checkpoint import Fragment, Meta
+from megatron.checkpoint.finite import faults
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
+
+from .guard import NonFinite
 
 
 class Saver(Protocol):
@@ -24,19 +27,28 @@ class Saver(Protocol):
 class Checkpoint:
     """Decides when to save; how is the saver's business.
 
-    Weights are saved only after the numbers of their last step were seen to be finite, and once per step at most. A run
-    that is stopped early always saves.
+    Weights are saved once per step at most, only after the numbers of their last step were seen to be finite, and only
+    if they are finite themselves: an update may diverge although its loss and gradients did not. A run that is stopped
+    early always saves.
 
     Args:
         policy: when to save.
         saver: saves, now or in the background.
         contents: (completed updates) -> the fragments that this rank owns, and what else belongs to the state.
+        inspect: what is wrong with the values of fragments; see `megatron.checkpoint.finite`.
+
+    Raises:
+        NonFinite: on every rank, in place of saving what is broken on any.
     """
 
     def __init__(
-        self, policy: SavePolicy, saver: Saver, contents: Callable[[int], tuple[Iterable[Fragment], Meta]]
+        self,
+        policy: SavePolicy,
+        saver: Saver,
+        contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
+        inspect: Callable[[list[Fragment]], list[str]] = faults,
     ) -> None:
-        self._policy, self._saver, self._contents = policy, saver, contents
+        self._policy, self._saver, self._contents, self._inspect = policy, saver, contents, inspect
         self._saved_at = 0.0
         self._saved_step: int | None = None
         self._time_is_up = False
@@ -76,9 +88,30 @@ class Checkpoint:
             return
         trainer.settle()
         with trainer.clock.pause():
-            stall = self._saver.save(trainer.completed, *self._contents(trainer.completed))
+            fragments, meta = self._contents(trainer.completed)
+            fragments = list(fragments)
+            self._refuse_broken(trainer, fragments)
+            stall = self._saver.save(trainer.completed, fragments, meta)
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
         trainer.note("checkpoint", step=trainer.completed, reason=reason, stall_seconds=stall)
+
+    def _refuse_broken(self, trainer, fragments: list[Fragment]) -> None:
+        found = self._inspect(fragments)
+        ranks = int(trainer.exchange.sum([float(bool(found))])[0])
+        if not ranks:
+            return
+        here = "; ".join(found) or "those of this rank are in order"
+        before = (
+            "the values that the run started from"
+            if not trainer.completed
+            else (f"update {trainer.completed - 1}, the last one of them")
+        )
+        raise NonFinite(
+            f"the state after {trainer.completed} updates is broken on {ranks} of {trainer.mesh.layout.world_size} "
+            f"rank(s) and was not saved: {here}. What was saved before is in order. Look at {before}: its learning "
+            "rate (optimizer.lr and its groups), and grad_norm in metrics.jsonl",
+            step=max(trainer.completed - 1, 0),
+        )
 
     def _tell(self, trainer, ended: list[Saved]) -> None:
         for saved in ended:

@@ -10,13 +10,22 @@ SKIPS_IN_A_ROW = 50  # as GPT-NeoX: by then the loss scale has fallen to its flo
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient norm is infinite or not a number."""
+    """A loss, a gradient norm or the state is infinite or not a number.
+
+    Attributes:
+        step: number of the update in which it was seen.
+    """
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
 
 
 class Guard:
     """Raises on every rank at the first step whose loss or gradient norm is not finite.
 
-    Steps that the engine skipped (fp16 overflow) are part of dynamic loss scaling and pass, up to 50 in a row.
+    Steps that the engine skipped (fp16 overflow) are part of dynamic loss scaling and pass, up to 50 in a row. A step
+    without a label that counts is told and passes: it has no loss, and changed nothing.
 
     Raises:
         NonFinite: naming the step, its batch and samples, and the last good values.
@@ -27,30 +36,40 @@ class Guard:
         self._good = "none before it in this process"
 
     def on_numbers(self, trainer, report) -> None:
+        if report.result.unlabelled:
+            trainer.say(
+                f"step {report.step}: no label of its batch counts ({_samples(trainer, report.step)}), so nothing was "
+                "updated; the schedule and the data go on as ever"
+            )
+            return
         if report.result.skipped:
             self._skipped += 1
             if self._skipped == SKIPS_IN_A_ROW:
                 raise NonFinite(
                     f"the gradients of {SKIPS_IN_A_ROW} steps in a row overflowed fp16, the last at step "
-                    f"{report.step}; use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power"
+                    f"{report.step}; use precision: bf16, or lower optimizer.lr or precision.loss_scale.initial_power",
+                    report.step,
                 )
             return
         self._skipped = 0
         values = {"loss": report.loss, "gradient norm": report.grad_norm}
         bad = [f"{name} is {value}" for name, value in values.items() if value is not None and not math.isfinite(value)]
         if bad:
-            raise NonFinite(self._text(trainer, report, " and the ".join(bad)))
+            raise NonFinite(self._text(trainer, report, " and the ".join(bad)), report.step)
         norm = "" if report.grad_norm is None else f", gradient norm {report.grad_norm:.4g}"
         self._good = f"loss {report.loss:.4f}{norm} at step {report.step}"
 
     def _text(self, trainer, report, what: str) -> str:
-        training = trainer.config.training
-        first = report.step * training.global_batch_size
         return (
             f"the {what} at step {report.step} (learning rate {report.lr:.4g}, batch {hash_text(report.batch_hash)}, "
-            f"samples {first} to {first + training.global_batch_size - 1}). Last good step: {self._good}. "
-            f"No checkpoint was made of these weights. Look at the text of the batch with "
+            f"{_samples(trainer, report.step)}). Last good step: {self._good}. "
+            f"Nothing was saved after it, and what was saved before was finite. Look at the text of the batch with "
             f"`python tools/data/batch.py {trainer.config.run.dir} --step {report.step} --text`, and at grad_norm "
             "before it in metrics.jsonl: a norm that climbed for some steps points at optimizer.lr, a sudden one at "
             "the data"
         )
+
+
+def _samples(trainer, step: int) -> str:
+    size = trainer.config.training.global_batch_size
+    return f"samples {step * size} to {(step + 1) * size - 1}"

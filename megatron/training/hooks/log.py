@@ -27,7 +27,8 @@ class Log:
 
     A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
     included), tokens_per_second, step_seconds, data_seconds (of them, waiting for data), batch_hash, memory_bytes,
-    eta_seconds; where known tflops, mfu and peak_tflops; skipped where fp16 overflowed; the engine's extras.
+    eta_seconds; where known tflops, mfu and peak_tflops; skipped where fp16 overflowed; unlabelled where no label
+    counted, without loss and grad_norm; the engine's extras.
 
     Speeds are those of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.
@@ -76,6 +77,7 @@ class Log:
                 "memory_bytes": memory_bytes(trainer.exchange.device),
                 "eta_seconds": self._eta(trainer, seconds / steps),
                 **({"skipped": True} if report.result.skipped else {}),
+                **({"unlabelled": True} if report.result.unlabelled else {}),
                 **report.result.extras,
             })
 

@@ -1,0 +1,65 @@
+"""A run that diverges again at the same step begins further back, and at last not at all.
+
+The newest checkpoint may be whole and yet be of a run that was already lost: finite weights far from where they
+should be. Beginning from it again would fail alike for as long as the launcher restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.report.ledger import read_ledger
+
+from .hooks.guard import NonFinite
+
+MOST = 3  # starts that diverge at one step; with the same data and the same program a fourth would too
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The latest starts, all of which diverged at one step.
+
+    Attributes:
+        step: number of the update.
+        starts: completed updates that each began from, the latest last.
+        error: what the last one said.
+    """
+
+    step: int
+    starts: tuple[int, ...]
+    error: str
+
+
+def divergence(entries: Iterable[Mapping[str, Any]], attempts: int) -> Divergence | None:
+    """What the last `attempts` starts in a ledger have in common, if it is that they diverged at one step."""
+    ends: list[tuple[int, int, str] | None] = []
+    start = None
+    for entry in entries:
+        if entry["event"] in ("start", "resume"):
+            if start is not None:
+                ends.append(None)  # killed without a word
+            start = entry["step"]
+        elif entry["event"] in ("error", "end", "stop") and start is not None:
+            diverged = str(entry.get("error", "")).startswith(f"{NonFinite.__name__}: ")
+            ends.append((start, entry["step"], entry["error"]) if diverged else None)
+            start = None
+    if start is not None:
+        ends.append(None)
+    alike: list[tuple[int, int, str]] = []
+    for end in reversed(ends[-attempts:] if attempts else []):
+        if end is None or (alike and end[1] != alike[0][1]):
+            break
+        alike.append(end)
+    if not alike:
+        return None
+    return Divergence(alike[0][1], tuple(begin for begin, _, _ in reversed(alike)), alike[0][2])
+
+
+def of_run(folder: Path, attempts: int) -> list[Any] | None:
+    """The `Divergence` of a run's ledger as JSON values, from its second time on; None if there is nothing to mend."""
+    ledger = folder / "ledger.jsonl"
+    found = divergence(read_ledger(ledger), attempts) if attempts > 1 and ledger.exists() else None
+    return None if found is None or len(found.starts) < 2 else [found.step, list(found.starts), found.error]
