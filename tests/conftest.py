@@ -10,3 +10,14 @@ else:
     # A busy machine is slow, not wrong.
     settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--margins", metavar="FILE", help="record how near comparisons come to their bounds")
+
+
+def pytest_configure(config) -> None:
+    if path := config.getoption("--margins"):
+        from tests import margins
+
+        margins.start(path)

@@ -15,6 +15,7 @@ from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, l
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.scores import token_scores
 from megatron.parallel.shard import Role, Shard
 
@@ -80,7 +81,7 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         if self.wide:
-            x = x.float()
+            x = at_least_fp32(x)
         if self.scale is not None:
             x = self.scale(x)
         stream = Stream(x, positions, documents, samples)
@@ -135,13 +136,13 @@ class Head(nn.Module):
             self.weight,
             self.bias,
             labels_BS.flatten(),
-            weights_BS.flatten().float(),
+            weights_BS.flatten(),
             first=self.span.start,
             axis=self.mesh.tensor,
             options=self.options,
         )
         if LOSS in stream.channels:
-            loss = loss + stream.channels[LOSS].float().mean()
+            loss = loss + at_least_fp32(stream.channels[LOSS]).mean()
         return loss, ce_N.view_as(labels_BS)
 
     def logits(self, stream: Stream) -> Tensor:

@@ -10,6 +10,7 @@ from megatron.config.sections.model import NormOptions
 from megatron.parallel.collectives import sum_gradient, sum_over
 from megatron.parallel.initial import ONES, ZEROS
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 
@@ -74,6 +75,6 @@ class WideRMSNorm(nn.Module):
         weight = self.weight if self.sharded else sum_gradient(self.weight, self.axis)
         if not self.sharded or self.axis.size == 1:
             return F.rms_norm(x, (self.width,), weight, self.epsilon)
-        x32 = x.float()
+        x32 = at_least_fp32(x)
         squares = sum_over(x32.square().sum(-1, keepdim=True), self.axis)
         return (x32 * torch.rsqrt(squares / self.width + self.epsilon)).to(x.dtype) * weight

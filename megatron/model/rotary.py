@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.model import RotaryOptions, RotaryScaling
+from megatron.parallel.precision import at_least_fp32, wide_type
 
 
-def frequencies(options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:
-    """Angles per position, fp32 [rotated / 2], and the multiplier of cos and sin.
+def frequencies(options: RotaryOptions, rotated: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    """Angles per position, [rotated / 2], and the multiplier of cos and sin.
 
     linear: Chen et al. 2023. llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor.
     """
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    exponents = torch.arange(0, rotated, 2, dtype=dtype) / rotated
     inverse = 1.0 / (options.base**exponents)
     scaling = options.scaling
     if scaling.type == "linear":
@@ -44,7 +45,7 @@ def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor
 
     low = max(math.floor(channel(scaling.beta_fast)), 0)
     high = min(math.ceil(channel(scaling.beta_slow)), rotated - 1)
-    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp = (torch.arange(rotated // 2, dtype=inverse.dtype) - low) / max(high - low, 0.001)
     stretched = ramp.clamp(0.0, 1.0)
     factor = scaling.attention_factor
     if factor is None:
@@ -53,16 +54,18 @@ def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor
 
 
 @lru_cache(maxsize=32)
-def _table(options: RotaryOptions, rotated: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    inverse, factor = frequencies(options, rotated)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
+def _table(
+    options: RotaryOptions, rotated: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    inverse, factor = frequencies(options, rotated, dtype)
+    angles = torch.outer(torch.arange(length, dtype=dtype), inverse)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
 def _turned(x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A new tensor; channels beyond the angles are copied."""
     half = cos.shape[-1]
-    first, second = x_BSnD[..., :half].float(), x_BSnD[..., half : 2 * half].float()
+    first, second = at_least_fp32(x_BSnD[..., :half]), at_least_fp32(x_BSnD[..., half : 2 * half])
     parts = [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)]
     out = torch.empty(x_BSnD.shape, dtype=x_BSnD.dtype, device=x_BSnD.device)
     out[..., :half], out[..., half : 2 * half] = parts
@@ -92,10 +95,14 @@ class Rotary:
         self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
         self.rotated = int(options.fraction * head_dim) // 2 * 2
 
-    def angles(self, length: int, positions_BS: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length)."""
+    def angles(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length).
+
+        Args:
+            like: what shall be turned: its device, and its type where that is wider than fp32.
+        """
         rounded = 1 << max(6, (length - 1).bit_length())
-        cos, sin = _table(self.options, self.rotated, rounded, device)
+        cos, sin = _table(self.options, self.rotated, rounded, like.device, wide_type(like.dtype))
         if positions_BS is None:
             cos, sin = cos[:length].unsqueeze(0), sin[:length].unsqueeze(0)
         else:

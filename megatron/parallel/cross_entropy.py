@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .collectives import all_reduce
 from .mesh import ALONE, Axis
+from .precision import at_least_fp32, wide_type
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ def logits_of(
     x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: LossOptions, out: Tensor | None = None
 ) -> Tensor:
     """This rank's logits [N, V/t] in fp32; `out` is memory for the product."""
-    logits = torch.matmul(x_NH, weight_VH.T, out=out).float()
+    logits = at_least_fp32(torch.matmul(x_NH, weight_VH.T, out=out))
     if options.multiplier != 1.0:
         logits = logits * options.multiplier
     if bias_V is not None:
-        logits = logits + bias_V.float()
+        logits = logits + at_least_fp32(bias_V)
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
 
@@ -64,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = _Gradients(x_NH, weight_VH, bias_V) if train else None
         unit = weights_N.abs().amax().clamp(min=1e-30) if x_NH.dtype == torch.float16 else None
         unit_weights_N = weights_N if unit is None else weights_N / unit
-        ce_N = torch.empty(x_NH.shape[0], dtype=torch.float32, device=x_NH.device)
+        ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
         lse_N = torch.empty_like(ce_N)
         step = options.chunk or max(1, x_NH.shape[0])
         for begin in range(0, x_NH.shape[0], step):
@@ -102,8 +103,8 @@ class _Gradients:
 
     def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None):
         self.x = torch.empty_like(x_NH)
-        self.weight = torch.zeros_like(weight_VH, dtype=torch.float32)
-        self.bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
+        self.weight = torch.zeros_like(weight_VH, dtype=wide_type(weight_VH.dtype))
+        self.bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide_type(bias_V.dtype))
         self.dtype = weight_VH.dtype
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -170,11 +171,12 @@ def linear_cross_entropy(
         weight_VH: this rank's rows [V/t, H] of the head.
         bias_V: this rank's part of its bias, or None.
         labels_N: target ids of the whole vocabulary.
-        weights_N: fp32 weight of each token in the sum.
+        weights_N: weight of each token in the sum.
         first: id of this rank's first row.
 
     Returns:
         (loss, ce_N): a differentiable fp32 scalar with the z-loss, and detached cross-entropies in nats.
     """
+    weights_N = weights_N.to(wide_type(x_NH.dtype))
     train = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
     return _LinearCrossEntropy.apply(x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, train)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .initial import Init, initial_values
 from .mesh import Mesh
+from .precision import wide_type
 from .shard import LogicalTensor, Role, Shard, Span
 
 
@@ -20,7 +21,7 @@ class ParameterFactory:
         mesh: where this rank stands.
         seed: seed of the run; values are a function of it and of the logical name.
         device: "meta" makes parameters without values.
-        dtype: type of parameters that may be rounded; those marked keep_fp32 stay fp32.
+        dtype: type of parameters that may be rounded; those marked keep_fp32 stay fp32 (float64 where this is).
         prefix: logical name of the module that asks.
         values: False leaves them out; whoever builds the model fills them in.
     """
@@ -57,7 +58,7 @@ class ParameterFactory:
         logical = LogicalTensor(
             f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices
         )
-        dtype = torch.float32 if keep_fp32 else self.dtype
+        dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
         at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)
         if not self.values or torch.device(self.device).type == "meta":
             local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)

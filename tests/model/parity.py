@@ -12,6 +12,8 @@ from megatron.config import Config, resolve
 from megatron.config.pattern import parse
 from megatron.model.stack import Model, build_model
 from megatron.parallel.parameters import stored_tensors
+from tests.float64 import DOUBLE, EXACT, wider
+from tests.margins import Measured
 
 
 def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
@@ -49,7 +51,7 @@ def settings_of(theirs: transformers.PreTrainedConfig, **training) -> Config:
 def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[convert.Step], dict[str, torch.Tensor]]:
     """Our model with the weights of theirs, the steps of the conversion, and the state dict that it came from."""
     config = settings_of(theirs.config, **training)
-    model = build_model(config)
+    model = build_model(config, dtype=next(theirs.parameters()).dtype)
     architecture = architecture_of(theirs.config)
     ours = stored(model)
     steps = convert.plan(architecture, ours, len(parse(config.model.layers)), dims_of(config.model))
@@ -61,8 +63,8 @@ def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[
     return model, steps, state
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return ((found - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> Measured:
+    return Measured(((found - wanted).norm() / wanted.norm().clamp_min(1e-30)).item())
 
 
 def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -106,24 +108,27 @@ def _let_routers_differ(theirs: transformers.PreTrainedModel) -> None:
                 tensor[-1] = 0.0
 
 
-def compare(
-    theirs: transformers.PreTrainedModel, seed: int, bound: float = 1e-5, length: int = 24, std: float = 0.15
-) -> None:
-    """Equal logits, loss and gradients of every parameter, after randomising every parameter."""
+def compare(theirs: transformers.PreTrainedModel, seed: int, length: int = 24, std: float = 0.15) -> None:
+    """Equal logits, loss and gradients of every parameter in float64, after randomising every parameter.
+
+    Args:
+        theirs: built and used within `wider`.
+    """
     randomise(theirs, seed, std)
     _let_routers_differ(theirs)
     model, steps, _ = twin(theirs.eval())
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)
     labels = torch.randint(theirs.config.vocab_size, (3, length), generator=generator)
-    logits = theirs(input_ids=tokens, use_cache=False).logits
-    assert relative(model.logits(tokens), logits) < bound
+    with wider():
+        logits = theirs(input_ids=tokens, use_cache=False).logits
+        wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        wanted.backward()
+    assert logits.dtype == DOUBLE and relative(model.logits(tokens), logits) < EXACT
 
-    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    wanted.backward()
-    loss, _ = model(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel()))
+    loss, _ = model(tokens, labels, torch.full(labels.shape, 1.0 / labels.numel(), dtype=DOUBLE))
     loss.backward()
-    assert abs(loss - wanted) < bound * wanted
+    assert relative(loss, wanted) < EXACT
     theirs_by_name, ours_by_name = hf_gradients(theirs), named(model)
     compared = set()
     for step in steps:
@@ -131,6 +136,6 @@ def compare(
             continue  # a correction, which has no gradient
         for name, gradient in step.from_hf(theirs_by_name.__getitem__):
             assert gradient.abs().max() > 0, f"the test is blind to {name}"
-            assert relative(ours_by_name[name].grad, gradient) < bound, name
+            assert relative(ours_by_name[name].grad, gradient) < EXACT, name
             compared.add(name)
     assert compared == set(ours_by_name)

@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.kinds.common import attend as paths
 from megatron.kinds.common.attend import Pattern, alibi_slopes, attend, choose
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
 B, HEADS, KV, S, D = 2, 4, 2, 24, 8
@@ -24,7 +25,7 @@ PATTERNS = {
 def inputs():
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, HEADS, S, D), (B, KV, S, D), (B, KV, S, D))
-    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    q, k, v = (torch.randn(shape, generator=generator).to(DOUBLE) for shape in shapes)
     documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 4 + [2] * 17])
     return q, k, v, documents
 
@@ -50,7 +51,7 @@ def test_flex_equals_the_other_path(name: str, with_documents: bool):
     mask = create_block_mask(allowed, B if with_documents else None, None, S, S, device="cpu")
     flex = flex_attention(q, k, v, score_mod=score, block_mask=mask, scale=pattern.scale, enable_gqa=True)
     plain = attend(q, k, v, pattern, documents_BS=documents)
-    assert relative(flex, plain) < 1e-5
+    assert relative(flex, plain) < EXACT
 
 
 def test_flex_is_called_as_it_is_written(monkeypatch):
@@ -60,15 +61,15 @@ def test_flex_is_called_as_it_is_written(monkeypatch):
     for name in ("window", "all", "window"):
         q, k, v, documents = inputs()
         found = paths._flex(q, k, v, PATTERNS[name], documents, remember)
-        assert relative(found, attend(q, k, v, PATTERNS[name], documents_BS=documents)) < 1e-5
+        assert relative(found, attend(q, k, v, PATTERNS[name], documents_BS=documents)) < EXACT
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_written_out_path(name: str):
     pattern, (q, k, v, documents) = PATTERNS[name], inputs()
-    mask = paths._mask(S, S, pattern, documents, "cpu", torch.float32)
+    mask = paths._mask(S, S, pattern, documents, "cpu", DOUBLE)
     found = paths._math(q, k, v, pattern, mask, None)
-    assert relative(found, attend(q, k, v, pattern, documents_BS=documents)) < 1e-5
+    assert relative(found, attend(q, k, v, pattern, documents_BS=documents)) < EXACT
 
 
 def test_layers_with_different_windows_do_not_share_masks():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kinds.common.convolution import causal_convolution, last_taps
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
 B, S, C = 2, 9, 6
@@ -37,7 +38,8 @@ def by_hand(x, weight, bias, past, starts):
 def test_values_and_gradients(taps, with_bias, with_past, documents):
     generator = torch.Generator().manual_seed(taps)
     shapes = {"x": (B, S, C), "weight": (C, 1, taps), "bias": (C,), "past": (B, taps - 1, C)}
-    given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    given = {name: each.to(DOUBLE).requires_grad_() for name, each in given.items()}
     if not with_bias:
         del given["bias"]
     if not with_past:
@@ -46,16 +48,14 @@ def test_values_and_gradients(taps, with_bias, with_past, documents):
     if documents:  # the first document of the first sample began before this piece
         begun = -5 if with_past else 0
         starts = torch.tensor([[begun] * 4 + [4] * 5, [0] * 1 + [1] * 2 + [3] * 6])
-    double = {name: each.detach().double().requires_grad_() for name, each in given.items()}
+    double = {name: each.detach().clone().requires_grad_() for name, each in given.items()}
     wanted = by_hand(double["x"], double["weight"], double.get("bias"), double.get("past"), starts)
     found = causal_convolution(given["x"], given["weight"], given.get("bias"), given.get("past"), starts)
-    assert relative(found, wanted) < 1e-6
-    upstream = torch.randn(B, S, C, generator=generator)
+    assert relative(found, wanted) < EXACT
+    upstream = torch.randn(B, S, C, generator=generator).to(DOUBLE)
     gradients = torch.autograd.grad(found, list(given.values()), upstream)
-    for name, gradient, expected in zip(
-        given, gradients, torch.autograd.grad(wanted, list(double.values()), upstream.double())
-    ):
-        assert relative(gradient, expected) < 1e-6, name
+    for name, gradient, expected in zip(given, gradients, torch.autograd.grad(wanted, list(double.values()), upstream)):
+        assert relative(gradient, expected) < EXACT, name
 
 
 def test_in_bf16_sums_are_wide():
@@ -71,8 +71,8 @@ def test_in_bf16_sums_are_wide():
 
 def test_what_is_handed_over_continues_the_sequence():
     generator = torch.Generator().manual_seed(5)
-    x, weight = torch.randn(B, S, C, generator=generator), torch.randn(C, 1, 4, generator=generator)
+    x, weight = (torch.randn(shape, generator=generator).to(DOUBLE) for shape in ((B, S, C), (C, 1, 4)))
     whole = causal_convolution(x, weight, None)
     first, second = x[:, :4], x[:, 4:]
     continued = causal_convolution(second, weight, None, last_taps(first, None, 4))
-    torch.testing.assert_close(torch.cat([causal_convolution(first, weight, None), continued], 1), whole)
+    assert relative(torch.cat([causal_convolution(first, weight, None), continued], 1), whole) < EXACT

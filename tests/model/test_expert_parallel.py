@@ -12,6 +12,7 @@ from megatron.model.stream import Stream
 from megatron.parallel.layout import Coordinates, Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, relative
 from tests.workers import run
 from tools.bench.expert_traffic import Traffic, counted, send_everything
@@ -38,9 +39,8 @@ def layer(mesh: Mesh, case: str) -> MoE:
         "model": {"layers": "moe", "hidden_size": H, "vocab_size": 8, "moe": OPTIONS[case]},
         "training": {"steps": 1, "sequence_length": S},
     })
-    made = MoE(
-        ParameterFactory(mesh).scope("moe"), config.model, config.model.moe, Initialisation(config.model.init, H, 1)
-    )
+    make = ParameterFactory(mesh, dtype=DOUBLE).scope("moe")
+    made = MoE(make, config.model, config.model.moe, Initialisation(config.model.init, H, 1))
     with torch.no_grad():
         for name, parameter in named(made).items():
             whole = (
@@ -62,7 +62,7 @@ def cut(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def batch(data: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a data parallel rank puts in, and the weights of what comes out."""
     draw = torch.Generator().manual_seed(100 + data)
-    return torch.randn(B, S, H, generator=draw), torch.randn(B, S, H, generator=draw)
+    return tuple(torch.randn(B, S, H, generator=draw).to(DOUBLE) for _ in range(2))
 
 
 def step(layout: Layout, case: str, everything: bool = False):
@@ -145,20 +145,20 @@ def test_equals_the_whole_layer(layout: Layout):
                 if layout.sequence
                 else slice(None)
             )
-            assert relative(y, outputs[at.data][0][:, own]) < 1e-5, (case, rank)
-            assert relative(x_grad, outputs[at.data][1][:, own]) < 1e-5, (case, rank)
+            assert relative(y, outputs[at.data][0][:, own]) < EXACT, (case, rank)
+            assert relative(x_grad, outputs[at.data][1][:, own]) < EXACT, (case, rank)
             for name, (gradient, experts) in gradients.items():
                 assert (experts is not None) == name.startswith("moe.experts."), name
                 apart = layout.folded and experts is not None  # each has whole experts, and worked for other tokens
                 if at.tensor and not apart:  # shards of the others are compared by test_layouts
                     continue
                 expected = total[name] if apart else of_first(total[name], name, layout, case)
-                place, _ = summed.setdefault(name, (torch.zeros(expected.shape), expected))
+                place, _ = summed.setdefault(name, (torch.zeros_like(expected), expected))
                 where = slice(None) if experts is None else slice(experts.start, experts.stop)
                 place[where] += gradient
         for name, (gradient, expected) in summed.items():
             error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)
-            assert error < 1e-5, (case, name, float(error))
+            assert error < EXACT, (case, name, float(error))
 
 
 def of_first(value: torch.Tensor, name: str, layout: Layout, case: str) -> torch.Tensor:
@@ -184,7 +184,7 @@ def crossing(place, share=lambda token: 0) -> int:
     for data in range(2):
         for token, experts in enumerate(choices(data).tolist()):
             rows += sum(place(expert) != (data, share(token)) for expert in experts)
-    return rows * H * 4
+    return rows * H * 8
 
 
 def test_no_token_crosses_the_expert_axis_twice():
@@ -205,14 +205,14 @@ def test_what_dropping_duplicates_saves():
     layout = Layout(data=2, tensor=2, expert=2)
     everything, share = (run(4, step, layout, "top_k", how) for how in (True, False))
     for one, other in zip(everything, share):
-        assert relative(one[0], other[0]) < 1e-5 and relative(one[1], other[1]) < 1e-5
+        assert relative(one[0], other[0]) < EXACT and relative(one[1], other[1]) < EXACT
     assert sum(answer[3].exchanged for answer in everything) == 2 * sum(answer[3].exchanged for answer in share)
     for rank, answer in enumerate(share):
         expert_rank, arrived = layout.coordinates(rank).data, [0, 0]
         for data in range(2):
             for token, experts in enumerate(choices(data).tolist()):
                 arrived[token * 2 // (B * S)] += sum(expert // 4 == expert_rank for expert in experts)
-        assert answer[3].gathered == 4 * max(arrived) * H * 4, (
+        assert answer[3].gathered == 4 * max(arrived) * H * 8, (
             "a gather and a sum each way, of as many rows as one has at most"
         )
     assert all(answer[3].gathered == 0 for answer in everything)

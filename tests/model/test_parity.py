@@ -1,4 +1,4 @@
-"""Logits and gradients of random tiny models equal those of transformers, in fp32."""
+"""Logits and gradients of random tiny models equal those of transformers, in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
+from tests.float64 import wider
 from tests.model.parity import compare
 
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -294,6 +295,9 @@ CASES |= {
 def test_equals_transformers(name: str):
     torch.manual_seed(0)
     config = CASES[name]
-    theirs = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with wider():
+        theirs = hf.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        ).double()
     # shared blocks have norms without residuals, which amplify rounding (theirs as ours) with the size of matrices
     compare(theirs, seed=sum(name.encode()), std=0.075 if name.startswith("zamba") else 0.15)

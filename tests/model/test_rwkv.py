@@ -12,6 +12,7 @@ from megatron.model.describe import layers, layers_table, totals
 from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, relative
 from tests.model.test_recomputation import Allocations
 from tests.model.test_rwkv_parity import randomised
@@ -53,7 +54,7 @@ def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 1, 16]])
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
-    model = build_model(config_of(name)).eval()
+    model = build_model(config_of(name), dtype=DOUBLE).eval()
     randomised(model, 2)
     tokens = tokens_of()
     with torch.no_grad():
@@ -61,7 +62,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
         for piece in pieces:
             found.append(model.decode(tokens[:, begin : begin + piece], state, begin))
             begin += piece
-    assert relative(torch.cat(found, 1), wanted) < 1e-5
+    assert relative(torch.cat(found, 1), wanted) < EXACT
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -70,7 +71,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
 def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...], documents: bool):
     """The blocks over pieces of a sequence, each going on from the state of the last, give the outputs and the
     gradients of the whole."""
-    model = build_model(config_of(name, documents))
+    model = build_model(config_of(name, documents), dtype=DOUBLE)
     randomised(model, 3)
     numbers = torch.tensor([[0] * 5 + [1] * 7 + [2] * 12, [0] * 13 + [1] * 11]) if documents else None
 
@@ -89,19 +90,18 @@ def test_states_hand_over_with_their_gradients(name: str, cuts: tuple[int, ...],
         return y.detach(), {key: p.grad for key, p in named(model).items() if p.grad is not None}
 
     whole, gradients = outputs([0, S])
-    assert (
-        relative(model.stream(tokens_of(), documents=numbers).hidden.detach(), whole) < 1e-6
-    )  # a state changes nothing
+    plain = model.stream(tokens_of(), documents=numbers).hidden.detach()
+    assert relative(plain, whole) < EXACT  # a state changes nothing
     found, own = outputs([0, *cuts, S])
-    assert relative(found, whole) < 1e-5
+    assert relative(found, whole) < EXACT
     for key in gradients:
-        assert relative(own[key], gradients[key]) < 1e-5, key
+        assert relative(own[key], gradients[key]) < EXACT, key
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_do_not_see_each_other(name: str):
     """Loss and gradients of packed documents are those of each document alone."""
-    model = build_model(config_of(name, documents=True))
+    model = build_model(config_of(name, documents=True), dtype=DOUBLE)
     randomised(model, 0)
     lengths = [(5, 12, 7), (1, 2, 21)]
     tokens, labels = tokens_of(), tokens_of(seed=7)
@@ -120,10 +120,10 @@ def test_documents_do_not_see_each_other(name: str):
             part = (slice(sample, sample + 1), slice(begin, begin + length))
             alone = alone + model(tokens[part], labels[part], torch.ones(1, length))[0]
     together = model(tokens, labels, torch.ones(2, S))[0]
-    assert abs(packed - alone) < 1e-5 * alone and abs(together - alone) > 1e-4 * alone
+    assert relative(packed, alone) < EXACT and abs(together - alone) > 1e-4 * alone
     wanted = gradients(alone)
     for key, gradient in gradients(packed).items():
-        assert relative(gradient, wanted[key]) < 2e-5, key
+        assert relative(gradient, wanted[key]) < EXACT, key
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -209,7 +209,7 @@ def test_size_of_the_decoding_state(name: str):
 def step(name: str, layout: Layout, mode: str = "none"):
     """(loss, this rank's gradients by name with their spans, logits) on this rank of the layout."""
     mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
-    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh)
+    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh, dtype=DOUBLE)
     with torch.no_grad():
         for key, p in named(model).items():
             whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
@@ -234,13 +234,13 @@ def test_heads_on_several_ranks_equal_one(ranks: int, sequence: bool, mode: str)
         for rank, (own, pieces, own_logits) in enumerate(
             run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
         ):
-            assert own == pytest.approx(loss, rel=1e-5), (name, rank)
-            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            assert own == pytest.approx(loss, rel=EXACT), (name, rank)
+            assert relative(own_logits, logits) < EXACT, (name, rank)
             for key, (gradient, spans) in pieces.items():
                 expected = wanted[key][0]
                 for dim, parts in enumerate(spans):
                     expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
-                assert relative(gradient, expected) < 2e-5, (name, key, rank)
+                assert relative(gradient, expected) < EXACT, (name, key, rank)
 
 
 STATES = {

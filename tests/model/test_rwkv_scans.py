@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,6 @@ from megatron.kinds.common.documents import document_starts
 from megatron.kinds.common.rwkv.wkv6 import wkv6
 from megatron.kinds.rwkv4.wkv4 import wkv4
 from megatron.kinds.rwkv7.wkv7 import wkv7
-from tests.model.parity import relative
 from tests.model.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
 
 h, N = 2, 4
@@ -22,8 +23,8 @@ def starts_of(kind: str | None):
 
 def kept(starts, t: int, dims: int) -> torch.Tensor:
     """1 where the state before token t belongs to its document, [B, 1, ...]."""
-    alive = torch.ones(Bs) if starts is None else starts[:, t] != t
-    return alive.double().view(-1, *[1] * dims)
+    alive = torch.ones(Bs, dtype=torch.bool) if starts is None else starts[:, t] != t
+    return alive.view(-1, *[1] * dims)
 
 
 def loop7(r, log_w, k, v, a, b, state, starts):
@@ -70,11 +71,12 @@ def inputs7() -> list[torch.Tensor]:
 @pytest.mark.parametrize("documents", [None, "none", "all", "one"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_wkv7(chunk: int, documents: str | None):
-    doubles = [each.double().requires_grad_() for each in inputs7()]
-    inputs = [each.requires_grad_() for each in inputs7()]
     starts = starts_of(documents)
-    found = wkv7(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
-    check(list(found), list(loop7(*doubles, starts)), inputs, doubles, ["r", "log_w", "k", "v", "a", "b", "initial"])
+
+    def scan(*leaves):
+        return wkv7(*leaves[:6], chunk=chunk, initial_BhNN=leaves[6], starts_BS=starts)
+
+    check(scan, partial(loop7, starts=starts), inputs7(), ["r", "log_w", "k", "v", "a", "b", "initial"])
 
 
 @pytest.mark.parametrize("of", ["outputs", "state"])
@@ -100,19 +102,15 @@ def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bo
     key = F.normalize(draw(1, 1, 1, N, seed=1), dim=-1).repeat(1, 128, 1, 1)
     log_w = torch.full((1, 128, 1, N), -0.6065 if fast else 0.0)
     inputs = [draw(1, 128, 1, N, seed=2), log_w, key, draw(1, 128, 1, N, seed=3), -key, key.clone()]
-    doubles = [each.double().requires_grad_() for each in inputs]
-    y, state = wkv7(*(each.requires_grad_() for each in inputs), chunk=128)
-    rows, last = [], torch.zeros(N, N, dtype=torch.float64)
-    for r, log_w, k, v, a, b in zip(*(each[0, :, 0] for each in doubles)):
-        last = last @ (torch.diag(log_w.exp()) + torch.outer(a, b)) + torch.outer(v, k)
-        rows.append(last @ r)
-    wanted = torch.stack(rows)
-    assert relative(y[0, :, 0].double(), wanted) < 1e-5 and relative(state[0, 0].double(), last) < 1e-5
-    by = draw(128, N, seed=4)
-    y[0, :, 0].backward(by)
-    wanted.backward(by.double())
-    for mine, theirs in zip(inputs, doubles):
-        assert (mine.grad - theirs.grad).norm() < 1e-5 * theirs.grad.norm()
+
+    def recurrence(*leaves):
+        rows, last = [], torch.zeros(N, N, dtype=leaves[0].dtype)
+        for r, log_w, k, v, a, b in zip(*(each[0, :, 0] for each in leaves)):
+            last = last @ (torch.diag(log_w.exp()) + torch.outer(a, b)) + torch.outer(v, k)
+            rows.append(last @ r)
+        return torch.stack(rows)[None, :, None], last[None, None]
+
+    check(partial(wkv7, chunk=128), recurrence, inputs, ["r", "log_w", "k", "v", "a", "b"])
 
 
 # 4: a token keeps e^-50 of what was; -5: hardly anything is lost
@@ -122,17 +120,12 @@ def test_wkv7_keeps_its_digits_where_keys_repeat_and_decays_are_fastest(fast: bo
 def test_wkv6(chunk: int, documents: str | None, shift: float):
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(4)]
     inputs += [draw(h, N, seed=4) + shift, draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
-    doubles = [each.double().requires_grad_() for each in inputs]
-    inputs = [each.requires_grad_() for each in inputs]
     starts = starts_of(documents)
-    found = wkv6(*inputs[:6], chunk=chunk, initial_BhNN=inputs[6], starts_BS=starts)
-    check(
-        list(found),
-        list(loop6(*doubles, starts)),
-        inputs,
-        doubles,
-        ["r", "k", "v", "moved", "decay", "bonus", "initial"],
-    )
+
+    def scan(*leaves):
+        return wkv6(*leaves[:6], chunk=chunk, initial_BhNN=leaves[6], starts_BS=starts)
+
+    check(scan, partial(loop6, starts=starts), inputs, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
 
 
 @pytest.mark.parametrize("move", [10.0, 36.0, 100.0])
@@ -143,12 +136,11 @@ def test_wkv6_of_a_token_that_forgets_everything(move: float):
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)] + [draw(Bs, S, h, N, seed=3) - 2.0]
     inputs[3][:, 7, :, 1:] = move
     inputs += [draw(h, N, seed=4), draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
-    doubles = [each.double().requires_grad_() for each in inputs]
-    inputs = [each.requires_grad_() for each in inputs]
-    found = wkv6(*inputs[:6], chunk=64, initial_BhNN=inputs[6])
-    check(
-        list(found), list(loop6(*doubles, None)), inputs, doubles, ["r", "k", "v", "moved", "decay", "bonus", "initial"]
-    )
+
+    def scan(*leaves):
+        return wkv6(*leaves[:6], chunk=64, initial_BhNN=leaves[6])
+
+    check(scan, partial(loop6, starts=None), inputs, ["r", "k", "v", "moved", "decay", "bonus", "initial"])
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -156,11 +148,14 @@ def test_wkv6_of_decays_that_all_tokens_share(chunk: int):
     """RWKV-5's: one gradient for all samples and positions."""
     inputs = [draw(Bs, S, h, N, seed=seed) for seed in range(3)]
     inputs += [draw(h, N, seed=4), draw(h, N, seed=5), draw(Bs, h, N, N, seed=6)]
-    doubles = [each.double().requires_grad_() for each in inputs]
-    r, k, v, decay, bonus, initial = (each.requires_grad_() for each in inputs)
-    found = wkv6(r, k, v, None, decay, bonus, chunk=chunk, initial_BhNN=initial)
-    wanted = loop6(*doubles[:3], torch.zeros_like(doubles[0]), *doubles[3:], None)
-    check(list(found), list(wanted), inputs, doubles, ["r", "k", "v", "decay", "bonus", "initial"])
+
+    def scan(r, k, v, decay, bonus, initial):
+        return wkv6(r, k, v, None, decay, bonus, chunk=chunk, initial_BhNN=initial)
+
+    def recurrence(r, k, v, *others):
+        return loop6(r, k, v, torch.zeros_like(r), *others, None)
+
+    check(scan, recurrence, inputs, ["r", "k", "v", "decay", "bonus", "initial"])
 
 
 @pytest.mark.parametrize("shift", [0.0, 4.0, -5.0])
@@ -169,18 +164,14 @@ def test_wkv6_of_decays_that_all_tokens_share(chunk: int):
 def test_wkv4(chunk: int, documents: str | None, shift: float):
     inputs = [3 * draw(Bs, S, N, seed=0), draw(Bs, S, N, seed=1), draw(N, seed=2) + shift, draw(N, seed=3)]
     inputs += [draw(Bs, N, seed=4), draw(Bs, N, seed=5).abs() + 0.5, draw(Bs, N, seed=6)]
-    doubles = [each.double().requires_grad_() for each in inputs]
-    inputs = [each.requires_grad_() for each in inputs]
     starts = starts_of(documents)
-    y, (above, below, largest) = wkv4(*inputs[:4], chunk=chunk, initial=tuple(inputs[4:]), starts_BS=starts)
-    scale = largest.exp()
-    check(
-        [y, above * scale, below * scale],
-        list(loop4(*doubles, starts)),
-        inputs[:6],
-        doubles[:6],
-        ["k", "v", "decay", "bonus", "numerator", "denominator"],
-    )
+
+    def scan(*leaves):
+        y, (above, below, largest) = wkv4(*leaves[:4], chunk=chunk, initial=leaves[4:], starts_BS=starts)
+        return y, above * largest.exp(), below * largest.exp()
+
+    names = ["k", "v", "decay", "bonus", "numerator", "denominator"]
+    check(scan, partial(loop4, starts=starts), inputs, names)
 
 
 def test_wkv4_of_huge_keys():

@@ -10,6 +10,7 @@ from megatron.config.pattern import call_numbers
 from megatron.model.describe import layers
 from megatron.model.partition import copies
 from megatron.model.stack import build_model
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative
 from tests.model.test_recomputation import Allocations
 
@@ -58,8 +59,8 @@ def test_a_shared_block_is_the_sum_of_its_uses():
     """With one block per call, equal in value, the gradients of the blocks add up to those of the one that is
     shared.
     """
-    one = build_model(config_of("mamba2+shared_attention x3", {"blocks": 1}))
-    three = build_model(config_of("mamba2+shared_attention x3", {"blocks": 3}))
+    one = build_model(config_of("mamba2+shared_attention x3", {"blocks": 1}), dtype=DOUBLE)
+    three = build_model(config_of("mamba2+shared_attention x3", {"blocks": 3}), dtype=DOUBLE)
     randomise(one, 3)
     with torch.no_grad():
         for name, p in named(three).items():
@@ -72,9 +73,9 @@ def test_a_shared_block_is_the_sum_of_its_uses():
             last = name.removeprefix("shared_attention.0.")
             parts = [apart[f"shared_attention.{number}.{last}"] for number in range(3)]
             assert all(relative(part, gradient) > 0.01 for part in parts), name
-            assert relative(sum(parts), gradient) < 1e-5, name
+            assert relative(sum(parts), gradient) < EXACT, name
         else:
-            assert relative(apart[name], gradient) < 1e-5, name
+            assert relative(apart[name], gradient) < EXACT, name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run
@@ -113,7 +114,7 @@ def tokens_of(samples: int = 2, length: int = S, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [5, 1, 1, 1, 16], [13, 11]])
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
-    model = build_model(config_of(name)).eval()
+    model = build_model(config_of(name), dtype=DOUBLE).eval()
     randomise(model, 2)
     tokens = tokens_of()
     with torch.no_grad():
@@ -121,7 +122,7 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
         for piece in pieces:
             found.append(model.decode(tokens[:, begin : begin + piece], state, begin))
             begin += piece
-    assert relative(torch.cat(found, 1), wanted) < 1e-5
+    assert relative(torch.cat(found, 1), wanted) < EXACT
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -129,9 +130,9 @@ def test_decoding_in_pieces_equals_the_whole(name: str, pieces: list[int]):
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_state_hands_over_with_its_gradients(name: str, cuts: tuple[int, ...], documents: bool):
     """A mixer over pieces of a sequence gives the outputs and the gradients of the whole."""
-    block = build_model(config_of(name)).blocks[0]
+    block = build_model(config_of(name), dtype=DOUBLE).blocks[0]
     randomise(block, 3)
-    x = torch.randn(2, S, 24, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(2, S, 24, generator=torch.Generator().manual_seed(4)).to(DOUBLE)
     numbers = torch.tensor([[0] * 5 + [1] * 7 + [2] * 12, [0] * 13 + [1] * 11]) if documents else None
 
     def outputs(bounds) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -146,17 +147,17 @@ def test_a_state_hands_over_with_its_gradients(name: str, cuts: tuple[int, ...],
 
     stream = Stream(x, documents=numbers)
     whole, gradients = outputs([0, S])
-    assert relative(whole, block.mixer(x, stream).detach()) < 1e-6  # a state changes nothing
+    assert relative(whole, block.mixer(x, stream).detach()) < EXACT  # a state changes nothing
     found, own = outputs([0, *cuts, S])
-    assert relative(found, whole) < 1e-5
+    assert relative(found, whole) < EXACT
     for mine, wanted in zip(own, gradients):
-        assert relative(mine, wanted) < 1e-5
+        assert relative(mine, wanted) < EXACT
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_do_not_see_each_other(name: str):
     """Loss and gradients of packed documents are those of each document alone."""
-    model = build_model(config_of(name, documents=True))
+    model = build_model(config_of(name, documents=True), dtype=DOUBLE)
     randomise(model, 6)
     lengths = [(5, 12, 7), (1, 2, 21)]
     tokens, labels = tokens_of(), tokens_of(seed=7)
@@ -180,10 +181,10 @@ def test_documents_do_not_see_each_other(name: str):
             )
             begin += length
     together = model(tokens, labels, torch.ones(2, S))[0]
-    assert abs(packed - alone) < 1e-5 * alone and abs(together - alone) > 1e-4 * alone
+    assert relative(packed, alone) < EXACT and abs(together - alone) > 1e-4 * alone
     wanted = gradients(alone)
     for key, gradient in gradients(packed).items():
-        assert relative(gradient, wanted[key]) < 2e-5, key
+        assert relative(gradient, wanted[key]) < EXACT, key
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -284,7 +285,7 @@ def test_decoding_state_does_not_grow(name: str):
 def step(name: str, layout: Layout, mode: str = "none"):
     """(loss, this rank's gradients by name with their spans, logits) on this rank of the layout."""
     mesh = Mesh.single() if layout.tensor == 1 else Mesh.build(layout)
-    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh)
+    model = build_model(config_of(name, activation_checkpointing={"mode": mode}), mesh, dtype=DOUBLE)
     with torch.no_grad():
         for key, p in named(model).items():
             whole = torch.randn(p.logical.shape, generator=torch.Generator().manual_seed(sum(key.encode())))
@@ -311,13 +312,13 @@ def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
         for rank, (own, pieces, own_logits) in enumerate(
             run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
         ):
-            assert own == pytest.approx(loss, rel=1e-5), (name, rank)
-            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            assert own == pytest.approx(loss, rel=EXACT), (name, rank)
+            assert relative(own_logits, logits) < EXACT, (name, rank)
             for key, (gradient, spans) in pieces.items():
                 expected = wanted[key][0]
                 for dim, parts in enumerate(spans):
                     expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in parts], dim)
-                assert relative(gradient, expected) < 2e-5, (name, key, rank)
+                assert relative(gradient, expected) < EXACT, (name, key, rank)
 
 
 @pytest.mark.parametrize("name", MODELS)

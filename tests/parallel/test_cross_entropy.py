@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 
 N, H, V = 13, 8, 29
 
 
-def inputs(dtype=torch.float32):
+def inputs(dtype=DOUBLE):
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((N, H), (V, H), (V,)))
     labels = torch.randint(V, (N,), generator=generator)
@@ -27,10 +28,9 @@ def test_equals_cross_entropy_for_all_chunks(chunk: int):
     wanted_ce = F.cross_entropy(F.linear(x, weight, bias), labels, reduction="none")
     wanted = torch.autograd.grad((wanted_ce * weights).sum(), (x, weight, bias))
     loss, ce = linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(chunk=chunk))
-    torch.testing.assert_close(ce, wanted_ce, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(loss, (wanted_ce * weights).sum(), rtol=1e-6, atol=0)
+    assert relative(ce, wanted_ce) < EXACT and relative(loss, (wanted_ce * weights).sum()) < EXACT
     for found, expected in zip(torch.autograd.grad(3.0 * loss, (x, weight, bias)), wanted):
-        assert relative(found, 3.0 * expected) < 1e-5
+        assert relative(found, 3.0 * expected) < EXACT
 
 
 @pytest.mark.parametrize("chunk", [0, 4])
@@ -48,16 +48,16 @@ def test_multiplier_softcap_and_z_loss(chunk: int, options: dict):
     each = log_z - logits[torch.arange(N), labels] + options.get("z_loss", 0.0) * log_z**2
     wanted = torch.autograd.grad((each * weights).sum(), double)
     loss, _ = linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(chunk=chunk, **options))
-    torch.testing.assert_close(loss.double(), (each * weights).sum(), rtol=1e-5, atol=0)
+    assert relative(loss, (each * weights).sum()) < EXACT
     for found, expected in zip(torch.autograd.grad(loss, (x, weight, bias)), wanted):
-        assert relative(found, expected) < 1e-5
+        assert relative(found, expected) < EXACT
 
 
 def test_large_logits_do_not_overflow():
     x, weight, _, labels, weights = inputs()
     loss, _ = linear_cross_entropy(x * 1e3, weight, None, labels, weights)
     wanted = (F.cross_entropy((x * 1e3) @ weight.T, labels, reduction="none") * weights).sum()
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    assert relative(loss, wanted) < EXACT
 
 
 def test_in_bf16_the_loss_is_fp32():
@@ -84,7 +84,7 @@ def test_evaluation_computes_no_gradients():
     with torch.no_grad():
         loss, ce = linear_cross_entropy(x, weight, None, labels, weights)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, (ce * weights).sum())
+    assert relative(loss, (ce * weights).sum()) < EXACT
 
 
 def test_fp16_gradients_do_not_vanish_before_the_loss_scale() -> None:

@@ -9,6 +9,7 @@ from megatron.config import resolve
 from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, relative
 from tests.workers import run
 
@@ -59,7 +60,7 @@ def step(model_values: dict, layout: Layout, mode: str, move: bool = True):
             "activation_checkpointing": {"mode": mode},
         },
     })
-    model = build_model(config, mesh)
+    model = build_model(config, mesh, dtype=DOUBLE)
     shake(model, layout)
     tokens, labels = torch.randint(V, (2, 2, S), generator=torch.Generator().manual_seed(0))
     loss, _ = model(tokens, labels, torch.ones(labels.shape), samples=torch.tensor([4, 9]))
@@ -98,10 +99,10 @@ def test_equals_one_rank(ranks: int, sequence: bool, mode: str):
         loss, wanted, logits = step(values, Layout(), "none")
         answers = run(ranks, step, values, Layout(tensor=ranks, sequence=sequence), mode)
         for rank, (own_loss, pieces, own_logits) in enumerate(answers):
-            assert own_loss == pytest.approx(loss, rel=1e-5), (name, rank)
-            assert relative(own_logits, logits) < 1e-5, (name, rank)
+            assert own_loss == pytest.approx(loss, rel=EXACT), (name, rank)
+            assert relative(own_logits, logits) < EXACT, (name, rank)
             for key, (gradient, spans) in pieces.items():
                 expected = wanted[key][0]
                 for dim, runs in enumerate(spans):
                     expected = torch.cat([expected.narrow(dim, each.start, each.length) for each in runs], dim)
-                assert relative(gradient, expected) < 2e-5, (name, key, rank)
+                assert relative(gradient, expected) < EXACT, (name, key, rank)

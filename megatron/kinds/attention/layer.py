@@ -135,7 +135,7 @@ class Attention(nn.Module):
             positions = stream.positions
             if positions is None and begin:
                 positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length, positions, x_BSH.device)
+            return self.rotary.angles(begin + length, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 

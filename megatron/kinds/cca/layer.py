@@ -28,6 +28,7 @@ from megatron.parallel.collectives import enter
 from megatron.parallel.initial import ONES, ZEROS, Init
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 
@@ -166,10 +167,9 @@ class CCA(nn.Module):
             windows = [torch.where(seen_second >= second - 1 - tap, each, bias_C) for tap, each in enumerate(windows)]
         window = torch.cat([each.unflatten(-1, (heads, D)) for each in windows], -1)  # [B, S, n + m, taps D]
         matrices = grouped_CDT.unflatten(0, (heads, D)).transpose(2, 3).flatten(2, 3)
-        mixed = torch.einsum("bshi,hoi->bsho", window, matrices).float() + grouped_bias_C.float().unflatten(
-            0, (heads, D)
-        )
-        plain = projected_BSC.float().unflatten(-1, (heads, D))
+        mixed = at_least_fp32(torch.einsum("bshi,hoi->bsho", window, matrices))
+        mixed = mixed + at_least_fp32(grouped_bias_C).unflatten(0, (heads, D))
+        plain = at_least_fp32(projected_BSC).unflatten(-1, (heads, D))
         q, k = plain.split([self.heads, self.kv_heads], 2)
         mean = (q.unflatten(2, (self.kv_heads, -1)) + k.unsqueeze(3)) / 2  # [B, S, m, n / m, D]
         q, k = mixed.split([self.heads, self.kv_heads], 2)
@@ -202,7 +202,7 @@ class CCA(nn.Module):
             positions = stream.positions
             if positions is None and begin:
                 positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length, positions, x_BSH.device)
+            return self.rotary.angles(begin + length, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 

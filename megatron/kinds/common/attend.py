@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.random import uniform
 
 
@@ -132,10 +133,10 @@ def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropo
     """Attention written out, with fp32 softmax."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    logits = (q @ k.transpose(-1, -2)).float() * pattern.scale
+    logits = at_least_fp32(q @ k.transpose(-1, -2)) * pattern.scale
     if pattern.softcap:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
-    probabilities = (logits + mask.float()).softmax(-1)
+    probabilities = (logits + at_least_fp32(mask)).softmax(-1)
     if dropout:
         rate, key, samples_B, first_head = dropout
         heads, queries, keys = probabilities.shape[1:]

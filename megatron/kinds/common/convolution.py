@@ -14,6 +14,7 @@ from megatron.config.sections.model import RecurrentOptions
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from .recomputed import recomputed
@@ -64,10 +65,10 @@ def _convolve(x_BSC, weight_C1K, bias_C, past_BKC, starts_BS):
         y = F.conv1d(padded.transpose(1, 2), weight_C1K, bias_C, groups=weight_C1K.shape[0])
         return F.silu(y).transpose(1, 2).contiguous()
     places = torch.arange(length, device=x_BSC.device)
-    y = 0.0 if bias_C is None else bias_C.float()
+    y = 0.0 if bias_C is None else at_least_fp32(bias_C)
     for tap in range(taps):
         seen = (places - (taps - 1 - tap) >= starts_BS).unsqueeze(-1)
-        y = y + padded[:, tap : tap + length].float() * weight_C1K[:, 0, tap].float() * seen
+        y = y + at_least_fp32(padded[:, tap : tap + length]) * at_least_fp32(weight_C1K[:, 0, tap]) * seen
     return F.silu(y).to(x_BSC.dtype)
 
 
@@ -90,7 +91,7 @@ class _OnCPU(torch.autograd.Function):
         y = _products(padded, weight_C1K, bias_C)
         of_y = torch.ops.aten.silu_backward(of_y_BSC.contiguous(), y)
         of_padded = _products(F.pad(of_y, (0, 0, taps - 1, taps - 1)), weight_C1K.flip(-1), None)
-        wide = of_y.to(torch.promote_types(of_y.dtype, torch.float32))
+        wide = at_least_fp32(of_y)
         of_weight = torch.stack(
             [(wide * padded[:, tap : tap + length]).sum((0, 1)) for tap in range(taps)], -1
         ).unsqueeze(1)

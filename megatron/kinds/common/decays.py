@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
-    """What is left at one position of what was written at another, in fp32.
+    """What is left at one position of what was written at another, of the rates' type.
 
     Sums of rates are float64: a difference of two large sums must keep the digits of a short stretch.
 
@@ -22,7 +22,7 @@ def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
     total = rate_BcQh.double().cumsum(2)
     last = total[:, :, -1:]
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).tril()[None, None, None]
-    to_end, from_begin, through = (last - total).float().exp(), total.float().exp(), last[:, :, 0].float().exp()
+    to_end, from_begin, through = (each.to(rate_BcQh.dtype).exp() for each in (last - total, total, last[:, :, 0]))
     if starts_BS is not None:
         starts = F.pad(starts_BS.double(), (0, room), mode="replicate").unflatten(1, (-1, chunk))
         first = torch.arange(starts.shape[1], device=starts.device).view(1, -1, 1) * chunk
@@ -32,5 +32,6 @@ def decays(rate_BcQh: Tensor, starts_BS: Tensor | None, room: int, chunk: int):
         from_begin = from_begin * (starts < first).unsqueeze(-1)
         through = through * (starts[:, :, -1] < first[:, :, 0]).unsqueeze(-1)
     total = total.transpose(2, 3)
-    inside = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().masked_fill(~causal, float("-inf")).exp()
+    inside = total.unsqueeze(-1) - total.unsqueeze(-2)
+    inside = inside.to(rate_BcQh.dtype).masked_fill(~causal, float("-inf")).exp()
     return inside, to_end, from_begin, through

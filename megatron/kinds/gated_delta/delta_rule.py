@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.kinds.common.decays import decays
 from megatron.kinds.common.recomputed import recomputed
+from megatron.parallel.precision import at_least_fp32
 
 LENGTH_EPSILON = 1e-6  # added to the square of the length of queries and keys
 
@@ -57,7 +58,7 @@ def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
     dtype, (length, groups, K), V = v.dtype, k.shape[1:], v.shape[-1]
     room = -length % chunk
     q, k, v, decay, beta = (
-        F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
+        F.pad(at_least_fp32(each), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
         for each in (q, k, v, decay, beta)
     )
     inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
@@ -94,7 +95,7 @@ def _carry(own_BchQV, held_BchQK, keys_BchQK, through_Bch, initial_BhKV):
     state = initial_BhKV
     if state is None:
         state = own_BchQV.new_zeros((*own_BchQV[:, 0, :, 0, 0].shape, keys_BchQK.shape[-1], own_BchQV.shape[-1]))
-    state, written, before = state.float(), [], []
+    state, written, before = at_least_fp32(state), [], []
     for own, held, keys, through in zip(*(each.unbind(1) for each in (own_BchQV, held_BchQK, keys_BchQK, through_Bch))):
         before.append(state)
         written.append(own - held @ state)

@@ -24,6 +24,7 @@ from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
@@ -134,14 +135,15 @@ class GatedDelta(nn.Module):
 
     def _rates(self, decay_beta_BSh: Tensor, A_log_h: Tensor, dt_bias_h: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of decays, and betas, both fp32 [B, S, h]."""
-        decay, beta = decay_beta_BSh.float().chunk(2, dim=-1)
+        decay, beta = at_least_fp32(decay_beta_BSh).chunk(2, dim=-1)
         beta = beta.sigmoid() * (2.0 if self.options.negative_eigenvalues else 1.0)
         return -A_log_h.exp() * F.softplus(decay + dt_bias_h), beta
 
     def _gated_norm(self, y_BShV: Tensor, gate_BSd: Tensor, weight_V: Tensor) -> Tensor:
         """RMSNorm of each head, times its gate, [B, S, h V]."""
-        y = F.rms_norm(y_BShV.float(), y_BShV.shape[-1:], weight_V.float(), self.options.norm_epsilon).flatten(2, 3)
-        return (y * F.silu(gate_BSd.float())).to(gate_BSd.dtype)
+        y, weight = at_least_fp32(y_BShV), at_least_fp32(weight_V)
+        y = F.rms_norm(y, weight.shape, weight, self.options.norm_epsilon).flatten(2, 3)
+        return (y * F.silu(at_least_fp32(gate_BSd))).to(gate_BSd.dtype)
 
     @staticmethod
     def counts(model: ModelSection, options: GatedDeltaOptions, sequence_length: int) -> Counts:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
+from megatron.parallel.precision import at_least_fp32, wide_type
 
 
 def selective_scan(
@@ -49,7 +50,7 @@ def selective_scan(
         keep_BS = (starts_BS != torch.arange(starts_BS.shape[1], device=starts_BS.device)).float()
     state = initial_BdN
     if state is None:
-        state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=torch.float32)
+        state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
     # split and not slices: the gradient of a split is one concatenation
     pieces = [each.split(chunk, 1) for each in (u_BSd, z_BSd, dt_BSd, B_BSN, C_BSN)]
     keeps = [None] * len(pieces[0]) if keep_BS is None else keep_BS.split(chunk, 1)
@@ -62,13 +63,12 @@ def selective_scan(
 
 def _scan(u, z, dt, dt_bias, A_log, D, B, C, initial, keep):
     dtype, length = u.dtype, u.shape[1]
-    u, A = u.float(), -A_log.exp()
-    dt = F.softplus(dt.float() + dt_bias)
+    u, B, C = (at_least_fp32(each) for each in (u, B, C))
+    A = -A_log.exp()
+    dt = F.softplus(at_least_fp32(dt) + dt_bias)
     run = max(1, math.isqrt(length))
     room = -length % run
-    dt_r, step_r, B_r, C_r = (
-        F.pad(each, (0, 0, 0, room)).unflatten(1, (-1, run)) for each in (dt, dt * u, B.float(), C.float())
-    )
+    dt_r, step_r, B_r, C_r = (F.pad(each, (0, 0, 0, room)).unflatten(1, (-1, run)) for each in (dt, dt * u, B, C))
     keep_r = None
     if keep is not None:
         keep_r = F.pad(keep, (0, room), value=1.0).unflatten(1, (-1, run))[..., None, None]
@@ -89,4 +89,4 @@ def _scan(u, z, dt, dt_bias, A_log, D, B, C, initial, keep):
         state = through * state + last
     states = torch.stack(inside, 2) + since_begin * torch.stack(before, 1).unsqueeze(2)
     y = torch.einsum("bqrdn,bqrn->bqrd", states, C_r).flatten(1, 2)[:, :length]
-    return ((y + D * u) * F.silu(z.float())).to(dtype), state
+    return ((y + D * u) * F.silu(at_least_fp32(z))).to(dtype), state

@@ -26,6 +26,7 @@ from megatron.parallel.collectives import enter, sum_over
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
@@ -129,7 +130,7 @@ class Mamba2(nn.Module):
 
     def _gated_norm(self, y_BSd: Tensor, z_BSd: Tensor, weight_d: Tensor) -> Tensor:
         """RMSNorm of y * silu(z) over the channels of each group, which may lie on several ranks."""
-        gated = y_BSd.float() * F.silu(z_BSd.float())
+        gated = at_least_fp32(y_BSd) * F.silu(at_least_fp32(z_BSd))
         if self.shard_groups:  # whole groups, so that no sum over the ranks is needed
             grouped = gated.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
             return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2).to(y_BSd.dtype) * weight_d

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kinds.common.decays import decays
+from megatron.parallel.precision import at_least_fp32
 
 from .ssd_gradient import ssd_gradient
 
@@ -73,11 +74,11 @@ class _SSD(torch.autograd.Function):
 
 def _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk: int, limits: tuple[float, float | None]):
     """x, time steps, B and C in fp32, [B, c, Q, ...] with zeros behind the last position, and the `decays`."""
-    dt = F.softplus(dt.float() + dt_bias).clamp(*limits)
+    dt = F.softplus(at_least_fp32(dt) + dt_bias).clamp(*limits)
     room = -x.shape[1] % chunk
     x, dt, B, C = (
-        (F.pad(each.float(), (0, 0) * (each.dim() - 2) + (0, room)) if room else each.float()).unflatten(1, (-1, chunk))
-        for each in (x, dt, B, C)
+        (F.pad(each, (0, 0) * (each.dim() - 2) + (0, room)) if room else each).unflatten(1, (-1, chunk))
+        for each in (at_least_fp32(own) for own in (x, dt, B, C))
     )
     return (x, dt, B, C), decays(dt * -A_log.exp(), starts, room, chunk)
 
@@ -105,7 +106,7 @@ def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk: int, limits: tu
 
 def _carry(written_BchPN: Tensor, through_Bch: Tensor, initial_BhPN: Tensor | None) -> tuple[Tensor, Tensor]:
     """The state before each chunk, [B, c, h, P, N], and after the last one."""
-    state = torch.zeros_like(written_BchPN[:, 0]) if initial_BhPN is None else initial_BhPN.float()
+    state = torch.zeros_like(written_BchPN[:, 0]) if initial_BhPN is None else at_least_fp32(initial_BhPN)
     before = []
     for written, through in zip(written_BchPN.unbind(1), through_Bch.unbind(1)):
         before.append(state)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.precision import at_least_fp32
+
 
 def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, inside_BchQQ: Tensor):
     """Of the products inside chunks.
@@ -45,7 +47,7 @@ def carry_gradient(of_read: Tensor, before: Tensor, through: Tensor, of_final: T
     Returns:
         of Z [B, c, h, P, N], of the initial state [B, h, P, N], of W [B, c, h].
     """
-    state = torch.zeros_like(before[:, 0]) if of_final is None else of_final.float()
+    state = torch.zeros_like(before[:, 0]) if of_final is None else at_least_fp32(of_final)
     written = torch.empty_like(before)
     for chunk in reversed(range(before.shape[1])):
         written[:, chunk] = state
@@ -83,7 +85,7 @@ def ssd_gradient(
     def by_head(each: Tensor) -> Tensor:  # and back
         return each.transpose(2, 3).flatten(3, 4).unflatten(3, (heads, -1))
 
-    y = F.pad(of_y.float(), (0, 0, 0, 0, 0, x.shape[1] * x.shape[2] - length)).reshape(x.shape)
+    y = F.pad(at_least_fp32(of_y), (0, 0, 0, 0, 0, x.shape[1] * x.shape[2] - length)).reshape(x.shape)
     steps, states = x * dt.unsqueeze(-1), before.flatten(2, 3).unflatten(2, (groups, -1))  # states [B, c, g, k, N]
     B_g, C_g = B.transpose(2, 3), C.transpose(2, 3)
     of_x_h, of_scores, rows, columns = inside_gradient(y, steps, C_g @ B_g.transpose(-1, -2), inside)
@@ -103,11 +105,11 @@ def ssd_gradient(
     of_rate = of_total.flip(2).cumsum(2).flip(2)
     A = -A_log.exp()
     of_steps = of_end + of_x_h.transpose(2, 3)
-    of_dt = ((of_steps * x).sum(-1) + of_rate * A).flatten(1, 2)[:, :length].float()
-    raw = dt_raw.float() + dt_bias
+    of_dt = ((of_steps * x).sum(-1) + of_rate * A).flatten(1, 2)[:, :length].to(x.dtype)
+    raw = at_least_fp32(dt_raw) + dt_bias
     step, (least, most) = F.softplus(raw), limits
     of_dt = of_dt * torch.sigmoid(raw) * ((step >= least) & (True if most is None else step <= most))
     of_x = torch.addcmul(y * D.unsqueeze(-1), of_steps, dt.unsqueeze(-1)).flatten(1, 2)[:, :length]
     of_B, of_C = (each.transpose(2, 3).flatten(1, 2)[:, :length] for each in (of_B, of_C))
-    of_A_log = (of_rate * dt).sum((0, 1, 2)).float() * A
+    of_A_log = (of_rate * dt).sum((0, 1, 2)).to(x.dtype) * A
     return of_x, of_dt, of_dt.sum((0, 1)), of_A_log, (y * x).sum((0, 1, 2, 4)), of_B, of_C, of_initial

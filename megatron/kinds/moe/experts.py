@@ -5,6 +5,7 @@ Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,9 @@ from megatron.parallel.shard import Role, Shard
 def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Each expert's rows times its matrix, [R, N]. All R rows belong to an expert: what lies behind the last end would
     be uninitialised memory."""
+    if x_RK.dtype == torch.float64:  # which torch's grouped product has not
+        parts = x_RK.split(ends_E.diff(prepend=ends_E.new_zeros(1)).tolist())
+        return torch.cat([part @ weight_NK.T for part, weight_NK in zip(parts, weight_ENK)])
     return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
 
 

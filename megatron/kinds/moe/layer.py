@@ -19,6 +19,7 @@ from megatron.model.recompute import once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
 from megatron.parallel.collectives import enter, leave
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
@@ -68,7 +69,7 @@ class MoE(nn.Module):
         if not width or not self.training:
             return x_BSH
         counters = sequence_counters(*x_BSH.shape[1:], 0, x_BSH.device)
-        return x_BSH.float() * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
+        return at_least_fp32(x_BSH) * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
         """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of

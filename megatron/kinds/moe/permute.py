@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
+from megatron.parallel.precision import at_least_fp32
 
 from .choice import Choice
 
@@ -152,7 +153,7 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
         weights: fp32 [T, k], or [R] where experts choose.
     """
     if rows.place_Tk is None:
-        weighted = recomputed(lambda y, w: (y.float() * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
+        weighted = recomputed(lambda y, w: (at_least_fp32(y) * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
         return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
     if rows.exact:
         y_PH = _Collect.apply(y_RH, rows.place_Tk)
@@ -163,4 +164,4 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
 
 
 def _weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
-    return (y_TkH.float() * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)
+    return (at_least_fp32(y_TkH) * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)

@@ -18,6 +18,7 @@ from megatron.model.stream import Stream
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import ONES, ZEROS
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role
 
 from .choice import classes
@@ -38,7 +39,7 @@ class LinearRouter(nn.Module):
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
-        return F.linear(x_BSH.flatten(0, 1).float(), sum_gradient(self.weight, self.axis), bias), {}
+        return F.linear(at_least_fp32(x_BSH.flatten(0, 1)), sum_gradient(self.weight, self.axis), bias), {}
 
 
 class MLPRouter(nn.Module):
@@ -72,11 +73,11 @@ class MLPRouter(nn.Module):
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> tuple[Tensor, dict[str, Tensor]]:
         shared = {name: sum_gradient(p, self.axis) for name, p in self.named_parameters(recurse=False)}
-        state = F.linear(x_BSH.float(), shared["down"], shared["down_bias"])
+        state = F.linear(at_least_fp32(x_BSH), shared["down"], shared["down_bias"])
         if self.scale is not None:
-            state = state + shared["scale"] * stream.channels[STATE].float()
+            state = state + shared["scale"] * at_least_fp32(stream.channels[STATE])
         state = state.to(stream.hidden.dtype)
-        h = F.rms_norm(state.float(), state.shape[-1:], shared["norm"], self.epsilon)
+        h = F.rms_norm(at_least_fp32(state), state.shape[-1:], shared["norm"], self.epsilon)
         h = F.gelu(F.linear(h, shared["fc1"], shared["fc1_bias"]))
         h = F.gelu(F.linear(h, shared["fc2"], shared["fc2_bias"]))
         return F.linear(h, shared["out"]).flatten(0, 1), {STATE: state}

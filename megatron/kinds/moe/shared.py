@@ -11,6 +11,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.linear import ColumnLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 
@@ -43,7 +44,7 @@ class Gate(nn.Module):
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.linear(x_TH.float(), sum_gradient(self.weight, self.axis)).sigmoid()
+        return F.linear(at_least_fp32(x_TH), sum_gradient(self.weight, self.axis)).sigmoid()
 
 
 class SharedExpert(nn.Module):
@@ -66,4 +67,4 @@ class SharedExpert(nn.Module):
         else:
             h = self.activation(h)
         y_TH = self.down(h)
-        return y_TH if self.gate is None else (y_TH.float() * self.gate(x_TH)).to(y_TH.dtype)
+        return y_TH if self.gate is None else (at_least_fp32(y_TH) * self.gate(x_TH)).to(y_TH.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.runs import Runs, back, pieces
+from megatron.parallel.precision import at_least_fp32, wide_type
 
 NOTHING = -1e38  # exponent of what is not there
 
@@ -39,7 +40,7 @@ def wkv4(
         starts_BS: index of the first token of each token's document (`document_starts`): states do not cross it.
     """
     if initial is None:
-        zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=torch.float32)
+        zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
         initial = (zero, zero, zero + NOTHING)
     state, outputs = initial, []
     for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
@@ -50,7 +51,7 @@ def wkv4(
 
 def _piece(k, v, decay, bonus, numerator, denominator, largest, starts):
     dtype, runs, w = v.dtype, Runs.of(k.shape[1], starts, k.device), -decay.exp()
-    k, v = runs.cut(k.float()), runs.cut(v.float())
+    k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))
     numerators, denominators, exponents, *state = _between(runs, k, v, w, numerator, denominator, largest)
 
     steps = torch.arange(runs.run, device=k.device).view(1, 1, -1, 1)

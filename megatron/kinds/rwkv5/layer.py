@@ -25,6 +25,7 @@ from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ZEROS, Init, formula
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 
@@ -115,5 +116,6 @@ class RWKV5(nn.Module):
 
 def _normed(y_BShN: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float) -> Tensor:
     """The norm of each head, times silu(gate): [B, S, d]."""
-    y = F.layer_norm(y_BShN.float(), y_BShN.shape[-1:], eps=epsilon).flatten(2) * weight.float() + bias.float()
-    return (y * F.silu(gate.float())).to(gate.dtype)
+    y = F.layer_norm(at_least_fp32(y_BShN), y_BShN.shape[-1:], eps=epsilon).flatten(2)
+    y = y * at_least_fp32(weight) + at_least_fp32(bias)
+    return (y * F.silu(at_least_fp32(gate))).to(gate.dtype)

@@ -28,6 +28,7 @@ from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ZEROS, Init, formula
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from .wkv7 import wkv7
@@ -178,18 +179,18 @@ def _time_mix(
 ):
     """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
     dtype = g.dtype
-    r, k, v = r.float(), k.float(), v.float()
-    log_w = FASTEST * torch.sigmoid(decay_base + w.float())
-    a = torch.sigmoid(rate_base + a.float())
+    r, k, v = at_least_fp32(r), at_least_fp32(k), at_least_fp32(v)
+    log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
+    a = torch.sigmoid(rate_base + at_least_fp32(a))
     if first is not None:
-        v = torch.lerp(v, first.float(), torch.sigmoid(blend_base + blend.float()))
+        v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(blend_base + at_least_fp32(blend)))
     removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
     k = k * (1 + (a - 1) * rate_scale)
     r, log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (r, log_w, k, v, a))
     y, memory = wkv7(r, log_w, k, v, -removed, removed * a, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
-    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * norm_weight.float() + norm_bias.float()
+    y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * at_least_fp32(norm_weight) + at_least_fp32(norm_bias)
     y = y + ((r * k * bonus.view(heads, -1)).sum(-1, keepdim=True) * v).flatten(2)
-    return (y * g.float()).to(dtype), memory
+    return (y * at_least_fp32(g)).to(dtype), memory
 
 
 def is_first(model: ModelSection, index: int) -> bool:

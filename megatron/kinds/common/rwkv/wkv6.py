@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
+from megatron.parallel.precision import at_least_fp32, wide_type
 
 from .runs import Runs, pieces
 from .wkv6_inside import inside_runs
@@ -46,7 +47,7 @@ def wkv6(
     state = initial_BhNN
     if state is None:
         b, _, h, n = r_BShN.shape
-        state = r_BShN.new_zeros((b, h, n, n), dtype=torch.float32)
+        state = r_BShN.new_zeros((b, h, n, n), dtype=wide_type(r_BShN.dtype))
     tensors = [r_BShN, k_BShN, v_BShN] + ([] if moved_BShN is None else [moved_BShN])
     outputs = []
     for parts, starts in pieces(tensors, chunk, starts_BS):
@@ -58,13 +59,14 @@ def wkv6(
 
 def _piece(r, k, v, moved, decay, bonus, initial, starts):
     dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
-    rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + moved.float()
+    rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + at_least_fp32(moved)
     log_w = -rates.clamp(max=MOST).exp()
-    log_w, r, k, v = (runs.cut(each) for each in (log_w, r.float(), k.float(), v.float()))
+    log_w, r, k, v = (runs.cut(each) for each in (log_w, at_least_fp32(r), at_least_fp32(k), at_least_fp32(v)))
     y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
     total = log_w.double().cumsum(2)  # a difference of two large sums must keep the digits of a short stretch
-    from_begin, to_end = (total - log_w).float().exp(), (total[:, :, -1:] - total).float().exp()
-    through = total[:, :, -1].float().exp().unsqueeze(-1)
+    last = total[:, :, -1:]
+    from_begin, to_end, through = (each.to(log_w.dtype).exp() for each in (total - log_w, last - total, last[:, :, 0]))
+    through = through.unsqueeze(-1)
     if runs.starts is not None:
         from_begin = from_begin * runs.reads_state[..., None, None]
         to_end = to_end * runs.writes_state[..., None, None]
