@@ -127,8 +127,7 @@ def test_fp32(ranks, stage):
         for name, value in expected.items():
             moved = float((value - getattr(start, name).detach()).abs().max())
             assert moved > 0.005
-            # Newton-Schulz runs in bf16, where a last digit of the gradient may tip a rounding.
-            torch.testing.assert_close(weights[name].view_as(value), value, rtol=0, atol=0.02 * moved, msg=name)
+            torch.testing.assert_close(weights[name].view_as(value), value, rtol=0, atol=1e-4 * moved, msg=name)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -17,6 +17,7 @@ from megatron.engine.optimizers import (
     parameter_groups,
     set_learning_rate,
 )
+from megatron.engine.optimizers.muon import muon_direction
 from megatron.parallel.shard import LogicalTensor, Role
 from tests.training.settings import settings
 
@@ -199,9 +200,26 @@ def test_bad_coefficients_are_refused(make):
         make([parameter("w", Role.HIDDEN, 2, 2)])
 
 
+def test_muon_of_an_fp32_run_orthogonalises_in_fp32():
+    """As exact as fp32 is against the iteration in float64; in bf16 it is not."""
+    update = torch.randn(18, 6, generator=torch.Generator().manual_seed(1))
+    exact = muon_direction(update.double(), (6, 6, 6), torch.float64)
+
+    def error(dtype: torch.dtype) -> float:
+        return float((muon_direction(update, (6, 6, 6), dtype) - exact).norm() / exact.norm())
+
+    assert error(torch.float32) < 1e-4 < 1e-3 < error(torch.bfloat16)
+    for compute, wanted in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.bfloat16)):
+        config = settings(optimizer={"type": "muon"}, precision={"compute": compute})
+        assert build_optimizer(config, model()).dtype == wanted
+
+
 def test_muon_is_torchs_muon_and_adamw():
     """Fused matrices are given to torch one by one; everything that is no hidden matrix goes to AdamW."""
-    config = settings(optimizer={"type": "muon", "lr": 0.01, "muon_lr": 0.05, "weight_decay": 0.2, "groups": {}})
+    config = settings(
+        optimizer={"type": "muon", "lr": 0.01, "muon_lr": 0.05, "weight_decay": 0.2, "groups": {}},
+        precision={"compute": "bf16"},  # torch's iteration is in bf16 whatever the weights are
+    )
     ours, theirs = model(), {p.logical.name: p for p in model()}
     fused = [nn.Parameter(part.clone()) for part in theirs["qkv"].detach().split(6)]
     whole = ("out", "up", "down")

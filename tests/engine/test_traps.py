@@ -157,7 +157,8 @@ def test_no_fp32_sums_at_zero_0():
     assert run(1, zero_0_in_bf16)[0] != "works"
 
 
-def initialised_type() -> tuple[str, str]:
+def initialised_type() -> tuple[bool, str, str]:
+    """Whether DeepSpeed finds fp16 here, and the types of a weight that shall be fp32: told so, and by our options."""
     from megatron.engine.engine import prepare_deepspeed
 
     prepare_deepspeed(torch.device("cpu"))
@@ -169,12 +170,16 @@ def initialised_type() -> tuple[str, str]:
     options |= {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     with deepspeed.zero.Init(config_dict_or_path=options):
         configured = nn.Linear(4, 4).weight.dtype
-    return str(told), str(configured)
+    return deepspeed.get_accelerator().is_fp16_supported(), str(told), str(configured)
 
 
 def test_zero_init_rounds_to_bf16_what_it_is_told_to_keep_in_fp32():
-    """Its `dtype` is replaced on devices without fp16, so that fp32 runs would be in bf16; the options are heeded."""
-    assert run(1, initialised_type) == [("torch.bfloat16", "torch.float32")]
+    """Its `dtype` is replaced on devices without fp16 (most CPUs), so that fp32 runs would be in bf16; the options are
+    heeded everywhere.
+    """
+    ((has_fp16, told, configured),) = run(1, initialised_type)
+    assert told == ("torch.float32" if has_fp16 else "torch.bfloat16")
+    assert configured == "torch.float32"
 
 
 # The pipeline

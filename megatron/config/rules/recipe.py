@@ -48,7 +48,7 @@ def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "precision.compute",
             "launch.device",
-            rule="DeepSpeed has no fp16 training on CPU",
+            rule="fp16 is trained on GPUs only; most CPUs have no arithmetic of it",
             fix="use precision=bf16 or fp32",
         )
 
@@ -60,7 +60,7 @@ def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "precision.compute",
             "launch.device",
-            rule="this machine has no GPU, and DeepSpeed has no fp16 training on CPU",
+            rule="this machine has no GPU, and fp16 is trained on GPUs only",
             fix="use precision=bf16 or fp32",
         )
 

@@ -59,7 +59,9 @@ ParameterRole = Literal[
 
 class OptimizerSection(Section):
     type: Literal["adamw", "lion", "sgd", "muon"] = key(
-        "adamw", "Optimizer; muon updates hidden matrices and leaves the rest to AdamW."
+        "adamw",
+        "Optimizer; muon updates hidden matrices (orthogonalised in bf16, in fp32 runs in fp32) and leaves the rest to "
+        "AdamW.",
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)

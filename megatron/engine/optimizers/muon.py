@@ -47,13 +47,13 @@ def muon_layouts(config) -> str | None:
     return None
 
 
-def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Roughly U V^T of the singular value decomposition U S V^T of `matrix` [rows, columns], in bf16.
+def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Roughly U V^T of the singular value decomposition U S V^T of `matrix` [rows, columns], computed in `dtype`.
 
     Singular values end between about 0.7 and 1.2, which is as good for training as 1 and much cheaper.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16()
+    x = matrix.to(dtype)
     tall = x.size(0) > x.size(1)
     if tall:
         x = x.T
@@ -64,20 +64,22 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-def muon_direction(update: torch.Tensor, matrices: tuple[int, ...] | None) -> torch.Tensor:
+def muon_direction(
+    update: torch.Tensor, matrices: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """The orthogonalised `update` [rows, columns], each fused matrix alone, times sqrt(max(1, rows / columns)).
 
     The factor keeps the change of a layer's output independent of its shape. Of experts [E, rows, columns] each is
     treated alone.
     """
     if update.dim() == 3:
-        return torch.stack([muon_direction(expert, matrices) for expert in update])
+        return torch.stack([muon_direction(expert, matrices, dtype) for expert in update])
     if matrices is None:
         matrices = (update.size(0),)
     parts = []
     for part in update.split(list(matrices)):
         rows, columns = part.shape
-        parts.append(orthogonalize(part).to(update.dtype) * max(1.0, rows / columns) ** 0.5)
+        parts.append(orthogonalize(part, dtype).to(update.dtype) * max(1.0, rows / columns) ** 0.5)
     return torch.cat(parts)
 
 
@@ -91,6 +93,8 @@ class Muon(torch.optim.Optimizer):
             experts, and have `.logical`.
         momentum: averaging coefficient of the matrices' gradients (Nesterov form).
         lr, betas, eps, fused: as in `torch.optim.AdamW`.
+        dtype: of the Newton-Schulz iteration. bf16 is enough for training and the fastest, but a last digit of a
+            gradient may tip a rounding in it, so that two layouts of a run differ by more than fp32 does.
 
     Raises:
         ValueError: a parameter of a matrix group is not a matrix.
@@ -105,6 +109,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ):
         super().__init__(
             groups,
@@ -118,6 +123,7 @@ class Muon(torch.optim.Optimizer):
                 "matrix": False,
             },
         )
+        self.dtype = dtype
         # ZeRO replaces the parameters of a group by one flat piece; the originals tell what lies in it.
         self._originals: dict[str, list[nn.Parameter]] = {}
         self._pieces: dict[str, Pieces] = {}
@@ -138,6 +144,7 @@ class Muon(torch.optim.Optimizer):
             betas=options.betas,
             eps=options.epsilon,
             fused=use_fused(config, groups),
+            dtype=torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
         )
 
     @classmethod
@@ -195,7 +202,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, original in zip(group["params"], self._originals[group["name"]]):
             if parameter.grad is not None:
                 update = self._momentum(group, parameter)
-                self._apply(group, parameter, muon_direction(update, original.logical.matrices))
+                self._apply(group, parameter, muon_direction(update, original.logical.matrices, self.dtype))
 
     def _flat(self, group: dict[str, Any]) -> None:
         (parameter,), name = group["params"], group["name"]
@@ -204,7 +211,7 @@ class Muon(torch.optim.Optimizer):
         update = self._momentum(group, parameter)
         direction = torch.zeros_like(update)
         for original, matrix, mine in self._pieces[name].whole(update):
-            whole = muon_direction(matrix, original.logical.matrices).reshape(-1)
+            whole = muon_direction(matrix, original.logical.matrices, self.dtype).reshape(-1)
             direction[mine.place : mine.place + mine.count] = whole[mine.start : mine.start + mine.count]
         self._apply(group, parameter, direction)
 

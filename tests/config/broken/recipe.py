@@ -29,7 +29,7 @@ RECIPE = [
         "precision: fp16\nlaunch: {device: cpu}",
         "a.yml:2: precision.compute = 'fp16'",
         "(a.yml:3)",
-        "no fp16 training on CPU",
+        "fp16 is trained on GPUs only",
     ),
     case(
         "fp16 without a GPU",
