@@ -12,6 +12,7 @@ from megatron.checkpoint.hf.rwkv import export_published, import_published
 from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.training.text import load_model
 from tests.checkpoint.test_hf_tools import checkpoint_of, tool
+from tests.float64 import FP32
 from tests.model import rwkv_reference as reference
 from tests.model.parity import named, relative
 
@@ -39,7 +40,7 @@ def test_there_and_back_through_another_layout(name: str, tmp_path, capsys):
     wanted = reference.logits(
         {key: value.double() for key, value in tensors.items()}, tokens.tolist(), int(name[-1]), 2
     )
-    assert relative(model.eval().logits(tokens.unsqueeze(0))[0].double(), wanted) < 1e-5
+    assert relative(model.eval().logits(tokens.unsqueeze(0))[0].double(), wanted) < FP32
 
     assert tool("from_rwkv").main([str(file), str(tmp_path / "again"), "--sequence-length", "24"]) == 0
     again = open_checkpoint(tmp_path / "again", verify="checksums")

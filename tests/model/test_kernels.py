@@ -15,6 +15,7 @@ from megatron.kinds.mamba import selective_scan
 from megatron.kinds.mamba2 import ssd
 from megatron.model import kernels
 from megatron.model.stack import build_model
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import randomise, relative
 
 MODELS = {
@@ -156,8 +157,8 @@ def loss_and_gradients(model, documents):
     return ce.detach(), {p.logical.name: p.grad.clone() for p in model.parameters()}
 
 
-def compare(name: str, documents: bool, bound: float, device: str = "cpu") -> None:
-    plain, fused = build_model(settings(name, "torch"), device=device), build_model(settings(name), device=device)
+def compare(name: str, documents: bool, bound: float, device: str = "cpu", dtype=None) -> None:
+    plain, fused = (build_model(each, device=device, dtype=dtype) for each in (settings(name, "torch"), settings(name)))
     for model in (plain, fused):
         randomise(model.cpu(), 3)
         model.to(device)
@@ -182,7 +183,7 @@ def test_adapters_hand_over_what_the_packages_document(name: str, documents: boo
     form = "_convolve" if documents else "_products"  # which runs three times for a gradient on CPU
     own = getattr(convolution, form)
     monkeypatch.setattr(convolution, form, lambda *a: (used.append("convolution"), own(*a))[1])
-    compare(name, documents, 2e-6)
+    compare(name, documents, EXACT, dtype=DOUBLE)
     # two layers on torch, forward and (but for the gradient of mamba2's scan, which is written out) once more for the
     # gradient; mamba's scan stays there where documents end within a sample
     assert used.count("convolution") == {"mamba": 2, "mamba2": 4}[name] * (2 if documents else 3)

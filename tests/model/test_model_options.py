@@ -7,6 +7,7 @@ import torch
 
 from megatron.config import Config, resolve
 from megatron.model.stack import Model, build_model
+from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named, randomise, relative
 from tests.model.reference import Reference, loss_of
 
@@ -96,7 +97,7 @@ def config_of(change: dict, **training) -> Config:
 
 
 def make(config: Config, seed: int = 0) -> tuple[Model, Reference]:
-    model = build_model(config)
+    model = build_model(config, dtype=DOUBLE)
     randomise(model, seed)
     weights = {name: p.detach().double().requires_grad_() for name, p in named(model).items()}
     return model, Reference(config, weights)
@@ -105,27 +106,27 @@ def make(config: Config, seed: int = 0) -> tuple[Model, Reference]:
 def batch(seed: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(37, (2, B, S), generator=generator)
-    return tokens, labels, torch.rand(B, S, generator=generator)
+    return tokens, labels, torch.rand(B, S, generator=generator).to(DOUBLE)
 
 
-def compare(config: Config, positions=None, documents=None, bound: float = 1e-5) -> None:
+def compare(config: Config, positions=None, documents=None) -> None:
     model, reference = make(config)
     tokens, labels, weights = batch()
     logits = torch.stack([reference.logits(tokens[b], None if documents is None else documents[b]) for b in range(B)])
-    assert relative(model.logits(tokens, positions, documents), logits) < bound
-    wanted = loss_of(logits, labels, weights.double(), config.training.z_loss)
+    assert relative(model.logits(tokens, positions, documents), logits) < EXACT
+    wanted = loss_of(logits, labels, weights, config.training.z_loss)
     wanted.backward()
     loss, entropies = model(tokens, labels, weights, positions, documents)
     loss.backward()
-    assert abs(loss - wanted) < bound * wanted
+    assert relative(loss, wanted) < EXACT
     plain = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    assert relative(entropies, plain) < bound and not entropies.requires_grad
+    assert relative(entropies, plain) < EXACT and not entropies.requires_grad
     ours = named(model)
     assert set(ours) == set(reference.weights)
     for name, parameter in ours.items():
         wanted_gradient = reference.weights[name].grad
         assert wanted_gradient.abs().max() > 0, f"the test is blind to {name}"
-        assert relative(parameter.grad, wanted_gradient) < bound, name
+        assert relative(parameter.grad, wanted_gradient) < EXACT, name
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -151,7 +152,7 @@ def test_documents_are_apart(name: str):
     packed = model.logits(tokens, positions, documents)
     for begin, end in ((0, 5), (5, 6), (6, 12)):
         alone = model.logits(tokens[:1, begin:end])
-        assert relative(packed[:1, begin:end], alone) < 1e-5
+        assert relative(packed[:1, begin:end], alone) < EXACT
 
 
 def test_z_loss_and_weights():

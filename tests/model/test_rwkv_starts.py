@@ -9,6 +9,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.model.stack import build_model
+from tests.float64 import FP32
 from tests.model.parity import named
 
 H, L, N = 96, 4, 16
@@ -43,7 +44,7 @@ def test_rwkv7_starts_as_published(layer: int):
     own = {name.split("rwkv7.")[1]: p for name, p in found.items() if name.startswith(f"layers.{layer}.rwkv7.")}
     ratio, rest, n = layer / (L - 1), 1 - layer / L, torch.arange(H, dtype=torch.float64)
     for row, power in enumerate((0.2, 0.9, 0.7, 0.7, 0.9, 0.2)):
-        torch.testing.assert_close(own["mix"][row], (1 - (n / H).pow(power * rest)).float())
+        torch.testing.assert_close(own["mix"][row], (1 - (n / H).pow(power * rest)).float(), rtol=FP32, atol=1e-6)
     linear = n / (H - 1) - 0.5
     z = (n % N - (N - 1) / 2) / ((N - 1) / 2)
     zigzag = z * z.abs()
@@ -60,7 +61,7 @@ def test_rwkv7_starts_as_published(layer: int):
         expected["blend_base"] = 0.73 - 0.4 * linear
     assert ("blend_base" in own) == (layer > 0)
     for name, value in expected.items():
-        torch.testing.assert_close(own[name], value.float(), msg=name)
+        torch.testing.assert_close(own[name], value.float(), msg=name, rtol=FP32, atol=1e-6)
     for name, gain in (("receptance", 1.0), ("key", 0.1), ("value", 1.0)):
         orthogonal(own[f"{name}.weight"], gain)
     for name in ("decay", "rate", "gate"):
@@ -68,7 +69,9 @@ def test_rwkv7_starts_as_published(layer: int):
         orthogonal(own[f"{name}.up.weight"], 0.1)
     assert not own["output.weight"].any() and not found[f"layers.{layer}.rwkv7_ffn.value.weight"].any()
     orthogonal(found[f"layers.{layer}.rwkv7_ffn.key.weight"], 1.0)
-    torch.testing.assert_close(found[f"layers.{layer}.rwkv7_ffn.mix"][0], (1 - (n / H).pow(rest**4)).float())
+    torch.testing.assert_close(
+        found[f"layers.{layer}.rwkv7_ffn.mix"][0], (1 - (n / H).pow(rest**4)).float(), rtol=FP32, atol=1e-6
+    )
     orthogonal(found["head.weight"], 0.5 * math.sqrt(400 / H))
     assert 0.9e-4 < found["embedding.tokens.weight"].abs().max() <= 1e-4
 
@@ -80,17 +83,19 @@ def test_earlier_ones_start_as_published(kind: str, layer: int):
     own = {name.split(f"{kind}.")[1]: p for name, p in found.items() if name.startswith(f"layers.{layer}.{kind}.")}
     ratio, rest, n = layer / (L - 1), 1 - layer / L, torch.arange(H, dtype=torch.float64)
     low, span = (-5, 8) if kind == "rwkv4" else (-6, 5)
-    torch.testing.assert_close(own["decay"], (low + span * (n / (H - 1)) ** (0.7 + 1.3 * ratio)).float())
+    torch.testing.assert_close(
+        own["decay"], (low + span * (n / (H - 1)) ** (0.7 + 1.3 * ratio)).float(), rtol=FP32, atol=1e-6
+    )
     zigzag = (n + 1) % 3 - 1
     bonus = math.log(0.3) + 0.5 * zigzag if kind == "rwkv4" else ratio * (1 - n / (H - 1)) + 0.1 * zigzag
-    torch.testing.assert_close(own["bonus"], bonus.float())
+    torch.testing.assert_close(own["bonus"], bonus.float(), rtol=FP32, atol=1e-6)
     x, half = (n / H).pow(rest), (n / H).pow(0.5 * rest)
     shares = {
         "rwkv4": [x, x + 0.3 * ratio, half],
         "rwkv5": [x, x + 0.3 * ratio, half, half],
         "rwkv6": [1 - x, 1 - x, 1 - x - 0.3 * ratio, 1 - half, 1 - half],
     }[kind]
-    torch.testing.assert_close(own["mix"], torch.stack(shares).float())
+    torch.testing.assert_close(own["mix"], torch.stack(shares).float(), rtol=FP32, atol=1e-6)
     zero = ["output", "key", "receptance"] if kind == "rwkv4" else ["output"]
     assert not any(own[f"{name}.weight"].any() for name in zero)
     for name, gain in {"rwkv4": {"value": 1.0}}.get(

@@ -180,11 +180,10 @@ class CCA(nn.Module):
     def _delayed(self, value_BSd: Tensor, before_B1d: Tensor | None, starts_BS: Tensor | None) -> Tensor:
         """Values whose second half (of all ranks' channels) is what the token before gave.
 
-        Before a document stands a zero, which the projection makes its bias.
+        Before a document stands a zero, which the projection makes its bias. A rank all of whose channels come from the
+        token itself reads the bias like the others: ZeRO 3 gathers what is read, and all ranks have to gather alike.
         """
         now, later = value_BSd[..., : self.undelayed], value_BSd[..., self.undelayed :]
-        if later.shape[-1] == 0:
-            return value_BSd
         bias = self.value.bias
         nothing = later.new_zeros(later.shape[-1]) if bias is None else bias[self.undelayed :]
         if before_B1d is None:

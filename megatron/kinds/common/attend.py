@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.precision import at_least_fp32
+from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.random import uniform
 
 
@@ -125,7 +125,7 @@ def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None
         allowed = allowed & (documents_BS[:, None, -queries:, None] == documents_BS[:, None, None, :])
     if pattern.slopes is None:
         return torch.zeros(allowed.shape, device=device, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-    slopes = torch.tensor(pattern.slopes, device=device).view(1, -1, 1, 1)
+    slopes = torch.tensor(pattern.slopes, device=device, dtype=wide_type(dtype)).view(1, -1, 1, 1)
     return (slopes * (k - q)).masked_fill(~allowed, float("-inf")).to(dtype)
 
 

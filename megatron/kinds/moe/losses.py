@@ -31,6 +31,7 @@ def auxiliary_losses(
     """
     found: dict[str, Tensor] = {}
     samples, experts = counts_BE.shape
+    counts_BE = counts_BE.to(scores_TE.dtype)
     if options.balance or options.sequence:
         scores_TE = scores_TE[:, :experts]
         share_BSE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (samples, -1))
