@@ -1,16 +1,54 @@
-"""The Python example of the documentation runs."""
+"""The Python examples of the documentation run, and the page alone is enough to read the files."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.reshape import parse_layout, reshape
+from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 
 
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
 def test_the_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert len(examples) == 1
-    exec(compile(examples[0], str(DOCUMENT), "exec"), {})
+    (example,) = [each for each in examples() if "from megatron" in each]
+    exec(compile(example, str(DOCUMENT), "exec"), {})
     assert (tmp_path / "checkpoints" / "step_00000010" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "zamba2", "olmo_hybrid"])
+@pytest.mark.parametrize("layout", ["tensor=1", "tensor=2,pipeline=2", "tensor=2,data=3,zero=3"])
+def test_the_page_is_enough_to_read_a_checkpoint(name: str, layout: str, tmp_path) -> None:
+    """In a process that has numpy, the page and nothing of ours; bf16 weights and fp32 masters."""
+    source, _ = checkpoint_of(tmp_path, MODELS[name], bf16=True)
+    reshape(source, tmp_path / "cut", parse_layout(layout))
+    cut = open_checkpoint(tmp_path / "cut")
+    (example,) = [each for each in examples() if "def read(" in each]
+    wanted = [[name, state] for name, state in cut.stored]
+    script = f"""{example}
+import sys
+for number, (name, state) in enumerate({wanted!r}):
+    np.save(f"{{sys.argv[2]}}/{{number}}.npy", read(Path(sys.argv[1]), name, state))
+assert not {{"torch", "megatron", "safetensors"}} & set(sys.modules)
+"""
+    (tmp_path / "found").mkdir()
+    words = [sys.executable, "-I", "-c", script, str(tmp_path / "cut"), str(tmp_path / "found")]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for number, (name, state) in enumerate(wanted):
+        tensor = cut.tensors[name]
+        ours = cut.read(FragmentSpec.whole(tensor, state), cut.stored[name, state]).data.view(tensor.shape).float()
+        assert np.array_equal(np.load(tmp_path / "found" / f"{number}.npy"), ours.numpy()), name
