@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.foreign import advice, neox_checkpoint
 from .communicator import SOLO, Communicator
 from .durable import move, remove, sync_directory
 from .errors import CheckpointError, brief
@@ -93,6 +94,7 @@ class Store:
             CheckpointError: the one asked for is not there, damaged or cannot be resumed; or there are checkpoints
                 here and none is intact. A run never starts anew because it could not read.
         """
+        self._refuse_foreign(self.directory)
         if how == "none":
             return Resume(None, reason="started anew: checkpoint.resume is none")
         if how == "auto":
@@ -113,7 +115,15 @@ class Store:
         """
         return self._named(Path(path), "checkpoint.initialize_from", verify, weights=True)
 
+    def _refuse_foreign(self, path: Path) -> None:
+        """Another program's checkpoints are not `no checkpoint`, and nothing of ours is put among them."""
+        found = self._on_rank_0(lambda: str(neox_checkpoint(path) or ""))
+        if found:
+            name = Path(found).name
+            raise CheckpointError(path, f"there are checkpoints of GPT-NeoX here ({name}): {advice(Path(found))}")
+
     def _named(self, path: Path, key: str, verify: str, *, weights: bool = False) -> Resume:
+        self._refuse_foreign(path)
         folder, there, whole = self._on_rank_0(lambda: _look(path))
         if folder is not None:
             found = Store(folder, self.communicator)._newest_intact(verify, weights=weights)

@@ -26,6 +26,10 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "circle.yml").write_text("extends: circle.yml\n")
     for name in ("half.bin", "whole.bin", "whole.idx"):
         (tmp_path / name).write_bytes(b"")
+    for step in (5, 20):
+        (tmp_path / "neox" / f"global_step{step}").mkdir(parents=True)
+        (tmp_path / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "neox" / "latest").write_text("global_step20")
     vocabulary = {f"t{index}": index for index in range(190)}
     added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..facts import Facts
+from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 
 
@@ -36,6 +37,20 @@ def resume_exists(facts: Facts) -> Iterator[Problem]:
             rule=f"there is no checkpoint {resume}",
             fix=f"check the path (it is seen from {File.cwd()}), or use auto or none",
         )
+
+
+def other_programs_checkpoints_are_recognised(facts: Facts) -> Iterator[Problem]:
+    """A run that took them for nothing would start anew beside them."""
+    checkpoint = facts.config.checkpoint
+    for name in ("dir", "resume", "initialize_from"):
+        where = getattr(checkpoint, name)
+        step = None if where is None or "://" in where else neox_checkpoint(where)
+        if step is not None:
+            yield facts.problem(
+                f"checkpoint.{name}",
+                rule=f"{where} has checkpoints of GPT-NeoX ({step.name}), which are neither resumed nor written beside",
+                fix=advice(step),
+            )
 
 
 def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
@@ -151,4 +166,4 @@ RULES = (
     resuming_needs_optimizer_state,
     profiled_steps_are_run,
 )
-INPUT_RULES = (resume_exists, initial_weights_exist, urls_can_be_opened)
+INPUT_RULES = (resume_exists, other_programs_checkpoints_are_recognised, initial_weights_exist, urls_can_be_opened)

@@ -307,6 +307,22 @@ OUTPUT = [
         "Protocol not known: nosuch",
         "s3:// s3fs",
     ),
+    case(
+        "GPT-NeoX's folder to save into",
+        "checkpoint: {dir: neox}",
+        "a.yml:2: checkpoint.dir = 'neox'",
+        "has checkpoints of GPT-NeoX (global_step20)",
+        "tools/checkpoint/from_neox.py neox/global_step20",
+    ),
+    case(
+        "no source counts",
+        "data:\n  synthetic: none\n  train: [{path: whole, loss: false}]\n"
+        "  validation: {v: [{path: whole, loss: false}]}",
+        "a.yml:4: data.train.0.loss = false",
+        "a.yml:5: data.validation.v.0.loss = false",
+        "some source must count in the loss",
+        problems=2,
+    ),
     case("resume: no", "checkpoint: {resume: no}", "a.yml:2: checkpoint.resume = 'no'", "write none to start anew"),
     case(
         "weights missing",

@@ -1,0 +1,41 @@
+"""Folders of checkpoints that another program wrote: recognised in one place, by rules and by whoever resumes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"global_step(\d+)")
+_FILES = ("mp_rank_*_model_states.pt", "layer_*-model_*.pt", "zero_pp_rank_*_optim_states.pt", "*zero_pp_rank_*.pt")
+
+
+def neox_checkpoint(path: str | Path) -> Path | None:
+    """The `global_step...` folder of GPT-NeoX or DeepSpeed that `path` is or has: the one that its file `latest` names,
+    else the last one. None where there is none; a folder that cannot be read has none.
+    """
+    path = Path(path)
+    try:
+        if _STEP.fullmatch(path.name) and _is_one(path):
+            return path
+        if not path.is_dir():
+            return None
+        found = {each.name: each for each in path.iterdir() if _STEP.fullmatch(each.name) and _is_one(each)}
+        latest = path / "latest"
+        named = latest.read_text(errors="replace")[:200].strip() if latest.is_file() else ""
+    except OSError:
+        return None
+    if named in found:
+        return found[named]
+    return max(found.values(), key=lambda each: int(_STEP.fullmatch(each.name)[1]), default=None)
+
+
+def _is_one(path: Path) -> bool:
+    return path.is_dir() and any(next(path.glob(pattern), None) for pattern in _FILES)
+
+
+def advice(step: Path) -> str:
+    """What to do with such a folder."""
+    return (
+        f"write its weights as a checkpoint that can be started from: python tools/checkpoint/from_neox.py {step} OUT "
+        "--config YOUR.yml, then checkpoint.initialize_from=OUT, with a checkpoint.dir of its own"
+    )
