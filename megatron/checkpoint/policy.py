@@ -58,8 +58,13 @@ class SavePolicy:
         return None
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 class StopSignals:
     """Remembers that a signal asked the run to stop; the loop asks once per step. A second one acts as it always did.
+
+    A signal that was ignored when the process started stays so: `nohup` means that a lost terminal is no reason.
 
     Use as a context in the main thread: handlers are put back at its end.
 
@@ -67,9 +72,9 @@ class StopSignals:
         received: the signal's name, None as long as there was none.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)) -> None:
+    def __init__(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
         self.received: str | None = None
-        self._signals = tuple(signals)
+        self._signals = tuple(number for number in signals if signal.getsignal(number) != signal.SIG_IGN)
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron.parallel.mesh import Axis, Mesh
+from megatron.parallel.mesh import Axis, Mesh, new_group
 
 
 class ModelParallelUnit:
     """Tensor parallelism is DeepSpeed's model parallelism."""
 
     def __init__(self, mesh: Mesh):
-        self._tensor, self._data = with_group(mesh.tensor), with_group(mesh.data)
+        self._tensor, self._data = with_group(mesh.tensor, mesh), with_group(mesh.data, mesh)
 
     def get_model_parallel_rank(self) -> int:
         return self._tensor.rank
@@ -36,9 +36,9 @@ class ModelParallelUnit:
         return self._data.group
 
 
-def with_group(axis: Axis) -> Axis:
+def with_group(axis: Axis, mesh: Mesh) -> Axis:
     """The axis with a group even where it has one rank, since DeepSpeed communicates on it all the same."""
     if axis.group is not None:
         return axis
-    own = dist.new_group([axis.ranks[0]], use_local_synchronization=True)
+    own = new_group([axis.ranks[0]], mesh.timeout)
     return Axis(axis.rank, axis.size, own, axis.ranks)

@@ -26,7 +26,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.ends import Reader
 from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, limit_groups
 from megatron.parallel.parameters import kept_tensors
 
 from .clipping import GlobalClipping
@@ -319,4 +319,7 @@ def build_engine(
     """
     kind = PipelinedEngine if mesh.pipeline.size > 1 else PlainEngine
     with deepspeed_quietly():
-        return kind(config, mesh, torch.device(device), values)
+        engine = kind(config, mesh, torch.device(device), values)
+    if mesh.timeout is not None:
+        limit_groups(mesh.timeout)  # DeepSpeed gives its groups none
+    return engine

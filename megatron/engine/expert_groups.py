@@ -39,9 +39,9 @@ def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[Non
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.utils import groups
 
-    same = with_group(mesh.expert_data).group  # on every rank, those of stages without experts too
+    same = with_group(mesh.expert_data, mesh).group  # on every rank, those of stages without experts too
     spread = [group for group in optimizer.param_groups if group["moe"]]
-    sharing = with_group(mesh.expert).group
+    sharing = with_group(mesh.expert, mesh).group
     for group in spread:
         groups._EXPERT_PARALLEL_GROUP[group["name"]] = sharing
         groups._EXPERT_DATA_PARALLEL_GROUP[group["name"]] = same

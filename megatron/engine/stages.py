@@ -17,6 +17,7 @@ from megatron.model.ends import Reader
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import Plan
 from megatron.model.stream import StreamForm
+from megatron.parallel.mesh import new_group
 
 
 class EmbeddingStage(nn.Module):
@@ -115,7 +116,7 @@ class Pipeline(PipelineModule):
             # Stages without a copy make a group of their own: torch names a group after how many its members have
             # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
             members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
-            groups[stages] = dist.new_group(members, use_local_synchronization=True)
+            groups[stages] = new_group(members, self.plan.mesh.timeout)
         for weight in sorted(self.parameters(), key=lambda p: p.logical.name):
             stages = next((at for prefix, at in held.items() if weight.logical.name.startswith(f"{prefix}.")), ())
             if axis.rank in stages:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.report.append import AppendFile
 from megatron.worker import devices, fabric, network
 from megatron.worker.code_version import code_version
 from megatron.worker.rendezvous import SOCKET
@@ -29,6 +30,7 @@ from .status import COMPLAINT, FORWARDED_SIGNALS, STOP_SIGNALS
 OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
 HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown
 BEAT = 5.0  # seconds between signs of life
+COMPLAINTS = 600.0  # seconds between two complaints of one kind about log files
 AFTER_LOSS = 10.0  # seconds that the ranks' end may take beyond the grace
 
 
@@ -52,6 +54,7 @@ class Agent:
         self.killing = False
         self.connected, self.finished, self.told_tail = True, False, False
         self.recent_signals: dict[int, float] = {}
+        self.complained: dict[str, float] = {}  # when, by what was said
         self.folder: tempfile.TemporaryDirectory | None = None
         self.meeting: socket.socket | None = None  # bound for rank 0's store
 
@@ -196,8 +199,6 @@ class Agent:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
         base |= {"JOB_CONFIG": self._write_configuration(), "JOB_CONFIG_SHA256": job.sha256}
         logs = Path(job.directory, job.logs) if job.logs else None
-        if logs:
-            logs.mkdir(parents=True, exist_ok=True)
         master = (message["master_address"], int(message["master_port"]))
         first, size = job.first_rank(self.index), len(host.slots)
         bind = "none" if job.wrapper or (job.bind == "numa" and job.device == "cpu") else job.bind
@@ -207,7 +208,7 @@ class Agent:
             else [(first + local, local, size, job.world_size) for local in range(size)]
         )
         for number, local, local_size, world in places:
-            rank = RankProcess(number, logs / f"{'host' if job.wrapper else 'rank'}_{number:04d}.log" if logs else None)
+            rank = RankProcess(number, self._log(logs, f"{'host' if job.wrapper else 'rank'}_{number:04d}.log"))
             environment = rank_environment(base, number, local, local_size, world, master)
             cores = devices.cores_of(local, size, environment, bind)
             kept = self.meeting.fileno() if number == 0 and self.meeting else None
@@ -223,6 +224,22 @@ class Agent:
                 )
         if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
             self.meeting.close()
+
+    def _log(self, folder: Path | None, name: str) -> AppendFile | None:
+        """A rank's log file; none where it cannot be opened, which is said and does not end the run."""
+        try:
+            return AppendFile(folder / name, complain=self._complain, gap=_gap) if folder else None
+        except OSError as error:
+            self._complain(f"{folder / name} cannot be opened ({error.strerror}): the run goes on without it")
+            return None
+
+    def _complain(self, text: str) -> None:
+        """Tell the launcher of trouble with log files: of one kind once, however many files there are."""
+        now, words = time.monotonic(), text.partition(" ")[2]
+        kind = words.split()[0] + words.split()[1]
+        if now - self.complained.get(kind, -COMPLAINTS) >= COMPLAINTS:
+            self.complained[kind] = now
+            self._send({"type": "warning", "text": text})
 
     def _write_configuration(self) -> str:
         """The resolved configuration as a file that only this user can read; returns its path."""
@@ -404,6 +421,10 @@ class Agent:
         while self.link.outgoing and time.monotonic() < deadline:
             self._flush()
             time.sleep(0.01)
+
+
+def _gap(lost: int) -> bytes:
+    return f"[... {lost} bytes are missing here: the disk was full ...]\n".encode()
 
 
 def main(arguments: list[str]) -> int:

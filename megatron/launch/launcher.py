@@ -126,7 +126,9 @@ class Launcher:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
-        before = {number: signal.signal(number, lambda *_: None) for number in (*FORWARDED_SIGNALS, signal.SIGCHLD)}
+        # Under nohup a lost terminal is no reason to stop.
+        numbers = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda *_: None) for number in (*numbers, signal.SIGCHLD)}
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._signals(ours.recv(4096)))
 
@@ -322,6 +324,8 @@ class Launcher:
         elif kind == "signalled":
             if message["number"] not in self.signals:
                 self.signals.append(message["number"])  # it came from the scheduler, past us
+        elif kind == "warning":
+            say(f"warning: [{host.name}] {message['text']}")
         elif kind == "problem":
             self._fail(index, message["text"])
         elif kind == "done":

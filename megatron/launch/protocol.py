@@ -1,8 +1,8 @@
 """What launcher and agents say to each other: one JSON object per line, over pipes or a socket.
 
 Launcher to agent: `specification` (first), `bind`, `start`, `signal`, `stop`, `kill`, `beat`. Agent to launcher:
-`address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `done`, `problem`, `beat`. Every message of an
-agent names its host by index.
+`address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `done`, `problem`, `warning`, `beat`. Every
+message of an agent names its host by index.
 
 Lines of an agent stay under 1000 bytes: srun carries output in messages of 1024 bytes, and a longer line of one
 host could be torn by one of another.

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from fcntl import ioctl
 from pathlib import Path
-from typing import IO
+
+from megatron.report.append import AppendFile
 
 from .protocol import Lines
 from .status import FORWARDED_SIGNALS
@@ -96,9 +97,9 @@ class RankProcess:
         failed_at: when it began to fail: its last traceback's first line, or its end.
     """
 
-    def __init__(self, rank: int, log: Path | None) -> None:
+    def __init__(self, rank: int, log: AppendFile | None) -> None:
         self.rank = rank
-        self.log: IO[bytes] | None = open(log, "ab") if log else None
+        self.log = log
         self.process: subprocess.Popen | None = None
         self.streams: list[Stream] = []
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
@@ -166,7 +167,6 @@ class RankProcess:
         if self.log and lines:
             stamp = datetime.now(UTC).isoformat(timespec="milliseconds")[:-6].encode() + b"Z "
             self.log.write(b"".join(stamp + line + b"\n" for line in lines))
-            self.log.flush()
 
     def finish(self, status: int) -> None:
         """Note the end of the process."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -35,6 +37,7 @@ class Mesh:
     expert: Axis = ALONE  # ranks that share the experts of a layer: part of the data axis, or of data and tensor
     expert_data: Axis = ALONE  # the rest of it: ranks that hold the same experts
     expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
+    timeout: timedelta | None = None  # of collectives in every group; torch's own where it is None
 
     @classmethod
     def single(cls) -> Mesh:
@@ -58,7 +61,7 @@ class Mesh:
         )
 
     @classmethod
-    def build(cls, layout: Layout) -> Mesh:
+    def build(cls, layout: Layout, timeout: timedelta | None = None) -> Mesh:
         """Create this rank's groups; call on every rank after `torch.distributed.init_process_group`.
 
         Only members synchronise, axis by axis, so the cost per rank is at most five groups however large the run is.
@@ -67,7 +70,7 @@ class Mesh:
             ValueError: the layout does not have as many ranks as the process group.
         """
         if layout.world_size == 1:
-            return cls(layout, 0, Coordinates(), Axis(), Axis(), Axis())
+            return cls(layout, 0, Coordinates(), Axis(), Axis(), Axis(), timeout=timeout)
         if layout.world_size != dist.get_world_size():
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the job has {dist.get_world_size()}")
         rank = dist.get_rank()
@@ -76,9 +79,9 @@ class Mesh:
             name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
             for name in ("tensor", "data", "pipeline")
         }
-        axes = {name: _axis(layout, line, rank) for name, line in lines.items()}
-        sharing = _axis(layout, layout.all_experts(at), rank, tuple(axes.values()))
-        same = _axis(layout, layout.same_experts(at), rank, tuple(axes.values()))
+        axes = {name: _axis(layout, line, rank, timeout) for name, line in lines.items()}
+        sharing = _axis(layout, layout.all_experts(at), rank, timeout, tuple(axes.values()))
+        same = _axis(layout, layout.same_experts(at), rank, timeout, tuple(axes.values()))
         return cls(
             layout,
             rank,
@@ -87,10 +90,28 @@ class Mesh:
             expert=sharing,
             expert_data=same,
             expert_tensor=ALONE if layout.folded else axes["tensor"],
+            timeout=timeout,
         )
 
 
-def _axis(layout: Layout, line: list[Coordinates], rank: int, known: tuple[Axis, ...] = ()) -> Axis:
+def new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A process group, which its members alone create. torch gives a group its own timeout, whatever others have."""
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def limit_groups(timeout: timedelta) -> None:
+    """Give every process group of this rank the timeout, those too that a library has made without one.
+
+    On gloo the error comes after that time; with NCCL its watchdog ends the process.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _axis(
+    layout: Layout, line: list[Coordinates], rank: int, timeout: timedelta | None, known: tuple[Axis, ...] = ()
+) -> Axis:
     """The axis on which this rank and the others at these coordinates lie: one of the known ones, or with a
     new group.
     """
@@ -100,5 +121,5 @@ def _axis(layout: Layout, line: list[Coordinates], rank: int, known: tuple[Axis,
             return axis
     if len(ranks) == 1:
         return Axis(0, 1, None, ranks)
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = new_group(ranks, timeout)
     return Axis(ranks.index(rank), len(ranks), group, ranks)

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .append import AppendFile
+
 
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: infinities and nans, which JSON has no words for, become null."""
@@ -41,16 +43,14 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class MetricsFile:
-    """The sink that writes metrics.jsonl, a line at a time, flushed, so that nothing is lost with the process."""
+    """The sink that writes metrics.jsonl, a line at a time, so that nothing is lost with the process."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = AppendFile(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(encode(record) + "\n")
-        self._file.flush()
+        self._file.write((encode(record) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .append import AppendFile
 from .jsonl import encode, read_lines
 
 BATCHES_PER_LINE = 100
@@ -23,18 +24,20 @@ def hash_text(value: int) -> str:
 
 
 class Ledger:
-    """An append-only file of events. Each is on disk when `write` returns."""
+    """An append-only file of events. Each is on disk when `write` returns, or waits in memory for room there."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+", encoding="utf-8")
         self._end_broken_line()
+        self._file = AppendFile(self.path, sync=True)
         self._first = 0
         self._hashes: list[str] = []
 
     def _end_broken_line(self) -> None:
         """A process killed while it wrote leaves half a line; what follows must not be glued to it."""
+        if not self.path.exists():
+            return
         with open(self.path, "rb+") as file:
             size = file.seek(0, os.SEEK_END)
             if not size:
@@ -71,12 +74,10 @@ class Ledger:
         which
         entries are of steps that its weights have seen: those before it."""
         self.flush()
-        return self.path.stat().st_size
+        return self.path.stat().st_size + self._file.waiting
 
     def _append(self, entry: dict[str, Any]) -> None:
-        self._file.write(encode(entry) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.write((encode(entry) + "\n").encode())
 
     def close(self) -> None:
         self.flush()

@@ -24,10 +24,20 @@ class Sinks:
     def __init__(self, sinks: list[Sink], console: Console) -> None:
         self.sinks = [*sinks, console]
         self.console = console
+        self._failing: list[Sink] = []
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Give a record to every sink; one that cannot write, because its disk is full, does not end the run."""
         for sink in self.sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except OSError as error:
+                if sink not in self._failing:
+                    self._failing.append(sink)
+                    self.say(f"warning: {type(sink).__name__} cannot write ({error}); the run goes on without it")
+            else:
+                if sink in self._failing:
+                    self._failing.remove(sink)
 
     def say(self, text: str) -> None:
         """A message for the person who watches."""

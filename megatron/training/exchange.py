@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.engine.protocol import StepResult
 
-WISHES = ("SIGTERM", "SIGINT", "SIGUSR1", "wall time", "save")
+WISHES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
 Number = torch.Tensor | float
 _LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
 

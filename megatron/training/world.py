@@ -84,7 +84,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     )
     communicator = GroupCommunicator(device=device)
     check_agreement(place, communicator.gather)
-    mesh = Mesh.build(Layout.of(config, place.world_size))
+    mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
     return World(device, mesh, communicator, StoreCommunicator(store, rank, size, "background"))
 
 

@@ -47,7 +47,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     path = tmp_path / "ledger.jsonl"
     code = (
         "import os, sys; from megatron.report.ledger import Ledger; l = Ledger(sys.argv[1]); "
-        "l.write('start', step=0); l._file.write('{\"event\": \"half'); l._file.flush(); os._exit(9)"
+        "l.write('start', step=0); l._file.write(b'{\"event\": \"half'); os._exit(9)"
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     assert subprocess.run([sys.executable, "-c", code, str(path)], cwd=root).returncode == 9

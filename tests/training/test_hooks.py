@@ -77,7 +77,7 @@ def test_skipped_steps_pass_until_there_are_fifty_in_a_row(tmp_path):
     assert "skipped" not in training[54] and training[54]["loss"] > 0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_saves_and_stops(tmp_path, name):
     before = signal.getsignal(getattr(signal, name))
     trainer = toy_trainer(config(tmp_path), more=[Act(2, lambda _: os.kill(os.getpid(), getattr(signal, name)))])

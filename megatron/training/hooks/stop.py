@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from megatron.checkpoint.policy import StopSignals
+from megatron.checkpoint.policy import STOP_SIGNALS, StopSignals
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
 class Stop:
