@@ -11,7 +11,6 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class Agent:
         self.connected, self.finished, self.told_tail = True, False, False
         self.recent_signals: dict[int, float] = {}
         self.complained: dict[str, float] = {}  # when, by what was said
-        self.folder: tempfile.TemporaryDirectory | None = None
+        self.configuration: int | None = None  # descriptor of the file that ranks read
         self.meeting: socket.socket | None = None  # bound for rank 0's store
 
     # ---- the loop
@@ -81,8 +80,8 @@ class Agent:
             self._last_flush()
         finally:
             self._sweep()
-            if self.folder:
-                self.folder.cleanup()
+            if self.configuration is not None:
+                os.close(self.configuration)
         return 0
 
     def _pause(self) -> float:
@@ -242,12 +241,15 @@ class Agent:
             self._send({"type": "warning", "text": text})
 
     def _write_configuration(self) -> str:
-        """The resolved configuration as a file that only this user can read; returns its path."""
-        self.folder = tempfile.TemporaryDirectory(prefix="job-")
-        path = os.path.join(self.folder.name, "config.yml")
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        """The resolved configuration as a file that only this user can read; returns its path.
+
+        The file is in memory and goes with this process, however that ends: on a disk, a killed agent would leave it.
+        """
+        self.configuration = os.memfd_create("config.yml")
+        os.fchmod(self.configuration, 0o600)
+        with open(self.configuration, "w", encoding="utf-8", closefd=False) as file:
             file.write(self.job.configuration)
-        return path
+        return f"/proc/{os.getpid()}/fd/{self.configuration}"
 
     def _launcher_lost(self) -> None:
         """Nobody listens any more: let the ranks finish as after a stop signal, then end."""

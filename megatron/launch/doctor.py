@@ -211,7 +211,7 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
     findings = []
     for check in ("python", "torch", "deepspeed", "transformers", "pydantic", "tokenizers", "driver", "code"):
         findings += _equal(check, [answer[check] for answer in answers], names)
-    findings += _equal("accelerators", [answer["accelerators"] for answer in answers], names, WARN)
+    findings += _accelerators(answers, names)
     for check, low, unit, advice in (
         ("open files", 4096, 1, "ulimit -n 65536 (limits.conf, or LimitNOFILE of the service)"),
         ("shm", GIB, GIB, "docker run --shm-size=8g, or mount a larger tmpfs on /dev/shm"),
@@ -242,6 +242,22 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
         else Finding(OK, "shared folder", "the same everywhere", tuple(names))
     )
     return findings
+
+
+def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
+    """Equal counts; hosts without any are said to be that, and are wrong where there is a driver for some."""
+    counts = [answer["accelerators"] for answer in answers]
+    blind = tuple(
+        name for name, answer in zip(names, answers) if not answer["accelerators"] and answer["driver"] != "none"
+    )
+    if blind:
+        advice = (
+            "nvidia-smi or rocm-smi; containers need --gpus all (NVIDIA) or --device /dev/kfd --device /dev/dri (AMD)"
+        )
+        return [Finding(WARN, "accelerators", "none is seen, though there is a driver", blind, advice)]
+    if not any(counts):
+        return [Finding(OK, "accelerators", "none: a run here uses the CPU", tuple(names))]
+    return _equal("accelerators", counts, names, WARN)
 
 
 def _limit(value: int) -> float:

@@ -183,7 +183,9 @@ def test_a_killed_launcher_leaves_nothing_and_the_ranks_save(tmp_path):
     assert [job.notes.joinpath(f"saved.{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGTERM))] * 2
 
 
-def test_a_killed_agent_takes_its_ranks_along(tmp_path):
+def test_a_killed_agent_takes_its_ranks_along(tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     job = Job(tmp_path, "stubborn", ranks=2)
     pids = [job.note(f"up.{rank}") for rank in range(2)]
     agent = int(open(f"/proc/{pids[0]}/stat").read().rpartition(")")[2].split()[1])
@@ -191,6 +193,7 @@ def test_a_killed_agent_takes_its_ranks_along(tmp_path):
     status, _, error = job.finish()
     assert status == 255 and "was lost" in error, error
     assert all(gone(pid) for pid in pids)
+    assert list((tmp_path / "tmp").iterdir()) == [], "no private folder is left"
 
 
 def test_the_first_failure_is_named_though_a_peer_ends_otherwise(tmp_path):

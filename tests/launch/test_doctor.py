@@ -45,6 +45,15 @@ def test_equal_and_healthy_hosts():
     assert bad() == []
 
 
+def test_no_accelerator_is_said_in_words():
+    bare = {**GOOD, "accelerators": 0, "driver": "none"}
+    (found,) = [each for each in judge([bare] * 3, NAMES) if each.check == "accelerators"]
+    assert (found.grade, found.value) == (OK, "none: a run here uses the CPU")
+    blind = {**GOOD, "accelerators": 0}
+    (found,) = [each for each in judge([GOOD, blind, GOOD], NAMES) if each.check == "accelerators"]
+    assert found.grade == WARN and found.hosts == ("h1",) and "driver" in found.value and found.advice
+
+
 @pytest.mark.parametrize(
     ("changes", "check", "grade"),
     [
