@@ -39,6 +39,7 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     made.add_argument(
         "--print", choices=("sbatch", "pbs", "k8s"), dest="template", help="print a job script or manifest for this run"
     )
+    made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
     words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
     made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)
@@ -100,6 +101,10 @@ def _serve(options: argparse.Namespace) -> int:
         return 0
     if not options.words:
         raise ArgumentError(f"no script given; usage: {USAGE}")
+    from .neox_style import translated
+
+    folder = ["-d", options.conf_dir] if options.conf_dir else []
+    options.words = translated([options.words[0], *folder, *options.words[1:]])
     if not (options.template or options.sbatch or options.dry_run):
         _become_a_rank(options)
     from .plan import make_plan

@@ -85,6 +85,8 @@ class Schedule:
         if self.options.compat == "neox-v1":
             return self._neox_v1(n, peak)
         n = min(n, self.span.length)
+        if self.options.compat == "neox":
+            return self._neox(n, peak)
         if n < self.span.warmup:
             initial = self.options.initial_lr_ratio
             return peak * (initial + (1 - initial) * n / self.span.warmup)
@@ -126,6 +128,23 @@ class Schedule:
             return constant + (peak - constant) * DECAYS["cosine"](x)
         # The paper's inverse square root has a free steepness; with this one it is 1 / sqrt(1 + a x), unscaled.
         return peak / math.sqrt(1 + (1 / options.constant_lr_ratio**2 - 1) * x)
+
+    def _neox(self, n: int, peak: float) -> float:
+        """GPT-NeoX since August 2023, and its first update since May 2026: that of step 1 instead of 0.
+
+        The linear decay goes to 0 and the floor cuts it off. After the end the last rate stays; GPT-NeoX's own cosine
+        rises again there.
+        """
+        warmup, floor = self.span.warmup, self.options.min_lr_ratio * peak
+        if 0 < warmup and n <= warmup:
+            return peak * max(1, n) / warmup
+        share = self._share(n)
+        rates = {
+            "constant": peak,
+            "linear": peak * (1 - share),
+            "cosine": floor + (peak - floor) / 2 * (math.cos(math.pi * share) + 1),
+        }
+        return max(rates[self.options.type], floor)
 
     def _neox_v1(self, n: int, peak: float) -> float:
         """GPT-NeoX 1.0, with which Pythia was trained.

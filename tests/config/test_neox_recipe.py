@@ -58,7 +58,7 @@ def test_gas_is_accepted_where_it_says_what_holds():
     one, two = flat(gas=1), flat(gas=2, gradient_accumulation_steps=2)
     assert one.problems == two.problems == []
     assert at(one, "training.accumulation") == 1 and at(two, "training.accumulation") == 2
-    assert noted(one, "the file has gas")
+    assert noted(one, "gas (GPT-NeoX always derived it)")
     for changes in ({"gas": 4}, {"gas": 4, "gradient_accumulation_steps": 2}):
         assert "never had an effect" in problem_of(flat(**changes), "gas").rule
 
@@ -140,13 +140,14 @@ def test_lowest_rate_is_a_share_of_the_peak():
     assert "peak" in problem_of(flat(min_lr=1e-2), "min_lr").rule
 
 
-def test_learning_rates_follow_the_version_that_the_file_is_of():
-    assert at(flat(), "schedule.compat") == at(flat(gas=1), "schedule.compat") == "neox-v1"
-    young = flat(rope_fusion=False)
-    assert at(young, "schedule.compat") == "none"
-    assert young.origins["schedule.compat"].key == "rope_fusion"
-    assert noted(young, "schedule.compat: none", "rope_fusion")
-    assert at(flat(rope_fusion=False, gas=1), "schedule.compat") == "neox-v1"
+@pytest.mark.parametrize("keys", [{}, {"gas": 1}, {"rope_fusion": False}, {"lr_decay_style": "linear"}])
+def test_learning_rates_are_todays_and_the_summary_names_the_other_choice(keys):
+    """Nothing in a file says which version it is of: the default is today's, and one key takes the other."""
+    translation = flat(**keys)
+    assert at(translation, "schedule.compat") == "neox"
+    assert noted(translation, "schedule.compat: neox,", "today", "schedule.compat=neox-v1", "Pythia")
+    rises = flat(lr_decay_style="cosine", lr_decay_iters=50)
+    assert noted(rises, "after lr_decay_iters they stay") and not noted(flat(), "after lr_decay_iters")
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 10, 11, 50, 89, 90, 91, 99])
@@ -157,6 +158,7 @@ def test_learning_rates_of_version_1_in_its_own_words(style, step):
         lr_decay_style=style, warmup=0.1, min_lr=0.1, optimizer={"type": "Adam", "params": {"lr": 1.0}}
     ).values
     values["model"]["vocab_size"] = 128
+    values["schedule"]["compat"] = "neox-v1"
     end, warmup = 100, 10
     n = min(step, end - warmup)
     if n <= warmup and step <= warmup:

@@ -26,7 +26,7 @@ sections = st.fixed_dictionaries(
         "decay_steps": st.integers(1, 12),
         "cooldown_steps": st.integers(0, 12),
         "constant_lr_ratio": st.sampled_from([0.2, 0.5]),
-        "compat": st.sampled_from(["none", "neox-v1"]),
+        "compat": st.sampled_from(["none", "neox", "neox-v1"]),
     },
 )
 

@@ -148,6 +148,29 @@ def test_neox_v1_is_the_described_rule(style, warmup):
     assert [ours.lr(step) for step in range(450)] == pytest.approx(expected, rel=1e-9)
 
 
+def neox_today(n: int, lr: float, low: float, warmup: float, end: int, style: str) -> float:
+    """The rule as a table of cases, from the description of GPT-NeoX's current version."""
+    if warmup and n <= warmup:
+        return lr * (n or 1) / warmup
+    left = (end - n) / (end - warmup)
+    return max(
+        {"cosine": low + (lr - low) * math.sin(math.pi * left / 2) ** 2, "linear": lr * left, "constant": lr}[style],
+        low,
+    )
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 25, 0.5])
+def test_neox_is_the_rule_of_today(style, warmup):
+    """At every update, the first too; after the end the last rate stays."""
+    share = {"warmup_fraction": warmup / 400} if warmup == 0.5 else {"warmup_steps": warmup}
+    ours = schedule(steps=400, lr=3e-4, type=style, min_lr_ratio=0.2, compat="neox", **share)
+    expected = [neox_today(min(n, 400), 3e-4, 6e-5, warmup, 400, style) for n in range(450)]
+    assert [ours.lr(step) for step in range(450)] == pytest.approx(expected, rel=1e-12)
+    assert schedule(**PYTHIA, compat="neox").lr(0) == pytest.approx(6e-4 / 1430, rel=1e-12)
+    assert schedule(**PYTHIA).lr(0) == 0.0  # what native configurations always had
+
+
 def test_warmup_in_tokens_fraction_and_steps_agree():
     tokens = schedule(type="cosine", warmup_tokens=20 * 4 * 8)  # 4 samples of 8 tokens per step
     share, steps = schedule(type="cosine", warmup_fraction=0.2), schedule(type="cosine", warmup_steps=20)

@@ -70,40 +70,6 @@ LOSS_SCALE = {
 }
 PLAIN_PARTS = {"enabled", "fp16", "bf16", "type", "auto_cast"}
 
-# Keys younger than August 2023, when GPT-NeoX changed its learning rates.
-AFTER_V1 = {
-    "num_kv_heads",
-    "sliding_window_width",
-    "intermediate_size",
-    "expansion_factor",
-    "mlp_multiple_of",
-    "rope_fusion",
-    "layernorm_fusion",
-    "rmsnorm_fusion",
-    "use_bias_in_mlp",
-    "use_flashattn_swiglu",
-    "train_impl",
-    "dataset_impl",
-    "pack_impl",
-    "allow_chopped",
-    "moe_num_experts",
-    "lr_decay_fraction",
-    "s3_path",
-    "profile",
-    "memory_profiling",
-    "peak_theoretical_tflops",
-    "use_comet",
-    "wandb_run_name",
-    "te_columnparallel",
-    "te_layernorm_mlp",
-    "te_mha",
-    "mamba_selective_scan_fusion",
-    "mamba_inner_func_fusion",
-    "dim_att",
-    "fused_kernels_build_path",
-    "sequence_parallel",
-}
-
 
 def translate(flat: Flat, native: Native) -> None:
     """Translate the recipe keys."""
@@ -276,21 +242,22 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
 
 
 def _compatibility(flat: Flat, native: Native) -> None:
-    """GPT-NeoX changed its learning rates in August 2023 without a word in the files: younger keys tell."""
-    younger = sorted(name for name in AFTER_V1 if flat.given(name))
-    if flat.given("gas") or not younger:
-        native.put("schedule.compat", "neox-v1", "gas" if flat.given("gas") else "lr_decay_style")
-        why = "the file has gas, which later versions refuse" if flat.given("gas") else "no key of the file is younger"
-        native.note(
-            f"schedule.compat: neox-v1, the learning rates of GPT-NeoX 1.0 (Pythia, NeoX-20B), because {why}; "
-            "`schedule.compat: none` gives those of GPT-NeoX since 2023-08"
-        )
-        return
-    native.put("schedule.compat", "none", younger[0])
+    """GPT-NeoX changed its learning rates in August 2023 without a word in the files; one native key chooses.
+
+    The default is what GPT-NeoX computes from the file today. A file does not say which version it was written for.
+    """
+    native.put("schedule.compat", "neox", "lr_decay_style")
+    steps, cosine = flat.integer("train_iters"), str(flat.raw("lr_decay_style")).lower() == "cosine"
+    end = flat.integer("lr_decay_iters")
+    rises = (
+        "; after lr_decay_iters they stay, where GPT-NeoX's rise again"
+        if end and steps and cosine and end < steps
+        else ""
+    )
     native.note(
-        f"schedule.compat: none, the learning rates of GPT-NeoX since 2023-08, because {younger[0]} is younger "
-        "than 1.0; after lr_decay_iters they stay, where GPT-NeoX's rise again; `schedule.compat: neox-v1` "
-        "gives those of GPT-NeoX 1.0"
+        "schedule.compat: neox, the learning rates that GPT-NeoX computes from this file today"
+        f"{rises}; to repeat a run of GPT-NeoX 1.0 (Pythia, GPT-NeoX-20B, all before 2023-08), whose rates differ by "
+        "several percent, give schedule.compat=neox-v1"
     )
 
 

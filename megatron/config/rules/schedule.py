@@ -130,13 +130,14 @@ def infinite_is_complete(facts: Facts) -> Iterator[Problem]:
 
 def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
     schedule = facts.config.schedule
-    if schedule.compat != "neox-v1":
+    if schedule.compat == "none":
         return
     if schedule.type not in ("constant", "linear", "cosine"):
+        had = "had no" if schedule.compat == "neox-v1" else "has no"
         yield facts.problem(
             "schedule.compat",
             "schedule.type",
-            rule=f"GPT-NeoX 1.0 had no {schedule.type} schedule",
+            rule=f"{'GPT-NeoX 1.0' if schedule.compat == 'neox-v1' else 'GPT-NeoX'} {had} {schedule.type} schedule",
             fix="use constant, linear or cosine, or compat: none",
         )
     for name in ("start", "initial_lr_ratio"):
@@ -144,7 +145,7 @@ def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 f"schedule.{name}",
                 "schedule.compat",
-                rule="neox-v1 starts at step 0 from a rate of 0",
+                rule="GPT-NeoX's schedule starts at step 0, with its own first rate",
                 fix="remove it, or use compat: none",
             )
 
@@ -160,6 +161,18 @@ def compat_stays_below_the_peak(facts: Facts) -> Iterator[Problem]:
             "schedule.steps",
             rule="with a warmup of more than half the schedule, GPT-NeoX 1.0 can go above the peak learning rate",
             fix="shorten the warmup, or use compat: none",
+        )
+
+
+def compat_has_a_whole_step_of_warmup(facts: Facts) -> Iterator[Problem]:
+    """Today's GPT-NeoX gives the first update the rate of step 1, over a warmup that may be shorter than a step."""
+    key, steps = warmup(facts)
+    if facts.config.schedule.compat == "neox" and 0 < steps < 1:
+        yield facts.warning(
+            key,
+            "schedule.compat",
+            rule=f"with a warmup of {steps:g} steps GPT-NeoX gives the first update {1 / steps:g} times the peak",
+            fix="use a warmup of at least one step, or none",
         )
 
 
@@ -183,5 +196,6 @@ RULES = (
     infinite_is_complete,
     compat_has_its_own_schedules,
     compat_stays_below_the_peak,
+    compat_has_a_whole_step_of_warmup,
     schedule_covers_the_run,
 )

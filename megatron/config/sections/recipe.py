@@ -99,6 +99,8 @@ class ScheduleSection(Section):
     cooldown_steps: int | None = key(None, "infinite: steps from the peak to the constant rate.", unit="steps", ge=0)
     cooldown_shape: Literal["cosine", "inverse_sqrt"] = key("cosine", "infinite: form of the cooldown.")
     constant_lr_ratio: float = key(0.5, "infinite: the constant rate as a share of the peak.", gt=0, le=1)
-    compat: Literal["none", "neox-v1"] = key(
-        "none", "neox-v1 reproduces the learning rates of GPT-NeoX 1.0, step for step."
+    compat: Literal["none", "neox", "neox-v1"] = key(
+        "none",
+        "Reproduce GPT-NeoX's learning rates, step for step: neox, those of today's version; neox-v1, those of 1.0 "
+        "(Pythia, GPT-NeoX-20B).",
     )

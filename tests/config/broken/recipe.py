@@ -122,6 +122,7 @@ SCHEDULE = [
         "cannot reach 0",
         problems=2,
     ),
+    case("compat of no schedule of today", "schedule: {type: wsd, compat: neox}", "GPT-NeoX has no wsd schedule"),
     case("compat of another schedule", "schedule: {type: wsd, compat: neox-v1}", "GPT-NeoX 1.0 had no wsd schedule"),
 ]
 

@@ -48,6 +48,12 @@ WARNED = [
         "a.yml:2: schedule.warmup_steps = 60",
         "above the peak learning rate",
     ),
+    case(
+        "warmup of less than a step in compat",
+        "schedule: {warmup_fraction: 0.002, compat: neox}",
+        "a.yml:2: schedule.warmup_fraction = 0.002",
+        "5 times the peak",
+    ),
     case("schedule shorter than the run", "schedule: {steps: 50}", "the last 50 steps keep"),
     case("exponent of given weights", "data: {alpha: 0.5}", "data.alpha = 0.5", "weighting: documents or tokens"),
     case(
