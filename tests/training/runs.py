@@ -21,6 +21,7 @@ from megatron.model.stream import LOSS
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import kept_tensors, stored_tensors
+from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
 
@@ -141,21 +142,31 @@ def assemble(ranks: list[list[tuple]]) -> dict[tuple[str, str], np.ndarray]:
     return values
 
 
-def plainly(values: dict[str, Any]) -> Outcome:
-    """The same run in one process of plain PyTorch, without engine or DeepSpeed."""
-    from megatron.model.stack import build_model
+def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
+    """The same run in one process of plain PyTorch, without engine or DeepSpeed.
+
+    Args:
+        exact: compute in float64 (a bf16 run in fp32, from the same rounded weights): what `plainly` differs from it is
+            the rounding of one process, which tells how far the roundings of layouts may be apart.
+    """
+    from megatron.model.stack import DTYPES, build_model
 
     config = resolve(values)
-    model = build_model(config, dtype=torch.bfloat16 if config.precision.compute == "bf16" else torch.float32)
+    narrow = DTYPES[config.precision.compute]
+    dtype = {torch.float32: torch.float64, torch.bfloat16: torch.float32}[narrow] if exact else narrow
+    begun, model = build_model(config, dtype=narrow), build_model(config, dtype=dtype)
     parameters = list(dict.fromkeys(model.parameters()))
-    masters = [p.detach().float() + torch.from_numpy(noise(p.logical)) for p in parameters]
+    masters = [
+        (each.detach().float() + torch.from_numpy(noise(p.logical))).to(wide_type(dtype))
+        for each, p in zip(dict.fromkeys(begun.parameters()), parameters)
+    ]
     optimizer = PlainOptimizer(config, [p.logical.role.value for p in parameters], masters)
     corrections = kept_tensors(model)
     for tensor in corrections:
         tensor += torch.from_numpy(noise(tensor.logical))
     losses, norms = [], []
     for step in range(config.training.steps):
-        load(parameters, masters)
+        load(parameters, masters, narrow)
         loss, gradients = plain_gradients(config, model, parameters, step)
         norm = torch.sqrt(sum(g.double().square().sum() for g in gradients))
         factor = min(1.0, config.optimizer.gradient_clipping / (float(norm) + 1e-6))
@@ -163,7 +174,7 @@ def plainly(values: dict[str, Any]) -> Outcome:
         correct(model)
         losses.append(loss)
         norms.append(float(norm))
-    load(parameters, masters)
+    load(parameters, masters, narrow)
     batch = global_batch(config, EVALUATION)
     with torch.no_grad():
         ce, _, _ = token_losses(config, model.eval(), batch, slice(None))
@@ -173,10 +184,12 @@ def plainly(values: dict[str, Any]) -> Outcome:
     return Outcome(losses, norms, (float(total / weight), float(weight)), weights)
 
 
-def load(parameters: list[torch.nn.Parameter], masters: list[torch.Tensor]) -> None:
+def load(parameters: list[torch.nn.Parameter], masters: list[torch.Tensor], narrow: torch.dtype) -> None:
+    """Masters to the parameters, rounded to bf16 where a run of that type rounds them."""
     with torch.no_grad():
         for parameter, master in zip(parameters, masters):
-            parameter.copy_(master)
+            rounds = narrow == torch.bfloat16 and not parameter.logical.keep_fp32
+            parameter.copy_(master.bfloat16() if rounds else master)
 
 
 def correct(model) -> None:
@@ -199,7 +212,7 @@ def token_losses(
     chosen = {name: sides[name][0, rows] for name in form.optional}
     stream = model.stream(batch.inputs[0, rows], **chosen)
     logits = model.head.logits(stream)
-    auxiliary = stream.channels[LOSS].float().mean() if LOSS in stream.channels else 0.0
+    auxiliary = at_least_fp32(stream.channels[LOSS]).mean() if LOSS in stream.channels else 0.0
     ce = F.cross_entropy(logits.flatten(0, 1), batch.labels[0, rows].flatten(), reduction="none")
     return ce.view_as(batch.labels[0, rows]), logits.logsumexp(-1), auxiliary
 
@@ -208,15 +221,15 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
     """The mean loss over labels of the global batch, and fp32 gradients (of it and the z-loss), by micro-batches."""
     batch, total = global_batch(config, step), 0.0
     M, weight = config.training.micro_batch_size, batch.loss_mask.double().sum()
-    gradients = [torch.zeros(p.shape) for p in parameters]
+    gradients = [torch.zeros(p.shape, dtype=wide_type(p.dtype)) for p in parameters]
     model.train()
     for begin in range(0, batch.tokens.shape[1], M):
         rows = slice(begin, begin + M)
         ce, lse, auxiliary = token_losses(config, model, batch, rows)
-        share = (batch.loss_mask[0, rows] / weight).float()
+        share = (batch.loss_mask[0, rows] / weight).to(ce.dtype)
         loss = (share * (ce + config.training.z_loss * lse.square())).sum() + auxiliary * (M / batch.tokens.shape[1])
         for gradient, part in zip(gradients, torch.autograd.grad(loss, parameters)):
-            gradient += part.float()
+            gradient += part
         total += float((share.double() * ce.detach()).sum())
     return total, gradients
 

@@ -8,30 +8,44 @@ from functools import cache
 import numpy as np
 import pytest
 
+from tests.margins import Measured
 from tests.training import runs
 from tests.training.matrix import Case, cases
 from tests.workers import run
 
 
 @cache
-def plain(values: str) -> tuple[runs.Outcome, dict[str, np.ndarray]]:
-    return runs.plainly(json.loads(values)), runs.initial(json.loads(values))
+def plain(values: str) -> tuple[runs.Outcome, runs.Outcome, dict[str, np.ndarray]]:
+    """One process, the same without its roundings, and the weights at the start."""
+    values = json.loads(values)
+    return runs.plainly(values), runs.plainly(values, exact=True), runs.initial(values)
+
+
+def worst(found, expected) -> Measured:
+    """The largest relative difference of numbers."""
+    return Measured(np.max(np.abs(np.array(found) / np.array(expected) - 1.0)))
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_numbers_of_one_process(case: Case):
-    expected, begin = plain(json.dumps(case.plain))
+    """Within the bounds of the recipe, and some times what rounding does to one process: ten times for a single number,
+    whose rounding may happen to be small; five times for a tensor, in whose norm there is no luck.
+    """
+    expected, exact, begin = plain(json.dumps(case.plain))
+    bounds, numbers = case.bounds, ([*each.losses, each.evaluation[0]] for each in (expected, exact))
+    loss = bounds.loss + 10 * worst(*numbers)
+    norm = bounds.norm + 10 * worst(expected.norms, exact.norms)
     results = run(case.ranks, runs.train, case.values, case.ranks)
     for losses, norms, evaluation, _ in results:
-        np.testing.assert_allclose(losses, expected.losses, rtol=case.bounds.loss, err_msg="losses")
-        np.testing.assert_allclose(norms, expected.norms, rtol=case.bounds.norm, err_msg="gradient norms")
-        np.testing.assert_allclose(evaluation, expected.evaluation, rtol=case.bounds.loss, err_msg="evaluation")
+        assert worst(losses, expected.losses) < loss and worst(norms, expected.norms) < norm
+        assert worst(evaluation, expected.evaluation) < loss, "evaluation"
     weights = {name: values for (name, _), values in runs.assemble([result[3] for result in results]).items()}
     assert weights.keys() == expected.weights.keys()
     for name, values in weights.items():
         change = np.linalg.norm(expected.weights[name] - begin[name])
         assert change > 0, f"{name} did not learn, so this proves nothing of it"
         error = np.linalg.norm(values - expected.weights[name])
-        assert error <= case.bounds.weights * np.linalg.norm(values), f"{name}: off by {error:.1e}"
-        rounding = 2**-22 * np.linalg.norm(values)  # two units in the last place, where it hardly moved
-        assert error <= case.bounds.change * change + rounding, f"{name}: off by {error / change:.1e} of its change"
+        spread, size = 5 * np.linalg.norm(exact.weights[name] - expected.weights[name]), np.linalg.norm(values)
+        assert Measured(error / size) < bounds.weights + spread / size, name
+        spread += 2**-22 * size  # two units in the last place, where it hardly moved
+        assert Measured(error / change) < bounds.change + spread / change, name
