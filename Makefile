@@ -8,6 +8,10 @@ export PYTHON
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the whole test suite'
+	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
+	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
+	@echo 'make package      build wheel and sdist, and try them outside of the repository'
+	@echo 'make site         the documentation as a site, in build/site'
 	@echo 'make lint         check the source: mistakes and format (ruff)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
@@ -22,9 +26,24 @@ venv:
 
 dev:
 	@requirements/install dev $(VENV)
+	@requirements/install docs $(VENV)
+
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile
+	$(PYTEST)
+
+test-fast: dev
+	$(PYTEST) --fast
+
+durations: dev
+	$(PYTEST) --store-durations
+
+package: dev
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'slow or not slow' tests/test_package.py
+
+site: dev
+	$(RUN) -m sphinx -c docs --fail-on-warning --keep-going --quiet --jobs auto . build/site
 
 lint: dev
 	$(RUN) -m ruff check .
@@ -33,4 +52,4 @@ lint: dev
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test lint docs
+.PHONY: help quickstart venv dev test test-fast durations package site lint docs

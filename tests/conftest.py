@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.selection import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401
+
 try:
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:  # the files that use it say so themselves

@@ -1,0 +1,226 @@
+"""A look into a model: one forward pass, with the activations of named layers and the gradients of named parameters."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint import Fragment, open_checkpoint
+from megatron.checkpoint.fragment import WEIGHT
+from megatron.checkpoint.store import find_checkpoint
+from megatron.config import Config, read_resolved
+from megatron.data.batch import StepBatch
+from megatron.model.stack import DTYPES as COMPUTE_TYPES
+from megatron.model.stack import Model, build_model
+from megatron.model.stream import Stream
+from megatron.parallel.parameters import stored_tensors
+
+DTYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
+Edit = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Pass:
+    """What a forward pass gave, and its backward pass where gradients were asked for. B samples of S tokens.
+
+    Attributes:
+        loss: mean cross-entropy over the labels that count, in nats per token: what a training step logs.
+        token_losses: cross-entropy of each label, fp32 [B, S].
+        activations: output of each layer that was to be kept, [B, S, features].
+        activation_gradients: the loss's gradient with respect to each of them.
+        gradients: the loss's gradient with respect to each parameter, by logical name.
+    """
+
+    loss: float
+    token_losses: Tensor
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    activation_gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class OpenModel:
+    """A whole model on one device whose layers have names.
+
+    Names follow those of the parameters: `embedding`, `layers.3` (the residual stream after the layer),
+    `layers.3.attention` and `layers.3.mlp` (the branches that are added to it), `layers.3.attention.qkv`, ...
+
+    Attributes:
+        model: the module. Dropout is off.
+        config: the resolved configuration.
+        modules: the modules by layer name, in the order of the model.
+    """
+
+    def __init__(self, model: Model, config: Config) -> None:
+        self.model, self.config = model.eval(), config
+        self.modules = dict(_named(model))
+
+    @classmethod
+    def initial(cls, config: Config, device: str, dtype: str) -> OpenModel:
+        """With the initial values of a configuration."""
+        return cls(build_model(_plain(config), device=device, dtype=DTYPES[dtype]), config)
+
+    @classmethod
+    def of_checkpoint(cls, path: Path, device: str, dtype: str) -> OpenModel:
+        """With the weights of a checkpoint of any layout, or of the newest one of a run.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        checkpoint = open_checkpoint(find_checkpoint(path), verify="sizes")
+        with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
+            file.write(checkpoint.meta.config)
+            file.flush()
+            config = read_resolved(file.name)
+        model = build_model(_plain(config), device=device, dtype=DTYPES[dtype], values=False)
+        targets = [Fragment(each.logical, WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)]
+        checkpoint.read_into(targets, cast={WEIGHT})
+        return cls(model, config)
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of all layers that can be kept or edited."""
+        return list(self.modules)
+
+    def forward(
+        self,
+        batch: StepBatch | Tensor,
+        *,
+        keep: Iterable[str] = (),
+        gradients: bool = False,
+        edit: Mapping[str, Edit] | None = None,
+    ) -> Pass:
+        """Run the model on a batch.
+
+        Args:
+            batch: a global batch from `megatron.api.batches`, or tokens [B, S + 1], of which all but the first are
+                labels.
+            keep: names of layers whose outputs are kept; a `*` stands for one word between dots: `layers.*` are the
+                residual streams, `layers.*.attention` the outputs of attention.
+            gradients: also run the backward pass; parameters' gradients and those of what was kept are returned.
+            edit: functions by layer name; what a function makes of the layer's output takes its place.
+
+        Raises:
+            KeyError: no layer has such a name.
+        """
+        names, edits = self._chosen(keep), dict(edit or {})
+        for name in edits:
+            self._chosen([name])
+        kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        losses: list[Tensor] = []
+        total = 0.0
+        self.model.zero_grad(set_to_none=True)
+        with ExitStack() as stack, torch.set_grad_enabled(gradients):
+            for name in dict.fromkeys([*edits, *names]):
+                hook = _hook(kept.get(name), edits.get(name), gradients)
+                stack.callback(self.modules[name].register_forward_hook(hook).remove)
+            for tokens, labels, weights, sides in self._micro_batches(batch):
+                loss, token_losses = self.model(tokens, labels, weights, **sides)
+                if gradients:
+                    loss.backward()
+                total += loss.item()
+                losses.append(token_losses.detach())
+        found = Pass(total, torch.cat(losses))
+        found.activations = {name: torch.cat([each.detach() for each in outputs]) for name, outputs in kept.items()}
+        if gradients:
+            found.activation_gradients = {
+                name: torch.cat([each.grad for each in outputs])
+                for name, outputs in kept.items()
+                if all(each.grad is not None for each in outputs)
+            }
+            found.gradients = dict(self._gradients())
+            self.model.zero_grad(set_to_none=True)
+        return found
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """fp32 logits [B, S, V] of tokens [B, S]."""
+        with torch.no_grad():
+            return self.model.logits(tokens.to(self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def _chosen(self, patterns: Iterable[str]) -> list[str]:
+        chosen: list[str] = []
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = [name for name in self.modules if _fits(name, pattern)]
+            if not found:
+                raise KeyError(
+                    f"no layer is called {pattern!r}; the names are in .layers: {', '.join(self.layers[:8])}, ..."
+                )
+            chosen += found
+        return list(dict.fromkeys(chosen))
+
+    def _micro_batches(self, batch: StepBatch | Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+        """(tokens, labels, weights that add up to one over the batch, side inputs) of each micro-batch."""
+        if isinstance(batch, Tensor):
+            ids = torch.arange(batch.shape[0])[None]
+            batch = StepBatch(0, batch[None], ids, 0)
+            if "documents" in self.model.form.optional:
+                raise ValueError("this model's documents do not see each other; give a batch of megatron.api.batches")
+        mask = batch.loss_mask if batch.loss_mask is not None else torch.ones(batch.labels.shape)
+        weights, device = mask.double() / mask.double().sum(), self._device
+        named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+        for index in range(batch.accumulation):
+            sides = {name: named[name][index].to(device) for name in self.model.form.optional}
+            parts = (batch.inputs[index], batch.labels[index], weights[index].float())
+            yield (*(part.to(device) for part in parts), sides)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                yield parameter.logical.name, parameter.grad.view(parameter.logical.shape)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    words, wanted = name.split("."), pattern.split(".")
+    return len(words) == len(wanted) and all(fnmatch(*pair) for pair in zip(words, wanted))
+
+
+def _plain(config: Config) -> Config:
+    """The same model, computed without recomputation or compilation, which would hide or repeat what hooks see."""
+    training = config.training
+    changed = {
+        "activation_checkpointing": training.activation_checkpointing.model_copy(update={"mode": "none"}),
+        "compile": "off",
+    }
+    return config.model_copy(update={"training": training.model_copy(update=changed)})
+
+
+def _named(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    yield "embedding", model.embedding
+    for index, block in enumerate(model.blocks):
+        yield f"layers.{index}", block
+        parts = {"mixer": block.pattern.mixer, "ffn": block.pattern.ffn}
+        for name, module in block.named_modules():
+            head, _, rest = name.partition(".")
+            if name and parts.get(head) is not None:
+                head = parts[head].name
+            if name:
+                yield ".".join(filter(None, (f"layers.{index}", head, rest))), module
+
+
+def _hook(kept: list[Tensor] | None, edit: Edit | None, gradients: bool) -> Callable:
+    """A forward hook that replaces, then keeps, a module's output: a tensor, a stream, or a tuple with one first."""
+
+    def hook(_module: nn.Module, _inputs: Sequence, output):
+        value = output[0] if isinstance(output, tuple) else output
+        tensor = value.hidden if isinstance(value, Stream) else value
+        if edit is not None:
+            tensor = edit(tensor)
+            value = value.with_hidden(tensor) if isinstance(value, Stream) else tensor
+            output = (value, *output[1:]) if isinstance(output, tuple) else value
+        if kept is not None:
+            if gradients and tensor.requires_grad:
+                tensor.retain_grad()
+            kept.append(tensor)
+        return output
+
+    return hook
