@@ -1,11 +1,34 @@
-"""What is this run? Typed sections, YAML files and overrides, the origin of each value, and rules."""
+"""What is this run? Typed sections, YAML files and overrides, the origin of each value, and rules.
 
-from .files import split_arguments
-from .problems import ConfigError, Problem
-from .resolve import Resolved, load, resolve
-from .resolved_file import config_hash, read_resolved, save_resolved, to_yaml
-from .schema import Config
+What is named here is imported when it is first asked for: the options of a kind of layer import `megatron.config.kind`,
+and the schema imports them.
+"""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .files import split_arguments
+    from .problems import ConfigError, Problem
+    from .resolution import Resolved, load, resolve
+    from .resolved_file import config_hash, read_resolved, save_resolved, to_yaml
+    from .schema import Config
+
+_WHERE = {
+    "Config": "schema",
+    "ConfigError": "problems",
+    "Problem": "problems",
+    "Resolved": "resolution",
+    "config_hash": "resolved_file",
+    "load": "resolution",
+    "read_resolved": "resolved_file",
+    "resolve": "resolution",
+    "save_resolved": "resolved_file",
+    "split_arguments": "files",
+    "to_yaml": "resolved_file",
+}
 __all__ = [
     "Config",
     "ConfigError",
@@ -19,3 +42,9 @@ __all__ = [
     "split_arguments",
     "to_yaml",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)

@@ -14,12 +14,24 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from .schema import Config
-from .sections.base import Section
+from .schema import Config, current_schema
+from .sections.base import Derived, Section
+from .tree import ANY, Path
 
-Path = tuple[str | int, ...]
+__all__ = [
+    "ANY",
+    "Key",
+    "Path",
+    "catalog",
+    "catalog_of",
+    "describe",
+    "dotted",
+    "lookup",
+    "parse_path",
+    "pattern_of",
+    "type_at",
+]
 _INDEX = re.compile("0|[1-9][0-9]{0,8}")
-ANY = "*"  # stands for a name in a mapping or an index in a list
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ class Key:
         path: its path; `ANY` stands for names and indices that the user chooses.
         annotation: the Python type.
         default: `PydanticUndefined` if the key is required.
+        derived, rule: the formula that fills it in, and what works it out (None where only a start can).
         section: whether it is a group of keys.
         limits: bounds, such as {"gt": 0}.
     """
@@ -40,6 +53,7 @@ class Key:
     sentence: str
     unit: str | None
     derived: str | None
+    rule: Derived | None
     limits: dict[str, Any]
     section: bool
 
@@ -104,6 +118,7 @@ def _keys(section: type[Section], above: tuple[str, ...]) -> typing.Iterator[Key
             sentence=field.description or "",
             unit=extra.get("unit"),
             derived=extra.get("derived"),
+            rule=next((each for each in field.metadata if isinstance(each, Derived)), None),
             limits=_limits(field),
             section=inner is not None,
         )
@@ -115,14 +130,19 @@ def _keys(section: type[Section], above: tuple[str, ...]) -> typing.Iterator[Key
 
 
 @cache
+def catalog_of(schema: type[Config]) -> dict[tuple[str, ...], Key]:
+    """All keys of a schema by path, in its order."""
+    return {key.path: key for key in _keys(schema, ())}
+
+
 def catalog() -> dict[tuple[str, ...], Key]:
-    """All keys by path, in the schema's order."""
-    return {key.path: key for key in _keys(Config, ())}
+    """All keys of the current schema."""
+    return catalog_of(current_schema())
 
 
 def type_at(path: Path) -> Any | None:
     """The annotation of what stands at a path (a key, or a member of a mapping or list); None if nothing can."""
-    annotation: Any = Config
+    annotation: Any = current_schema()
     for part in path:
         section = section_of(annotation)
         if section:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .catalog import Key, Path, catalog, describe, dotted, lookup, parse_path, pattern_of
-from .derive import DERIVATIONS
 from .frozen import thaw
 from .origins import Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, shown
-from .resolve import Resolved
+from .resolution import Resolved
 from .structure import nearest, nearest_key
 from .tree import get
 
@@ -33,8 +32,7 @@ class Explanation:
     @property
     def formula(self) -> str | None:
         """How it is derived, if it is."""
-        rule = next((each for each in DERIVATIONS if each.key == self.key.name), None)
-        return rule.formula if rule else self.key.derived
+        return self.key.derived
 
     def text(self) -> str:
         lines = [self.name if self.value is ABSENT else f"{self.name} = {shown(self.value)}"]

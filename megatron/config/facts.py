@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from .catalog import Path, dotted, parse_path
+from .kind import LayerKind, Use, kinds_of
 from .origins import Origin
-from .pattern import Block, PatternError, parse
+from .pattern import Block, Kind, PatternError
 from .problems import Problem
 from .schema import Config
+from .variants import options_of
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,32 @@ class Facts:
     def blocks(self) -> list[Block]:
         """The blocks of `model.layers`; none if it cannot be read."""
         try:
-            return parse(self.config.model.layers)
+            return list(self.config.model.blocks)
         except PatternError:
             return []
+
+    @property
+    def kinds(self) -> Mapping[str, LayerKind]:
+        """All kinds that the pattern could name."""
+        return kinds_of(tuple(self.config.model.extensions))
+
+    def layers(self, kind: str) -> list[Use[Any]]:
+        """Every layer of a kind, in order, without those whose variant does not exist (a rule reports that)."""
+        found = (each for block in self.blocks for each in block.kinds if each.name == kind)
+        return [self._use(each) for each in found if self._is_known(each)]
+
+    @cached_property
+    def used(self) -> list[Use[Any]]:
+        """Each kind of the pattern, and each of its variants, once."""
+        named = dict.fromkeys((each.name, each.variant) for block in self.blocks for each in block.kinds)
+        kinds = (Kind(name, variant) for name, variant in named)
+        return [self._use(kind) for kind in kinds if self._is_known(kind)]
+
+    def _is_known(self, kind: Kind) -> bool:
+        return kind.variant is None or kind.variant in self.config.model.variants
+
+    def _use(self, kind: Kind) -> Use[Any]:
+        return Use(self, kind.name, kind.variant, options_of(self.config.model, kind))
 
     def uses(self, kind: str) -> bool:
         """Whether the pattern has a layer of this kind."""

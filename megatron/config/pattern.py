@@ -12,46 +12,22 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, Protocol
+
+from .kind import kinds_of
 
 MAX_BLOCKS = 100_000
 MAX_OPEN = 32  # parentheses inside each other
 
 
-@dataclass(frozen=True)
-class KindInfo:
-    """What the pattern needs to know of a kind.
+class HasRole(Protocol):
+    """What the pattern needs to know of a kind: "mixer" (before the slash), "ffn" (after it), "beside" (after '+')."""
 
-    Attributes:
-        role: "mixer" (before the slash), "ffn" (after it) or "beside" (only after a '+').
-        section: the section of `model` that holds its options, such as "attention".
-    """
-
-    role: str
-    section: str
-
-
-# Every kind of layer that a pattern can name. A new kind is one line here, an options section and a model file.
-KINDS: dict[str, KindInfo] = {
-    "attention": KindInfo("mixer", "attention"),
-    "mamba": KindInfo("mixer", "mamba"),
-    "mamba2": KindInfo("mixer", "mamba2"),
-    "rwkv4": KindInfo("mixer", "rwkv4"),
-    "rwkv5": KindInfo("mixer", "rwkv5"),
-    "rwkv6": KindInfo("mixer", "rwkv6"),
-    "rwkv7": KindInfo("mixer", "rwkv7"),
-    "rwkv4_ffn": KindInfo("ffn", "rwkv4_ffn"),
-    "rwkv5_ffn": KindInfo("ffn", "rwkv5_ffn"),
-    "rwkv6_ffn": KindInfo("ffn", "rwkv6_ffn"),
-    "rwkv7_ffn": KindInfo("ffn", "rwkv7_ffn"),
-    "gated_delta": KindInfo("mixer", "gated_delta"),
-    "cca": KindInfo("mixer", "cca"),
-    "mlp": KindInfo("ffn", "mlp"),
-    "moe": KindInfo("ffn", "moe"),
-    "shared_attention": KindInfo("beside", "shared_attention"),
-}
+    @property
+    def role(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +106,7 @@ def _tokens(text: str) -> list[_Token]:
 class _Reader:
     """A recursive descent over the tokens; one method per line of the grammar."""
 
-    def __init__(self, text: str, kinds: dict[str, KindInfo]):
+    def __init__(self, text: str, kinds: Mapping[str, HasRole]):
         self.text, self.kinds = text, kinds
         self.tokens, self.at = _tokens(text), 0
         self.open = 0  # parentheses
@@ -245,17 +221,17 @@ class _Reader:
         return self.kinds[kind.name].role
 
 
-def parse(text: str, kinds: dict[str, KindInfo] | None = None) -> list[Block]:
+def parse(text: str, kinds: Mapping[str, HasRole] | None = None) -> list[Block]:
     """The blocks of a layer pattern, in order.
 
     Args:
         text: such as "(attention/mlp) x12".
-        kinds: the known kinds; `KINDS` if not given.
+        kinds: the known kinds by name; those inside if not given.
 
     Raises:
         PatternError: with the column, the rule and the fix.
     """
-    reader = _Reader(text, KINDS if kinds is None else kinds)
+    reader = _Reader(text, kinds_of() if kinds is None else kinds)
     blocks = reader.stack(None)
     if reader.token.kind != "end":
         reader.fail(
@@ -266,12 +242,23 @@ def parse(text: str, kinds: dict[str, KindInfo] | None = None) -> list[Block]:
     return blocks
 
 
+@lru_cache(maxsize=64)
+def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[Block, ...]:
+    """The blocks of a layer pattern, with the kinds that extensions add.
+
+    Raises:
+        PatternError: with the column, the rule and the fix.
+        RegistryError: an extension cannot be used.
+    """
+    return tuple(parse(layers, kinds_of(extensions)))
+
+
 @lru_cache(maxsize=8)
-def call_numbers(layers: str) -> list[tuple[int, ...]]:
-    """For each block of a pattern and each kind beside its mixer: how many blocks before have the same one."""
+def call_numbers(blocks: tuple[Block, ...]) -> list[tuple[int, ...]]:
+    """For each block and each kind beside its mixer: how many blocks before have the same one."""
     seen: dict[Kind, int] = {}
     numbers = []
-    for block in parse(layers):
+    for block in blocks:
         beside = block.mixer.beside if block.mixer else ()
         numbers.append(tuple(seen.get(kind, 0) for kind in beside))
         for kind in beside:

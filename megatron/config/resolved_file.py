@@ -14,7 +14,7 @@ from typing import Any
 from .catalog import Path, dotted
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
-from .resolve import Resolved
+from .resolution import Resolved
 from .schema import Config
 from .structure import check
 from .yaml_source import read_file
@@ -27,8 +27,21 @@ _COLUMN = 48  # where comments start, if the value leaves room
 
 def config_hash(config: Config) -> str:
     """A SHA-256 of all values of a configuration, in hexadecimal. Origins do not count."""
-    content = json.dumps(thaw(config.model_dump()), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return _hash(thaw(config.model_dump()))
+
+
+def _hash(values: dict[str, Any]) -> str:
+    content = json.dumps(values, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _shared(values: Any, file: Any) -> Any:
+    """`values` without the keys that a file does not have: those that are younger than it."""
+    if isinstance(values, list) and isinstance(file, list):
+        return [_shared(each, other) for each, other in zip(values, file, strict=True)]
+    if not isinstance(values, dict) or not isinstance(file, dict):
+        return values
+    return {name: _shared(value, file[name]) for name, value in values.items() if name in file}
 
 
 def scalar(value: Any) -> str:
@@ -123,7 +136,8 @@ def save_resolved(resolved: Resolved, path: str | os.PathLike) -> None:
 
 
 def read_resolved(path: str | os.PathLike) -> Config:
-    """The configuration that `save_resolved` wrote, equal to the last digit; nothing is derived again.
+    """The configuration that `save_resolved` wrote, equal to the last digit; nothing is derived again. Keys that came
+    after the file was written have their defaults.
 
     Raises:
         ConfigError: the file is missing, damaged, or was edited.
@@ -136,7 +150,7 @@ def read_resolved(path: str | os.PathLike) -> Config:
     if problems:
         raise ConfigError(problems)
     saved = _HASH.search(File(name).read_text(encoding="utf-8"))
-    if saved is None or saved.group(1) != config_hash(config):
+    if saved is None or saved.group(1) != _hash(_shared(thaw(config.model_dump()), source.values)):
         rule = "a resolved configuration is not edited: " + (
             "its hash is missing" if saved is None else "its values do not give its hash"
         )

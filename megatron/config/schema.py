@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
+from pydantic import create_model
+
+from .kind import kinds_of
 from .sections.base import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
@@ -30,3 +37,41 @@ class Config(Section):
     logging: LoggingSection = key(LoggingSection, "What the run tells.")
     launch: LaunchSection = key(LaunchSection, "Where the run's processes start.")
     deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into what the engine writes.")
+
+
+@cache
+def schema_of(extensions: tuple[str, ...] = ()) -> type[Config]:
+    """The schema with a section in `model` for each kind of layer that the extensions add.
+
+    Raises:
+        RegistryError: an extension cannot be used.
+    """
+    added = {name: kind for name, kind in kinds_of(extensions).items() if name not in ModelSection.model_fields}
+    if not added:
+        return Config
+    sections = {name: (kind.options, key(kind.options, kind.about)) for name, kind in added.items()}
+    model = create_model("ModelSection", __base__=ModelSection, __module__=__name__, **sections)
+    field = Config.model_fields["model"]
+    return create_model("Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description)))
+
+
+_current: ContextVar[type[Config]] = ContextVar("schema", default=Config)
+
+
+def current_schema() -> type[Config]:
+    """The schema of the configuration that is being read: see `using`."""
+    return _current.get()
+
+
+@contextmanager
+def using(extensions: tuple[str, ...]) -> Iterator[type[Config]]:
+    """Inside, keys are looked up in the schema with these extensions.
+
+    Raises:
+        RegistryError: an extension cannot be used.
+    """
+    token = _current.set(schema_of(extensions))
+    try:
+        yield _current.get()
+    finally:
+        _current.reset(token)

@@ -13,7 +13,7 @@ from .catalog import Path, catalog, describe, dotted, lookup, pattern_of, sectio
 from .frozen import thaw
 from .origins import Origin
 from .problems import ABSENT, Problem, shown
-from .schema import Config
+from .schema import Config, current_schema
 from .tree import drop, get, put
 
 _STAND_INS = {"model.layers": "attention/mlp"}  # for a required key that is missing, so that the rest can be checked
@@ -33,7 +33,7 @@ def check(values: dict[str, Any], origin: Callable[[Path], Origin]) -> tuple[Con
     values, problems, broken = thaw(values), [], set()
     for _ in range(20):  # each round mends all that it finds; a mended value may uncover another below it
         try:
-            return Config.model_validate(values), problems, frozenset(broken)
+            return current_schema().model_validate(values), problems, frozenset(broken)
         except ValidationError as error:
             paths = dict.fromkeys(_key_path(tuple(each["loc"])) for each in error.errors(include_url=False))
             for path in paths:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .catalog import ANY, Path
 from .problems import ABSENT
+
+Path = tuple[str | int, ...]
+ANY = "*"  # stands for a name in a mapping or an index in a list
 
 
 def get(tree: Any, path: Path, default: Any = ABSENT) -> Any:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from .catalog import Path, dotted, parse_path
-from .derive import DERIVATIONS, View
+from .derive import View, derivations
 from .frozen import thaw
 from .origins import Origin
-from .pattern import KINDS, Kind
+from .pattern import Kind
 from .problems import Problem
+from .schema import current_schema
 from .sections.base import Section
 from .sections.model import ModelSection
 from .structure import check
@@ -47,12 +48,12 @@ def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> 
     problems: list[Problem] = []
     for name, own in values["model"]["variants"].items():
         for kind in users(View(values), name):
-            section, prefix = KINDS[kind].section, ("model", "variants", name)
-            trial = {**values, "model": {**values["model"], section: overlay(values["model"][section], own)}}
+            prefix = ("model", "variants", name)
+            trial = {**values, "model": {**values["model"], kind: overlay(values["model"][kind], own)}}
             _, found, _ = check(trial, lambda path, prefix=prefix: origin((*prefix, *path[2:])))
             for each in found:
                 path = (*prefix, *parse_path(each.key)[2:])
-                fix = each.fix.replace(f"model.{section}.", f"{dotted(prefix)}.")
+                fix = each.fix.replace(f"model.{kind}.", f"{dotted(prefix)}.")
                 problems.append(replace(each, key=dotted(path), rule=f"{each.rule} (an option of {kind})", fix=fix))
                 drop(values, path)
     return problems
@@ -73,14 +74,13 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
     origins: dict[Path, Origin] = {}
     for name, own in view["model.variants"].items():
         for kind in users(view, name):
-            section = KINDS[kind].section
-            values = {**view.values, "model": {**view.values["model"], section: overlay(given["model"][section], own)}}
+            values = {**view.values, "model": {**view.values["model"], kind: overlay(given["model"][kind], own)}}
             trial = View(values, view.name, view.ranks)
-            for rule in DERIVATIONS:
+            for rule in derivations(current_schema()):
                 path = tuple(rule.key.split("."))
-                if path[:2] != ("model", section) or get(values, path, None) is not None:
+                if path[:2] != ("model", kind) or get(values, path, None) is not None:
                     continue
-                value = rule.function(trial)
+                value = rule.value(path, trial)
                 put(values, path, value)
                 if value != get(view.values, path):
                     put(own, path[2:], value)
@@ -95,12 +95,12 @@ def options_of(model: ModelSection, kind: Kind) -> Section:
 
     Args:
         model: of a resolved configuration.
-        kind: a mixer or ffn of a block of `pattern.parse(model.layers)`.
+        kind: a mixer or ffn of a block of `model.blocks`.
 
     Returns:
         The section object (`AttentionOptions`, `MLPOptions`, ...), every derived option filled in.
     """
-    base: Section = getattr(model, KINDS[kind.name].section)
+    base: Section = getattr(model, kind.name)
     if kind.variant is None:
         return base
     return type(base).model_validate(overlay(base.model_dump(), model.variants[kind.variant]))

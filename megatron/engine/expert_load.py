@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.pattern import parse
 from megatron.config.variants import options_of
 from megatron.kinds.moe.balance import LOSSES, Balance
 from megatron.parallel.collectives import all_reduce
@@ -29,7 +28,7 @@ class ExpertLoad:
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
             index: options_of(config.model, block.ffn).experts
-            for index, block in enumerate(parse(config.model.layers))
+            for index, block in enumerate(config.model.blocks)
             if block.ffn is not None and block.ffn.name == "moe"
         }
         self.local = {each.layer: each for each in module.modules() if isinstance(each, Balance)}

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.pattern import parse
 from megatron.config.variants import options_of
 from megatron.data.batch import StepBatch
 from megatron.model.ends import Reader
@@ -66,7 +65,7 @@ class Score:
 
 def depends_on_batch(config: Config) -> bool:
     """Whether a token's result depends on other texts of its batch: experts with a capacity, or that choose tokens."""
-    kinds = [kind for block in parse(config.model.layers) for kind in block.kinds if kind.name == "moe"]
+    kinds = [kind for block in config.model.blocks for kind in block.kinds if kind.name == "moe"]
     options = [options_of(config.model, kind) for kind in kinds]
     return any(each.capacity_factor is not None or each.router.select == "expert_choice" for each in options)
 

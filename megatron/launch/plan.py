@@ -25,7 +25,7 @@ from .settings import launch_section
 from .specification import Specification
 
 if TYPE_CHECKING:
-    from ..config.resolve import Resolved
+    from ..config.resolution import Resolved
     from ..config.sections.layout import LaunchSection
 
 # Scripts that read a trained model: the run's training data need not be there any more.

@@ -17,7 +17,7 @@ from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
-from .options import layer_class
+from .options import kind_of, layer_class
 from .residual import joint
 from .stream import Channel, Stream
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
-        attends = pattern.mixer is not None and pattern.mixer.name == "attention"
+        attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
         self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
@@ -62,10 +62,10 @@ class Block(nn.Module):
         if pattern.mixer and pattern.mixer.beside:
             shared = {} if shared is None else shared
             self.beside = nn.ModuleList(
-                layer_class(kind)(
+                layer_class(model, kind)(
                     make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
                 )
-                for kind, number in zip(pattern.mixer.beside, call_numbers(model.layers)[init.index])
+                for kind, number in zip(pattern.mixer.beside, call_numbers(model.blocks)[init.index])
             )
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
-    return layer_class(kind)(make.scope(kind.name), model, options_of(model, kind), init)
+    return layer_class(model, kind)(make.scope(kind.name), model, options_of(model, kind), init)
 
 
 def _apply(layer: nn.Module, x: Tensor, stream: Stream, state: Any) -> tuple[Tensor, Stream]:
@@ -150,7 +150,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
     """
     found: dict[str, Channel] = {}
     for kind in pattern.kinds:
-        layer = layer_class(kind)
+        layer = layer_class(model, kind)
         if hasattr(layer, "channels"):
             found |= layer.channels(model, options_of(model, kind), ranks)
     return found
@@ -158,7 +158,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
 
 def streams_kept(model: ModelSection, pattern: BlockPattern) -> int:
     """How many states of the residual stream a block keeps for its backward pass: what its norms read."""
-    attends = pattern.mixer is not None and pattern.mixer.name == "attention"
+    attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
     if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):
         return 0  # its layers read the stream, in their own type
     branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
@@ -171,15 +171,15 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
     H, total, norms = model.hidden_size, Counts(), 0
     for kind in (pattern.mixer, pattern.ffn):
         if kind is not None:
-            layer = layer_class(kind)
+            layer = layer_class(model, kind)
             place = (index,) if getattr(layer, "indexed", False) else ()
             total += layer.counts(model, options_of(model, kind), sequence_length, *place)
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
     for number, kind in enumerate(pattern.mixer.beside if pattern.mixer else ()):
-        call = call_numbers(model.layers)[index][number]
-        total += layer_class(kind).counts(model, options_of(model, kind), sequence_length, call)
+        call = call_numbers(model.blocks)[index][number]
+        total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
     if Block.shares_norm(model, pattern):

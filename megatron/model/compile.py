@@ -11,7 +11,6 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.pattern import Block as BlockPattern
-from megatron.config.pattern import parse
 
 
 def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
@@ -26,7 +25,7 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
         return False, "dropout has its own keys in each block, so each would be compiled anew"
-    if not any(_fits(block) for block in parse(model.layers)):
+    if not any(_fits(block) for block in model.blocks):
         return False, "no block is made of attention and mlp"
     if config.training.activation_checkpointing.mode == "selective":
         return False, "selective recomputation chooses among single operations, which a compiled block no longer has"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.pattern import Block, parse
+from megatron.config.pattern import Block
 
 from .block import block_counts, streams_kept
 from .counts import Counts
@@ -45,7 +45,7 @@ def layers(config: Config) -> list[LayerCosts]:
         config: resolved, with `model.vocab_size`.
     """
     model = config.model
-    blocks = parse(model.layers)
+    blocks = model.blocks
     counts = [
         embedding_counts(model),
         *(block_counts(model, block, config.training.sequence_length, index) for index, block in enumerate(blocks)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.pattern import call_numbers, parse
+from megatron.config.pattern import call_numbers
 from megatron.config.variants import options_of
 
 from .block import block_counts
@@ -17,7 +17,7 @@ def stage_bounds(config: Config) -> list[int]:
     Every stage has at least one block: the first holds the embedding too, the last the final norm and the head.
     """
     stages, split = config.parallel.pipeline, config.parallel.pipeline_split
-    blocks = parse(config.model.layers)
+    blocks = config.model.blocks
     if split == "parameters":
         sizes = [
             block_counts(config.model, block, config.training.sequence_length, index).parameters
@@ -45,9 +45,9 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
     model, stages = config.model, stage_of(config)
     found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if model.embedding.tied else {}
     users: dict[str, set[int]] = {}
-    for block, numbers, stage in zip(parse(model.layers), call_numbers(model.layers), stages[1:]):
+    for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):
         for kind, number in zip(block.mixer.beside if block.mixer else (), numbers):
-            name = layer_class(kind).shared_name(kind, options_of(model, kind), number)
+            name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)
             users.setdefault(name, set()).add(stage)
     return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}
 

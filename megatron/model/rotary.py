@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.config.sections.model import RotaryOptions, RotaryScaling
+from megatron.config.sections.rotary import RotaryOptions, RotaryScaling
 from megatron.parallel.precision import at_least_fp32, wide_type
 
 

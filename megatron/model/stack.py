@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.pattern import Block as BlockPattern
-from megatron.config.pattern import parse
 from megatron.config.variants import options_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
@@ -20,6 +19,7 @@ from .block import Block, BlockState, block_channels
 from .compile import compiled
 from .ends import Embedding, Head, Reader
 from .initialisation import Initialisation
+from .options import kind_of
 from .recompute import checkpointed
 from .stream import Channel, Stream, StreamForm, carried
 
@@ -37,8 +37,8 @@ class Plan:
     values: bool = True
 
     @cached_property
-    def blocks(self) -> list[BlockPattern]:
-        return parse(self.config.model.layers)
+    def blocks(self) -> tuple[BlockPattern, ...]:
+        return self.config.model.blocks
 
     @cached_property
     def init(self) -> Initialisation:
@@ -63,13 +63,10 @@ class Plan:
     def form(self) -> StreamForm:
         """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
-        rates = (model.dropout, model.attention.dropout, model.shared_attention.dropout)
-        drops = any(rates) or any("dropout" in v for v in model.variants.values())
-        jitters = any(
-            options_of(model, each).router.jitter for block in self.blocks for each in block.kinds if each.name == "moe"
-        )
+        kinds = {each for block in self.blocks for each in block.kinds}
+        draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds)
         documents = data.reset_attention_at_eod
-        return StreamForm(positions=documents, documents=documents, samples=drops or jitters)
+        return StreamForm(positions=documents, documents=documents, samples=draws or model.dropout > 0.0)
 
     def embedding(self) -> Embedding:
         return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))

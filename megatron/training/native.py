@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.store import Store
 from megatron.config import Config
-from megatron.config.pattern import parse
 from megatron.config.variants import options_of
 from megatron.engine.engine import build_engine
 
@@ -22,7 +21,7 @@ NAMES = "names.yml"
 
 def _corrects(config: Config) -> bool:
     """Whether routers have corrections, which are no parameters."""
-    kinds = {kind for block in parse(config.model.layers) for kind in block.kinds if kind.name == "moe"}
+    kinds = {kind for block in config.model.blocks for kind in block.kinds if kind.name == "moe"}
     return any(options_of(config.model, kind).router.correction != "none" for kind in kinds)
 
 

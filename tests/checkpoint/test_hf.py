@@ -11,7 +11,6 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.hf import convert
 from megatron.checkpoint.hf.config import architecture_of, dims_of, hf_config, model_values
 from megatron.config import resolve
-from megatron.config.pattern import parse
 from megatron.model.stack import build_model
 from tests.float64 import FP32
 from tests.model.parity import named, randomise, relative, settings_of, stored, twin
@@ -78,7 +77,7 @@ def loaded(config, architecture, written: dict[str, torch.Tensor], folder) -> hf
 def steps_of(config) -> list[convert.Step]:
     model = build_model(config, device="meta")
     architecture, _ = hf_config(config)
-    return convert.plan(architecture, named(model), len(parse(config.model.layers)), dims_of(config.model))
+    return convert.plan(architecture, named(model), len(config.model.blocks), dims_of(config.model))
 
 
 def test_leftover_and_missing_tensors_are_named():

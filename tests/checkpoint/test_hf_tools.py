@@ -20,7 +20,7 @@ from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.config.resolved_file import to_yaml
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import build_model

@@ -6,10 +6,14 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
 from megatron.config import rules
+from megatron.config.facts import Facts
+from megatron.config.kind import kinds_of
 from tests.config.broken import BASE, BROKEN, WARNED, Case
 from tests.paths import ROOT
 from tools.config import main
@@ -72,30 +76,46 @@ def test_names_are_unique_and_many():
     assert len(BROKEN) >= 45
 
 
+def kind_rules() -> dict[str, tuple]:
+    """The rules of each kind of layer: those on one use, and those on the whole configuration."""
+    return {name: (*kind.rules, *kind.stack_rules) for name, kind in kinds_of().items()}
+
+
+def modules() -> list[ModuleType]:
+    """Where rules are written."""
+    return [*rules.MODULES, *{inspect.getmodule(rule) for found in kind_rules().values() for rule in found}]
+
+
 def rule_functions() -> dict[str, object]:
-    """Every rule that is written, found by its signature."""
-    return {
+    """Every rule that is written, found by its signature; rules that a function makes are found where they are used."""
+    written = {
         f"{module.__name__}.{name}": function
-        for module in rules.MODULES
+        for module in modules()
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__
         and inspect.signature(function).return_annotation == "Iterator[Problem]"
     }
+    return written
 
 
 def test_every_rule_is_registered():
     registered = [rule for module in rules.MODULES for rule in (*module.RULES, *getattr(module, "INPUT_RULES", ()))]
-    assert sorted(rule.__name__ for rule in registered) == sorted(rule.__name__ for rule in rule_functions().values())
+    registered += [rule for found in kind_rules().values() for rule in found if "<locals>" not in rule.__qualname__]
+    names = {f"{rule.__module__}.{rule.__name__}" for rule in registered}
+    assert names == {f"{each.__module__}.{each.__name__}" for each in rule_functions().values()}
 
 
 def test_every_rule_has_a_case(folder, monkeypatch):
-    """Some case of the tables breaks each rule."""
-    fired = set()
+    """Some case of the tables breaks each rule, those of kinds for each kind or one that shares the rule."""
+    fired, every = set(), set()
 
     def watched(rule):
+        name = f"{rule.__module__}.{rule.__qualname__}"
+        every.add(name)
+
         def run(facts):
             for problem in rule(facts):
-                fired.add(rule.__name__)
+                fired.add(name)
                 yield problem
 
         return run
@@ -103,9 +123,14 @@ def test_every_rule_has_a_case(folder, monkeypatch):
     for module in rules.MODULES:
         for name in ("RULES", "INPUT_RULES"):
             monkeypatch.setattr(module, name, tuple(map(watched, getattr(module, name, ()))), raising=False)
+    known = {
+        name: replace(kind, rules=tuple(map(watched, kind.rules)), stack_rules=tuple(map(watched, kind.stack_rules)))
+        for name, kind in kinds_of().items()
+    }
+    monkeypatch.setattr(Facts, "kinds", property(lambda facts: known))
     for case in BROKEN + WARNED:
         main(command(folder, case))
-    assert fired == {function.__name__ for function in rule_functions().values()}
+    assert fired == every
 
 
 def test_all_mistakes_at_once(folder, capsys):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.pattern import Block, Kind, KindInfo, PatternError, parse
+from megatron.config.pattern import Block, Kind, PatternError, parse
+
+
+@dataclass(frozen=True)
+class Role:
+    role: str
+
 
 KINDS = {
-    "attention": KindInfo("mixer", "attention"),
-    "mamba": KindInfo("mixer", "mamba"),
-    "rwkv7": KindInfo("mixer", "rwkv7"),
-    "mlp": KindInfo("ffn", "mlp"),
-    "moe": KindInfo("ffn", "moe"),
-    "shared_attention": KindInfo("beside", "attention"),
+    "attention": Role("mixer"),
+    "mamba": Role("mixer"),
+    "rwkv7": Role("mixer"),
+    "mlp": Role("ffn"),
+    "moe": Role("ffn"),
+    "shared_attention": Role("beside"),
 }
 
 

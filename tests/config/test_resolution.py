@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from megatron.config import Config, ConfigError, resolve
 from megatron.config.catalog import ANY, catalog
-from megatron.config.derive import AT_START, DERIVATIONS
+from megatron.config.derive import AT_START, derivations
 from megatron.config.layers import Source
-from megatron.config.pattern import parse
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.config.variants import options_of
 from tests.config.test_merge import BASE
 
@@ -29,14 +28,16 @@ def changed(**sections) -> dict:
     return values
 
 
-def test_every_derived_key_has_a_formula():
-    described = {key.name: key.derived for key in catalog().values() if key.derived}
-    written = {rule.key: rule.formula for rule in DERIVATIONS}
-    starred = {name for name in written if ANY in name}
-    assert set(described) == set(written) | set(AT_START)
-    assert not set(written) & set(AT_START)
-    for name, formula in written.items():
-        assert described[name] == formula or name in starred, name
+def test_derived_keys_stand_behind_what_they_read():
+    rules = derivations(Config)
+    places = {rule.key: place for place, rule in enumerate(rules)}
+    known = {key.name for key in catalog().values()}
+    assert {rule.key for rule in rules} | set(AT_START) == {key.name for key in catalog().values() if key.derived}
+    assert not set(places) & set(AT_START)
+    either = {"training.global_batch_size", "training.accumulation"}  # whichever is given leads to the other
+    for rule in rules:
+        assert set(rule.keys) <= known, rule.key
+        assert all(places.get(name, -1) < places[rule.key] for name in rule.keys if {name, rule.key} != either)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_variants_are_completed():
         },
     }
     config = resolve(changed(model=model))
-    first, second, third = parse(config.model.layers)
+    first, second, third = config.model.blocks
     few, wide, plain = (options_of(config.model, block.mixer) for block in (first, second, third))
     assert (few.heads, few.kv_heads, few.head_dim, few.scale) == (2, 2, 32, 32**-0.5)
     assert few.rotary.base == 500.0 and few.rotary.fraction == 1.0
@@ -165,7 +166,7 @@ def test_a_variant_is_merged_in_one_way():
     model = {**BASE["model"], "layers": "attention@odd/mlp", "attention": {"heads": 4, "rotary": {"base": 777.0}}}
     for own in ({"rotary": {}}, {"rotary": {"scaling": {}}}, {"rotary": {"fraction": 0.5}}):
         config = resolve(changed(model={**model, "variants": {"odd": own}}))
-        (block,) = parse(config.model.layers)
+        (block,) = config.model.blocks
         found = options_of(config.model, block.mixer)
         assert found.rotary.base == 777.0 and found.heads == 4
         assert found.rotary.fraction == own["rotary"].get("fraction", 1.0)

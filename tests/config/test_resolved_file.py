@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config import Config, ConfigError, config_hash, load, read_resolved, resolve, save_resolved, to_yaml
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.config.resolved_file import scalar
 from megatron.config.yaml_source import parse
 from tests.config.test_merge import BASE

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.config import ConfigError, resolve
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.training.schedule import Schedule
 from tests.config.test_merge import BASE
 

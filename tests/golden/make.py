@@ -3,7 +3,7 @@
     python -m tests.golden.make FOLDER
 
 `cases.json.gz` has the inputs of each case (what a user gives), so that it stands on no other file; `resolved.json.gz`
-every resolved value with its origin, in order; `models.json.gz` every logical tensor with its shape, role and shard, and
+every resolved value with its origin, in order; `models.json.gz` every logical tensor with its shape, role, shard and
 weighted sums of its initial values. Names, shapes and shards are compared exactly. Initial values come from functions
 whose last bit may differ between processors, so their sums are compared to six digits.
 """
@@ -24,7 +24,7 @@ from megatron.config import ConfigError, load
 from megatron.config.catalog import Path as KeyPath
 from megatron.config.frozen import thaw
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.config.tree import get, leaves, put
 from megatron.model.stack import build_model
 from megatron.parallel.parameters import stored_tensors

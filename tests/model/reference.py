@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.pattern import parse
 from megatron.config.variants import options_of
 
 
@@ -51,7 +50,7 @@ class Reference:
             x = self.norm(x, "embedding.norm")
         if self.model.residual.channel_scales:
             x = (x + self.weights["embedding.shift"]) * self.weights["embedding.scale"]
-        for number, block in enumerate(parse(self.model.layers)):
+        for number, block in enumerate(self.model.blocks):
             x = self.block(x, f"layers.{number}", block, places, documents)
         x = self.norm(x, "final_norm")
         head = self.get("head.weight")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config import resolve
+from megatron.config.kind import kinds_of
 from megatron.kinds.common import convolution, convolution_kernels
 from megatron.kinds.mamba import selective_scan
 from megatron.kinds.mamba2 import ssd
@@ -53,13 +54,13 @@ def settings(name: str, wanted: str = "auto"):
 )
 def test_the_choice_and_its_reason(monkeypatch, wanted, kind, device, there, choice, reason):
     monkeypatch.setattr(kernels, "installed", lambda package: there)
-    assert kernels.choose(wanted, kind, device) == (choice, reason)
+    assert kernels.choose(wanted, kind, kinds_of()[kind].packages, device) == (choice, reason)
 
 
 def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match="pip install mamba-ssm"):
-        kernels.choose("mamba_ssm", "mamba2", "cuda")
+        kernels.choose("mamba_ssm", "mamba2", kinds_of()["mamba2"].packages, "cuda")
 
 
 def test_a_run_says_what_it_uses():

@@ -7,7 +7,6 @@ import torch
 import transformers as hf
 
 from megatron.checkpoint.hf.config import hf_config
-from megatron.config.pattern import parse
 from megatron.model.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import settings
@@ -77,7 +76,7 @@ def test_sizes(name: str):
 def attention(config) -> int:
     """FLOPs per token of attention's products with keys and values."""
     total = 0
-    for block in parse(config.model.layers):
+    for block in config.model.blocks:
         if block.mixer and block.mixer.name in ("attention", "cca"):
             own = getattr(config.model, block.mixer.name)
             total += 4 * config.training.sequence_length * own.heads * own.head_dim

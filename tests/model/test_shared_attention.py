@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.config.pattern import call_numbers
+from megatron.config.pattern import blocks_of, call_numbers
 from megatron.model.describe import layers
 from megatron.model.partition import copies
 from megatron.model.stack import build_model
@@ -52,7 +52,7 @@ def test_calls_are_numbered_by_kind():
         "mamba2+shared_attention mamba2 mamba2+shared_attention@a (mamba2+shared_attention "
         "mamba2+shared_attention@a) x2"
     )
-    assert call_numbers(pattern) == [(0,), (), (0,), (1,), (1,), (2,), (2,)]
+    assert call_numbers(blocks_of(pattern)) == [(0,), (), (0,), (1,), (1,), (2,), (2,)]
 
 
 def test_a_shared_block_is_the_sum_of_its_uses():

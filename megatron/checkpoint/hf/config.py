@@ -7,13 +7,15 @@ configuration, that one back to a section, and every option that then computes s
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from megatron.config import Config, ConfigError, resolve
-from megatron.config.pattern import KINDS, parse
+from megatron.config.kind import kinds_of
+from megatron.config.pattern import Block, parse
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
@@ -153,22 +155,27 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][1])
 
 
-def _kinds(layers: str) -> set[str]:
-    return {kind.name for block in parse(layers) for kind in block.kinds}
+def _kinds(blocks: Iterable[Block]) -> set[str]:
+    return {kind.name for block in blocks for kind in block.kinds}
+
+
+def _known(architecture: Architecture) -> set[str]:
+    """The kinds of layers that an architecture has."""
+    return _kinds(block for text in architecture.blocks for block in parse(text))
 
 
 def _distance(model: ModelSection, architecture: Architecture, theirs, problems: list[str]) -> tuple:
     """How far an architecture is from a model: by its mixers, its other layers, then by what it computes otherwise."""
-    ours, own = _kinds(model.layers), set().union(*map(_kinds, architecture.blocks))
+    ours, own = _kinds(model.blocks), _known(architecture)
     other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like
-    mixers = sum(KINDS[kind].role == "mixer" for kind in ours - own)
+    mixers = sum(kinds_of(tuple(model.extensions))[kind].role == "mixer" for kind in ours - own)
     return mixers, len(ours - own), len(own - ours), theirs is None, other_layers, len(problems)
 
 
 def _refuse_unknown_kinds(model: ModelSection) -> None:
     """Raises CheckpointError for kinds of layers that are in no architecture at all."""
-    everywhere = set().union(*(_kinds(block) for each in ARCHITECTURES.values() for block in each.blocks))
-    unknown = sorted(_kinds(model.layers) - everywhere)
+    everywhere = set().union(*map(_known, ARCHITECTURES.values()))
+    unknown = sorted(_kinds(model.blocks) - everywhere)
     if unknown:
         advice = ""
         if any(kind.startswith("rwkv") for kind in unknown):
@@ -179,7 +186,7 @@ def _refuse_unknown_kinds(model: ModelSection) -> None:
 def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConfig | None, list[str]]:
     """A configuration of this architecture, and what it computes differently."""
     model = config.model
-    blocks = parse(model.layers)
+    blocks = model.blocks
     strange = sorted({str(block) for block in blocks if without_variants(block) not in architecture.blocks})
     if strange:
         return None, [f"model.layers: {block} is no block of {' or '.join(architecture.blocks)}" for block in strange]
@@ -195,10 +202,10 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         "eos_token_id": config.tokenizer.eod_id,
         **architecture.required,
     }
-    kinds = _kinds(model.layers)
+    kinds = _kinds(model.blocks)
     for field in architecture.fields:
         section = field.ours.split(".")[0]
-        if section in kinds or section not in KINDS:  # sizes of layers that are not there are not known
+        if section in kinds or section not in kinds_of():  # sizes of layers that are not there are not known
             settings[field.theirs] = field.to_hf(_get(model, field.ours))
     if architecture.rotary != "none":
         settings["max_position_embeddings"] = config.training.sequence_length
@@ -236,7 +243,7 @@ def _windows(model: ModelSection, architecture: Architecture) -> dict[str, Any]:
     """Settings of sliding windows; what they cannot express shows when they are read back."""
     if architecture.window == "none":
         return {}
-    windows = [options_of(model, block.mixer).window for block in parse(model.layers)]
+    windows = [options_of(model, block.mixer).window for block in model.blocks]
     if architecture.window == "all":
         return {"sliding_window": windows[0]}
     if architecture.window == "layer":

@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megatron.config import Config, read_resolved
-from megatron.config.pattern import parse
 from megatron.data.tokenizer import build_tokenizer
 
 from ..errors import CheckpointError
@@ -98,7 +97,7 @@ def export(
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     theirs.dtype = wanted
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
-    steps = plan(architecture, shapes, len(parse(config.model.layers)), dims_of(config.model))
+    steps = plan(architecture, shapes, len(config.model.blocks), dims_of(config.model))
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)
     try:

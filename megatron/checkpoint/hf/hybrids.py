@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron.config.pattern import Block, parse
+from megatron.config.pattern import Block
 from megatron.config.sections.model import ModelSection
 
 from .links import DeltaConvolutions, Fused, Link, Mamba2Rows
@@ -53,7 +53,7 @@ class Hybrid:
 
     def kinds(self, model: ModelSection) -> list[str]:
         """Their name of each of our layers."""
-        return [self.blocks[without_variants(block)] for block in parse(model.layers)]
+        return [self.blocks[without_variants(block)] for block in model.blocks]
 
 
 def without_variants(block: Block) -> str:

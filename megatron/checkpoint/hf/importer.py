@@ -13,8 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatron.config.layers import Source as Values
 from megatron.config.paths import UnsafeName, inside
-from megatron.config.pattern import parse
-from megatron.config.resolve import Resolved, combine
+from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
 from megatron.model.stack import build_model
 from megatron.parallel.parameters import stored_tensors
@@ -200,7 +199,7 @@ def write(
 ) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
-    steps = plan(architecture, logical, len(parse(resolved.config.model.layers)), dims_of(resolved.config.model))
+    steps = plan(architecture, logical, len(resolved.config.model.blocks), dims_of(resolved.config.model))
     there = match(architecture, steps, source.places, read=source.read)
     _check_shapes(source.path, steps, logical, source, there)
     # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
 
 from .hybrids import Hybrid
@@ -44,7 +43,7 @@ class _Jamba(Hybrid):
 
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    blocks = parse(model.layers)
+    blocks = model.blocks
     attention = _every([block.mixer.name == "attention" for block in blocks])
     experts = _every([block.ffn.name == "moe" for block in blocks])
     return {

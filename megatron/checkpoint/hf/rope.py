@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.config.sections.model import RotaryOptions
+from megatron.config.sections.rotary import RotaryOptions
 
 _TYPES = {"none": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _NAMES = {  # ours -> theirs, by type of scaling

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megatron.config import Config, resolve
 from megatron.config.layers import Source as Values
-from megatron.config.pattern import parse
-from megatron.config.resolve import Resolved, combine
+from megatron.config.resolution import Resolved, combine
 from megatron.model.stack import build_model
 
 from ..errors import CheckpointError
@@ -130,7 +129,7 @@ def kind_of(config: Config) -> str:
     Raises:
         CheckpointError: they have others.
     """
-    blocks = {str(block) for block in parse(config.model.layers)}
+    blocks = {str(block) for block in config.model.blocks}
     for kind in LINKS:
         if blocks == {f"{kind}/{kind}_ffn"}:
             return kind
@@ -159,7 +158,7 @@ def steps_of(config: Config) -> list[Step]:
         CheckpointError: it has something that the published files have not.
     """
     names = [parameter.logical.name for parameter in build_model(config, device="meta").parameters()]
-    return plan(architecture_of(config), names, len(parse(config.model.layers)), dims_of(config.model))
+    return plan(architecture_of(config), names, len(config.model.blocks), dims_of(config.model))
 
 
 class Published:
@@ -267,7 +266,7 @@ def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = N
 def _differences(config: Config) -> list[str]:
     """Options that compute something else than the authors' code."""
     kind = kind_of(config)
-    blocks = parse(config.model.layers)
+    blocks = config.model.blocks
     values = {
         "model": {
             "layers": f"({kind}/{kind}_ffn) x{len(blocks)}",

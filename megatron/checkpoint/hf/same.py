@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config.pattern import KINDS, parse
+from megatron.config.kind import kinds_of
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
-_TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", *(kind.section for kind in KINDS.values()))
+_TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", "extensions", *kinds_of())
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
 _NOT_COMPUTED = (
     "init",
@@ -52,7 +52,7 @@ def _stack(model: ModelSection) -> dict[str, Any]:
 
 
 def _blocks(model: ModelSection) -> list[dict[str, Any]]:
-    return [_block(model, block) for block in parse(model.layers)]
+    return [_block(model, block) for block in model.blocks]
 
 
 def _block(model: ModelSection, block) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
@@ -121,7 +120,7 @@ def _values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    mixers = [options_of(model, block.mixer) for block in parse(model.layers)]
+    mixers = [options_of(model, block.mixer) for block in model.blocks]
     kinds = [_FULL if each.window is None else _SLIDING for each in mixers]
     rotary = {kind: each.rotary for kind, each in zip(reversed(kinds), reversed(mixers))}
     ropes = {kind: rope_parameters(rotary.get(kind, model.cca.rotary), partial=True) for kind in (_FULL, _SLIDING)}

@@ -1,14 +1,15 @@
 """Rules about keys together. Each is a function of `Facts` that yields a `Problem` for each breach; they are
 listed in `RULES` at the end of their file, by concern, or in `INPUT_RULES` if only a start needs them: data,
-tokenizers and checkpoints that exist, which a tool that shows or counts a model does not ask for."""
+tokenizers and checkpoints that exist, which a tool that shows or counts a model does not ask for. What a kind of layer
+needs stands with the kind (`kind.LayerKind`)."""
 
 from __future__ import annotations
 
 from ..facts import Facts
 from ..problems import Problem
-from . import data, deepspeed, launch, layout, model, moe, output, recipe, rwkv, schedule
+from . import data, deepspeed, launch, layout, model, output, recipe, schedule
 
-MODULES = (model, moe, rwkv, layout, recipe, schedule, data, output, launch, deepspeed)
+MODULES = (model, layout, recipe, schedule, data, output, launch, deepspeed)
 
 
 def broken(facts: Facts, inputs: bool) -> list[Problem]:
@@ -16,4 +17,9 @@ def broken(facts: Facts, inputs: bool) -> list[Problem]:
     chosen = [rule for module in MODULES for rule in module.RULES]
     if inputs:
         chosen += [rule for module in MODULES for rule in getattr(module, "INPUT_RULES", ())]
-    return [problem for rule in chosen for problem in rule(facts)]
+    found = [problem for rule in chosen for problem in rule(facts)]
+    for use in facts.used:
+        found += [problem for rule in facts.kinds[use.kind].rules for problem in rule(use)]
+    for kind in facts.kinds.values():
+        found += [problem for rule in kind.stack_rules for problem in rule(facts)]
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..divisors import multiples
 from ..facts import Facts
 from ..problems import Problem
-from .model import attention_options, divisors, key_of, kind_options, near, section_key
 
 
 def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
@@ -28,12 +28,6 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _multiples(number: int, unit: int) -> str:
-    """The multiples of `unit` just below and above `number`, in words."""
-    below = number // unit * unit
-    return " or ".join(str(each) for each in (below, below + unit) if each)
-
-
 def context_waits(facts: Facts) -> Iterator[Problem]:
     if facts.config.parallel.context > 1:
         yield facts.problem(
@@ -43,116 +37,19 @@ def context_waits(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    """Query heads stay whole on a rank. Key/value heads need no rule: where they do not divide, all ranks hold all."""
-    ranks = facts.config.parallel.tensor
-    for prefix, attention in attention_options(facts):
-        if attention.heads % ranks:
-            yield facts.problem(
-                key_of(facts, prefix, "heads"),
-                "parallel.tensor",
-                rule="each tensor parallel rank has the same number of whole heads",
-                fix=f"use {_multiples(attention.heads, ranks)} heads, "
-                f"or parallel.tensor = {near(ranks, divisors(attention.heads))}",
-            )
-
-
-def state_space_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    """Channels of mamba and heads of mamba2 are cut. Groups of heads need no rule: where they do not divide, all ranks
-    hold B and C of all."""
-    ranks, width = facts.config.parallel.tensor, facts.config.model.hidden_size
-    for section, unit in (("mamba", "channels"), ("mamba2", "heads")):
-        for prefix, own in kind_options(facts, section):
-            count = own.expand * width // (own.head_dim if section == "mamba2" else 1)
-            if count % ranks:
-                yield facts.problem(
-                    section_key(facts, prefix, "expand" if section == "mamba" else "head_dim", section),
-                    "model.hidden_size",
-                    "parallel.tensor",
-                    rule=f"each tensor parallel rank has the same number of the {count} inner {unit}",
-                    fix=f"use parallel.tensor = {near(ranks, divisors(count))}",
-                )
-
-
-def mamba_heads_fit_the_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    """A rank has some heads, or a part of one."""
-    ranks = facts.config.parallel.tensor
-    for prefix, mamba in kind_options(facts, "mamba"):
-        if mamba.heads % ranks and ranks % mamba.heads:
-            yield facts.problem(
-                section_key(facts, prefix, "heads", "mamba"),
-                "parallel.tensor",
-                rule=f"a tensor parallel rank has whole heads of mamba, of which there are {mamba.heads}, or an "
-                "equal part of one",
-                fix=f"use parallel.tensor = {near(ranks, divisors(mamba.heads))} or a multiple of {mamba.heads}",
-            )
-
-
-def mixer_heads_divide_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    """Heads of values of gated_delta are cut; its heads of keys need no rule. A query head of cca needs the keys of its
-    group, and its keys all queries of the group: key/value heads are cut."""
-    ranks = facts.config.parallel.tensor
-    for section, option, unit in (("gated_delta", "heads", "heads"), ("cca", "kv_heads", "key/value heads")):
-        for prefix, own in kind_options(facts, section):
-            count = getattr(own, option)
-            if count and count % ranks:
-                yield facts.problem(
-                    section_key(facts, prefix, option, section),
-                    "parallel.tensor",
-                    rule=f"each tensor parallel rank has the same number of the {count} {unit} of {section}",
-                    fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or another number of {unit}",
-                )
-
-
 def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
     """DeepSpeed 0.19.8 keeps offloaded parameters in buffers of the compute type, and would round those in fp32."""
     config = facts.config
     if config.zero.offload_parameters.device == "none" or config.precision.compute == "fp32":
         return
-    for kind in ("mamba", "mamba2", "moe", "gated_delta", "cca", "rwkv4", "rwkv5", "rwkv6", "rwkv7"):
-        if facts.uses(kind):
+    for kind, about in facts.kinds.items():
+        if about.keeps_fp32 and facts.uses(kind):
             yield facts.problem(
                 "zero.offload_parameters.device",
                 "precision.compute",
                 "model.layers",
                 rule=f"{kind} has parameters that stay in fp32, and offloaded parameters all have the compute type",
                 fix="offload the optimizer alone (zero.offload_optimizer), or use precision: fp32",
-            )
-
-
-def mlp_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    ranks, width = facts.config.parallel.tensor, facts.config.model.mlp.hidden_size
-    if width is not None and facts.uses("mlp") and width % ranks:
-        yield facts.problem(
-            "model.mlp.hidden_size",
-            "parallel.tensor",
-            rule="each tensor parallel rank has the same share of the MLP's channels",
-            fix=f"use {_multiples(width, ranks)} channels",
-        )
-    kinds = {each for block in facts.blocks for each in block.kinds if each.name == "mlp" and each.variant}
-    for name in sorted({kind.variant for kind in kinds}):
-        own = facts.config.model.variants.get(name, {}).get("hidden_size")
-        if own is not None and own % ranks:
-            yield facts.problem(
-                f"model.variants.{name}.hidden_size",
-                "parallel.tensor",
-                rule="each tensor parallel rank has the same share of the MLP's channels",
-                fix=f"use {_multiples(own, ranks)} channels",
-            )
-
-
-def shared_mlp_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    ranks = facts.config.parallel.tensor
-    for prefix, shared in kind_options(facts, "shared_attention"):
-        width = shared.mlp.hidden_size
-        if width is not None and width % ranks:
-            key = section_key(facts, prefix, "mlp", "shared_attention")
-            given = facts.given(f"{key}.hidden_size")
-            yield facts.problem(
-                f"{key}.hidden_size" if given or not key.startswith("model.variants") else key,
-                "parallel.tensor",
-                rule="each tensor parallel rank has the same share of the MLP's channels",
-                fix=f"use {_multiples(width, ranks)} channels",
             )
 
 
@@ -171,7 +68,7 @@ def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
             "parallel.tensor",
             "parallel.sequence",
             rule="sequence parallelism gives each tensor parallel rank the same number of tokens",
-            fix=f"use {_multiples(length, parallel.tensor)} tokens, or parallel.sequence=false",
+            fix=f"use {multiples(length, parallel.tensor)} tokens, or parallel.sequence=false",
         )
 
 
@@ -343,13 +240,7 @@ def offloaded_optimizer_is_adam(facts: Facts) -> Iterator[Problem]:
 RULES = (
     ranks_fill_the_layout,
     context_waits,
-    heads_divide_over_tensor_ranks,
-    state_space_divides_over_tensor_ranks,
-    mamba_heads_fit_the_tensor_ranks,
-    mixer_heads_divide_over_tensor_ranks,
     offloaded_parameters_have_one_type,
-    mlp_divides_over_tensor_ranks,
-    shared_mlp_divides_over_tensor_ranks,
     sequence_divides_over_tensor_ranks,
     stages_have_layers,
     pipeline_split_adds_up,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..facts import Facts
-from ..kernels import PACKAGES, installed
+from ..kernels import installed
 from ..problems import Problem
 from ..schema import Config
 
@@ -71,13 +71,12 @@ def kernels_are_here(facts: Facts) -> Iterator[Problem]:
     wanted = config.model.kernels
     if wanted in ("auto", "torch"):
         return
-    package = PACKAGES[wanted]
-    if facts.blocks and not any(facts.uses(kind) for kind in package.kinds):
+    able = {kind: about.packages[wanted] for kind, about in facts.kinds.items() if wanted in about.packages}
+    if facts.blocks and not any(map(facts.uses, able)):
         yield facts.problem(
             "model.kernels",
             "model.layers",
-            rule=f"{wanted} has kernels for {' and '.join(package.kinds) or 'no kind of layer'}, "
-            "and the pattern has none of these",
+            rule=f"{wanted} has kernels for {' and '.join(able)}: the pattern must have one of these",
             fix="use kernels: auto",
         )
     elif config.launch.device == "cpu" or (starts_here(config) and not machine_has_gpu()):
@@ -89,7 +88,7 @@ def kernels_are_here(facts: Facts) -> Iterator[Problem]:
         )
     elif starts_here(config) and not installed(wanted):
         yield facts.problem(
-            "model.kernels", rule=f"{wanted} is not installed", fix=f"{package.fix}, or use kernels: auto"
+            "model.kernels", rule=f"{wanted} is not installed", fix=f"{next(iter(able.values()))}, or use kernels: auto"
         )
 
 

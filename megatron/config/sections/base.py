@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,16 +25,38 @@ class Section(BaseModel):
                 self.__dict__[name] = freeze(value)
 
 
-def key(default: Any, sentence: str, *, unit: str | None = None, derived: str | None = None, **limits: Any) -> Any:
+@dataclass(frozen=True)
+class Derived:
+    """How a key is filled in where the user says nothing.
+
+    Attributes:
+        formula: in words, in terms of other keys.
+        function: of the values of the key's own section (a nested dictionary) and of a `derive.View` on all values; it
+            gives None where the key has no meaning or what it needs is not known.
+        reads: the keys that the formula reads; one that begins with a dot is of the key's own section.
+    """
+
+    formula: str
+    function: Callable[[dict[str, Any], Any], Any]
+    reads: tuple[str, ...] = ()
+
+
+def key(
+    default: Any, sentence: str, *, unit: str | None = None, derived: str | Derived | None = None, **limits: Any
+) -> Any:
     """Declare a key.
 
     Args:
         default: the value when the user says nothing; `...` makes the key required. A callable is a factory.
         sentence: one sentence that says what the key means.
         unit: the unit of the value ("tokens", "seconds", "bytes", ...), shown in the docs.
-        derived: for keys whose default is None: the formula that fills them in, in terms of other keys.
+        derived: for keys whose default is None: what fills them in; only text where a start or the machine does it.
         limits: pydantic constraints (`gt`, `ge`, `le`, `lt`, `min_length`, ...).
     """
-    extra = {name: value for name, value in (("unit", unit), ("derived", derived)) if value}
+    formula = derived.formula if isinstance(derived, Derived) else derived
+    extra = {name: value for name, value in (("unit", unit), ("derived", formula)) if value}
     factory = {"default_factory": default} if callable(default) else {"default": default}
-    return Field(**factory, description=sentence, json_schema_extra=extra or None, **limits)
+    field = Field(**factory, description=sentence, json_schema_extra=extra or None, **limits)
+    if isinstance(derived, Derived):
+        field.metadata.append(derived)  # pydantic keeps what it does not know
+    return field

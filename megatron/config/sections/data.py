@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import PurePath
+from typing import Any, Literal
 
-from .base import Section, key
+from .base import Derived, Section, key
+
+
+def _source_name(own: dict[str, Any], at: Any) -> str:
+    last = PurePath(own["path"]).name
+    return last[:-4] if last.endswith((".bin", ".idx")) else last
+
+
+def _seed(own: dict[str, Any], at: Any) -> int:
+    return at["training.seed"]
+
+
+def _cache(own: dict[str, Any], at: Any) -> str:
+    return f"{at['run.dir']}/cache"
 
 
 class Source(Section):
     path: str = key(..., "Prefix of a .bin/.idx pair (with or without the ending).")
     weight: float = key(1.0, "Share of this source in the blend, before normalisation.", gt=0)
-    name: str | None = key(None, "Name in reports.", derived="the last part of path")
+    name: str | None = key(None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",)))
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
     labels: str | None = key(
         None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere."
@@ -45,7 +59,9 @@ class DataSection(Section):
         "Sample order: GPT-NeoX's shuffle; a keyed permutation without index files; or the file's own order "
         "(pre-shuffled files).",
     )
-    seed: int | None = key(None, "Seed of the order.", derived="training.seed", ge=0)
+    seed: int | None = key(
+        None, "Seed of the order.", derived=Derived("training.seed", _seed, ("training.seed",)), ge=0
+    )
     margin: float = key(
         1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
     )
@@ -67,7 +83,9 @@ class DataSection(Section):
     fim: FillInTheMiddle = key(
         FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
     )
-    cache: str | None = key(None, "Folder of sample order caches.", derived="<run.dir>/cache")
+    cache: str | None = key(
+        None, "Folder of sample order caches.", derived=Derived("<run.dir>/cache", _cache, ("run.dir",))
+    )
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)
     synthetic: Literal["none", "copy"] = key(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from .base import Section, key
+from .base import Derived, Section, key
+
+
+def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
+    return own["tensor"]
 
 
 class ParallelSection(Section):
@@ -25,7 +29,7 @@ class ParallelSection(Section):
         "axis: "
         "each rank has whole experts and works on its share of the tokens.",
         unit="ranks",
-        derived="parallel.tensor",
+        derived=Derived("parallel.tensor", _expert_tensor, ("parallel.tensor",)),
         gt=0,
     )
     sequence: bool = key(

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from .base import Section, key
+from .base import Derived, Section, key
+
+
+def _run_name(own: dict[str, Any], at: Any) -> str:
+    return at.name
+
+
+def _run_dir(own: dict[str, Any], at: Any) -> str:
+    return f"runs/{own['name']}"
+
+
+def _checkpoints(own: dict[str, Any], at: Any) -> str:
+    return f"{at['run.dir']}/checkpoints"
 
 
 class RunSection(Section):
-    name: str | None = key(None, "Name of the run.", derived="the first configuration file's name")
-    dir: str | None = key(None, "The run's directory.", derived="runs/<run.name>")
+    name: str | None = key(
+        None, "Name of the run.", derived=Derived("the first configuration file's name", _run_name, ())
+    )
+    dir: str | None = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
     notes: str = key("", "Free text kept with the run.")
 
 
 class CheckpointSection(Section):
-    dir: str | None = key(None, "Folder of checkpoints.", derived="<run.dir>/checkpoints")
+    dir: str | None = key(
+        None, "Folder of checkpoints.", derived=Derived("<run.dir>/checkpoints", _checkpoints, ("run.dir",))
+    )
     every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)
     minutes: float | None = key(
         None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from .base import Section, key
+from .base import Derived, Section, key
 from .layout import ActivationCheckpointing
+
+
+def _accumulation(own: dict[str, Any], at: Any) -> int | None:
+    total, ranks = own["global_batch_size"], at.data_ranks
+    if total is None:
+        return 1
+    per_pass = own["micro_batch_size"] * ranks if ranks else None
+    return total // per_pass if per_pass and total % per_pass == 0 else None
+
+
+def _global_batch_size(own: dict[str, Any], at: Any) -> int | None:
+    if at.data_ranks is None or own["accumulation"] is None:
+        return None
+    return own["micro_batch_size"] * own["accumulation"] * at.data_ranks
+
+
+def _group_weight_decay(own: dict[str, Any], at: Any) -> float:
+    return at["optimizer.weight_decay"]
+
+
+def _schedule_steps(own: dict[str, Any], at: Any) -> int:
+    return max(at["training.steps"], 1)
+
+
+def _decay_steps(own: dict[str, Any], at: Any) -> int | None:
+    return max(own["steps"] // 10, 1) if own["type"] in ("wsd", "infinite") else None
 
 
 class TrainingSection(Section):
@@ -17,14 +43,22 @@ class TrainingSection(Section):
         None,
         "Samples per optimizer step over all ranks.",
         unit="samples",
-        derived="training.micro_batch_size * training.accumulation * data parallel size",
+        derived=Derived(
+            "training.micro_batch_size * training.accumulation * data parallel size",
+            _global_batch_size,
+            ("training.micro_batch_size", "training.accumulation"),
+        ),
         gt=0,
     )
     accumulation: int | None = key(
         None,
         "Micro-batches per optimizer step and data parallel rank.",
         unit="micro-batches",
-        derived="training.global_batch_size / (training.micro_batch_size * data parallel size), or 1",
+        derived=Derived(
+            "training.global_batch_size / (training.micro_batch_size * data parallel size), or 1",
+            _accumulation,
+            ("training.global_batch_size", "training.micro_batch_size"),
+        ),
         gt=0,
     )
     z_loss: float = key(0.0, "Coefficient of the mean squared log-partition (PaLM z-loss).", ge=0)
@@ -49,7 +83,12 @@ class TrainingSection(Section):
 
 class ParameterGroup(Section):
     lr_scale: float = key(1.0, "The scheduled learning rate is multiplied by this.", ge=0)
-    weight_decay: float | None = key(None, "Weight decay of this role.", derived="optimizer.weight_decay", ge=0)
+    weight_decay: float | None = key(
+        None,
+        "Weight decay of this role.",
+        derived=Derived("optimizer.weight_decay", _group_weight_decay, ("optimizer.weight_decay",)),
+        ge=0,
+    )
 
 
 ParameterRole = Literal[
@@ -88,12 +127,22 @@ class ScheduleSection(Section):
     warmup_steps: int | None = key(None, "Linear warmup, in steps.", unit="steps", ge=0)
     warmup_tokens: int | None = key(None, "Linear warmup, in tokens.", unit="tokens", ge=0)
     warmup_fraction: float | None = key(None, "Linear warmup, as a share of schedule.steps.", ge=0, le=1)
-    steps: int | None = key(None, "Step at which the schedule ends.", unit="steps", derived="training.steps", gt=0)
+    steps: int | None = key(
+        None,
+        "Step at which the schedule ends.",
+        unit="steps",
+        derived=Derived("training.steps", _schedule_steps, ("training.steps",)),
+        gt=0,
+    )
     start: int = key(0, "Step at which the schedule begins (rewarming in continual pretraining).", unit="steps", ge=0)
     min_lr_ratio: float = key(0.1, "The lowest learning rate as a share of the peak.", ge=0, le=1)
     initial_lr_ratio: float = key(0.0, "The warmup starts from this share of the peak.", ge=0, le=1)
     decay_steps: int | None = key(
-        None, "wsd and infinite: length of the final decay.", unit="steps", derived="10 % of schedule.steps", gt=0
+        None,
+        "wsd and infinite: length of the final decay.",
+        unit="steps",
+        derived=Derived("10 % of schedule.steps", _decay_steps, ("schedule.steps",)),
+        gt=0,
     )
     decay_shape: Literal["linear", "sqrt", "cosine", "exponential"] = key("linear", "wsd: form of the final decay.")
     cooldown_steps: int | None = key(None, "infinite: steps from the peak to the constant rate.", unit="steps", ge=0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.config.sections.model import AttentionOptions, ModelSection
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.attend import Pattern, alibi_slopes, attend
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.model.counts import Counts

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.model import CCAOptions, ModelSection
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.attend import Pattern, attend
 from megatron.kinds.common.convolution import last_taps, with_past
 from megatron.kinds.common.documents import piece_starts

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.sections.model import RecurrentOptions
+from megatron.kinds.common.options import RecurrentOptions
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.parameters import ParameterFactory

@@ -12,10 +12,11 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.model import GatedDeltaOptions, ModelSection
+from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
@@ -60,7 +61,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.options = mesh, options
-        self.fused = choose(model.kernels, "gated_delta", make.device)[0] == "fla"
+        self.fused = choose(model.kernels, "gated_delta", KIND.packages, make.device)[0] == "fla"
         heads, K, V = options.heads, options.key_dim, options.value_dim
         keys, values = options.key_heads * K, heads * V
         self.heads = heads // ranks

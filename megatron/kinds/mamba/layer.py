@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.model import MambaOptions, ModelSection, NormOptions
+from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.mamba.options import KIND, MambaOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
@@ -67,7 +68,7 @@ class Mamba(nn.Module):
         super().__init__()
         H, N, R = model.hidden_size, options.state_size, options.rank
         self.mesh, self.options, inner = make.mesh, options, options.expand * model.hidden_size
-        self.fused = choose(model.kernels, "mamba", make.device)[0] == "mamba_ssm"
+        self.fused = choose(model.kernels, "mamba", KIND.packages, make.device)[0] == "mamba_ssm"
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
         self.dt_bc = make.parameter(

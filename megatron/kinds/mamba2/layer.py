@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.model import Mamba2Options, ModelSection
+from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.mamba2.options import KIND, Mamba2Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
@@ -60,7 +61,7 @@ class Mamba2(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.options, self.epsilon = mesh, options, model.norm.epsilon
-        self.fused = choose(model.kernels, "mamba2", make.device)[0] == "mamba_ssm"
+        self.fused = choose(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
         inner = options.expand * H
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)

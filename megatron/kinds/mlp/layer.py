@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.config.sections.model import MLPOptions, ModelSection
+from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, KEPT
+from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.config.sections.moe import MoEOptions
+from megatron.kinds.moe.options import MoEOptions
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.sections.moe import MoEOptions, RouterOptions
+from megatron.kinds.moe.options import MoEOptions, RouterOptions
 
 TINY = 1e-20
 

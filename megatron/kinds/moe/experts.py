@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.moe import MoEOptions
 from megatron.kinds.common.activations import ACTIVATIONS
+from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard

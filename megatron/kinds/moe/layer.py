@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.moe import MoEOptions
 from megatron.kinds.common.activations import KEPT
+from megatron.kinds.moe.options import MoEOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import once, repeating

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.config.sections.moe import AuxiliaryLossOptions
+from megatron.kinds.moe.options import AuxiliaryLossOptions
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 

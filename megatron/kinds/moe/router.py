@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.moe import MoEOptions
+from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.parallel.collectives import sum_gradient

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.sections.moe import MoEOptions
 from megatron.kinds.common.activations import ACTIVATIONS
+from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.linear import ColumnLinear

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.rwkv import RWKV4Options
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.kinds.rwkv4.options import RWKV4Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream

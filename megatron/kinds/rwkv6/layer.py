@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.rwkv import RWKV6Options
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank, Whole
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import mixed, shifted
 from megatron.kinds.rwkv5.layer import RWKV5
+from megatron.kinds.rwkv6.options import RWKV6Options
 from megatron.model.counts import Counts
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import Init

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.pattern import parse
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.rwkv import RWKV7Options
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.kinds.rwkv7.options import RWKV7Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Channel, Stream
@@ -195,7 +194,7 @@ def _time_mix(
 
 def is_first(model: ModelSection, index: int) -> bool:
     """Whether no block before this one has RWKV-7."""
-    return not any(kind.name == "rwkv7" for block in parse(model.layers)[:index] for kind in block.kinds)
+    return not any(kind.name == "rwkv7" for block in model.blocks[:index] for kind in block.kinds)
 
 
 def _zigzag(n, size: int):

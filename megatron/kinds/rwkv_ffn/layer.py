@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.config.sections.rwkv import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.pattern import Kind
-from megatron.config.sections.model import ModelSection, SharedAttentionOptions
+from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.layer import Attention, Call
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.mlp.layer import MLP
+from megatron.kinds.shared_attention.options import SharedAttentionOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters

@@ -49,7 +49,7 @@ RECIPE = [
         "kernels for no layer",
         "model: {kernels: mamba_ssm}",
         "a.yml:2: model.kernels = 'mamba_ssm'",
-        "mamba_ssm has kernels for mamba and mamba2, and the pattern has none of these",
+        "mamba_ssm has kernels for mamba and mamba2: the pattern must have one of these",
         "use kernels: auto",
     ),
     case("bf16 sums of fp32 gradients", "precision: {accumulate: bf16}", "precision.accumulate = 'bf16'", "use fp32"),

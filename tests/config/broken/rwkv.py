@@ -7,7 +7,7 @@ RWKV = [
         "rwkv7 heads are not whole",
         "model: {layers: (rwkv7/rwkv7_ffn) x4, rwkv7: {head_dim: 24}}",
         "a.yml:2: model.rwkv7.head_dim = 24",
-        "the 64 channels of rwkv7 are whole heads",
+        "the 64 channels of rwkv7, must be a multiple of head_dim",
         "use head_dim = 16 or 32",
     ),
     case(
@@ -17,6 +17,14 @@ RWKV = [
         "a.yml:2: model.variants.wide.head_dim = 32",
         "the same number of the 2 heads of rwkv7",
         "use parallel.tensor = 2",
+        ranks=4,
+    ),
+    case(
+        "rwkv4 channels do not divide over ranks",
+        "model: {layers: rwkv4 x4, hidden_size: 66}\nparallel: {tensor: 4}",
+        "a.yml:2: model.hidden_size = 66",
+        "the same number of the 66 channels of rwkv4",
+        "use parallel.tensor = 3 or 6",
         ranks=4,
     ),
     case(

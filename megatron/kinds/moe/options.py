@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from .base import Section, key
+from megatron.config.kind import LayerKind
+from megatron.config.sections.base import Derived, Section, key
+from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
+from .rules import RULES, STACK_RULES
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+
+
+def _top_groups(own: dict[str, Any], at: View) -> int:
+    return own["groups"]
 
 
 class RouterOptions(Section):
@@ -38,7 +47,7 @@ class RouterOptions(Section):
     top_groups: int | None = key(
         None,
         "Groups that a token may choose from: those whose two best experts have the largest sum.",
-        derived="model.moe.router.groups",
+        derived=Derived("model.moe.router.groups", _top_groups, (".groups",)),
         gt=0,
     )
     correction: Literal["none", "sign"] = key(
@@ -80,7 +89,7 @@ class MoEOptions(Section):
         None,
         "Width of one expert (each of gate and up has this width).",
         unit="channels",
-        derived="4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)",
+        derived=Derived(MLP_WIDTH, mlp_width("moe"), ("model.hidden_size", ".gated")),
         gt=0,
     )
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
@@ -105,3 +114,15 @@ class MoEOptions(Section):
     losses: AuxiliaryLossOptions = key(
         AuxiliaryLossOptions, "Losses on the router, of each layer, added to the model's."
     )
+
+
+KIND = LayerKind(
+    role="ffn",
+    options=MoEOptions,
+    about="Options of the moe feed-forward: a mixture of experts.",
+    layer="megatron.kinds.moe.layer:MoE",
+    rules=RULES,
+    stack_rules=STACK_RULES,
+    keeps_fp32=True,
+    draws=lambda options: options.router.jitter > 0.0,
+)

@@ -1,0 +1,22 @@
+"""Numbers near a wrong one that would do: what a problem's fix proposes."""
+
+from __future__ import annotations
+
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def near(number: int, choices: list[int]) -> str:
+    """The choices just below and above `number`, in words."""
+    sides = [
+        max((each for each in choices if each < number), default=None),
+        min((each for each in choices if each > number), default=None),
+    ]
+    return " or ".join(str(each) for each in sides if each is not None)
+
+
+def multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` just below and above `number`, in words."""
+    below = number // unit * unit
+    return " or ".join(str(each) for each in (below, below + unit) if each)

@@ -1,0 +1,122 @@
+"""What a kind of layer says about itself without torch: its options, its rules, and where its module is.
+
+The `options.py` of a kind ends with such a description, which `registry` names. Whatever else knows of kinds (the layer
+pattern, the sections of `model`, derivation, rules, the layer stack) reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from .problems import ABSENT
+from .registry import KIND, RegistryError, load, registry_of
+from .sections.base import Section
+from .tree import get
+
+if TYPE_CHECKING:
+    from .facts import Facts
+    from .problems import Problem
+    from .schema import Config
+
+O = TypeVar("O", bound=Section)
+
+
+@dataclass(frozen=True)
+class Use(Generic[O]):
+    """A kind as the layer pattern uses it, plain or with a variant: what its rules look at.
+
+    Attributes:
+        facts: the whole configuration, and where its values came from.
+        kind: its name in the pattern.
+        variant: the name of its variant; None without one.
+        options: its options, the variant's on top.
+    """
+
+    facts: Facts
+    kind: str
+    variant: str | None
+    options: O
+
+    @property
+    def config(self) -> Config:
+        return self.facts.config
+
+    @property
+    def hidden_size(self) -> int:
+        return self.facts.config.model.hidden_size
+
+    def key(self, name: str) -> str:
+        """The whole name of a key. One that begins with a dot is an option of this kind: the variant's own where the
+        variant gives it, else the base's."""
+        if not name.startswith("."):
+            return name
+        own = self.config.model.variants[self.variant] if self.variant else {}
+        said = get(own, tuple(name[1:].split(".")), ABSENT) is not ABSENT
+        return f"model.variants.{self.variant}{name}" if said else f"model.{self.kind}{name}"
+
+    def given(self, name: str) -> bool:
+        """Whether the user gave this key (see `key`)."""
+        return self.facts.given(self.key(name))
+
+    def problem(self, name: str, *others: str, rule: str, fix: str) -> Problem:
+        """A problem with a key, in view of others (see `key`)."""
+        return self.facts.problem(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+
+    def warning(self, name: str, *others: str, rule: str, fix: str) -> Problem:
+        """A problem that does not stop the run."""
+        return self.facts.warning(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer.
+
+    Attributes:
+        role: "mixer" (before the slash of the pattern), "ffn" (after it) or "beside" (only after a '+').
+        options: the section of its options, `model.<kind>`.
+        about: one sentence about that section.
+        layer: import path of its module, "package.module:Class".
+        rules: each looks at one use of the kind in the pattern.
+        stack_rules: each looks at the whole configuration, whether the pattern has the kind or not.
+        packages: of fused kernels that the module can use: names, and how to get each.
+        keeps_fp32: whether some of its parameters stay in fp32 in every precision.
+        attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
+        draws: whether, with these options, a forward pass in training draws random numbers.
+    """
+
+    role: Literal["mixer", "ffn", "beside"]
+    options: type[Section]
+    about: str
+    layer: str
+    rules: tuple[Callable[[Use[Any]], Iterator[Problem]], ...] = ()
+    stack_rules: tuple[Callable[[Facts], Iterator[Problem]], ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
+    keeps_fp32: bool = False
+    attends: bool = False
+    draws: Callable[[Any], bool] = lambda options: False
+
+    @property
+    def module(self) -> Any:
+        """The class of its layers; this imports torch."""
+        return load(self.layer)
+
+
+@cache
+def kinds_of(extensions: tuple[str, ...] = ()) -> Mapping[str, LayerKind]:
+    """All kinds of layers by name: those inside, and those of the extensions.
+
+    Raises:
+        RegistryError: an extension, or what it says of a kind, cannot be used.
+    """
+    registry = registry_of(extensions)
+    found = {}
+    for name in registry.names(KIND):
+        found[name] = registry.load(KIND, name)
+        if not isinstance(found[name], LayerKind):
+            rule = f"{registry.path(KIND, name)} must be a megatron.config.kind.LayerKind"
+            raise RegistryError(rule, "describe the kind as the options.py of a kind in megatron/kinds does")
+    return MappingProxyType(found)

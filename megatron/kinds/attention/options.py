@@ -1,0 +1,118 @@
+"""Options of the attention mixer, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.divisors import divisors, multiples, near
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.rotary import RotaryOptions
+from megatron.kinds.common.options import (
+    heads_are_given,
+    kv_heads_divide_heads,
+    rotary_scaling_is_complete,
+    rotated_channels_are_pairs,
+)
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def _kv_heads(own: dict[str, Any], at: View) -> int | None:
+    return own["heads"]
+
+
+def _head_dim(own: dict[str, Any], at: View) -> int | None:
+    return at["model.hidden_size"] // own["heads"] or None if own["heads"] else None
+
+
+def _scale(own: dict[str, Any], at: View) -> float | None:
+    return own["head_dim"] ** -0.5 if own["head_dim"] else None
+
+
+class AttentionOptions(Section):
+    heads: int | None = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
+    kv_heads: int | None = key(
+        None,
+        "Number of key/value heads (GQA; 1 is MQA).",
+        derived=Derived("model.attention.heads", _kv_heads, (".heads",)),
+        gt=0,
+    )
+    head_dim: int | None = key(
+        None,
+        "Channels per head.",
+        unit="channels",
+        derived=Derived("model.hidden_size / model.attention.heads", _head_dim, ("model.hidden_size", ".heads")),
+        gt=0,
+    )
+    position: Literal["rotary", "alibi", "none"] = key("rotary", "Position information inside attention.")
+    rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
+    window: int | None = key(
+        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0
+    )
+    qk_norm: Literal["none", "head", "full"] = key(
+        "none",
+        "Normalise queries and keys: per head with one shared weight (Qwen3), or over the whole projected "
+        "width (OLMo-2).",
+    )
+    softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
+    scale: float | None = key(
+        None,
+        "Multiplier of query-key products.",
+        derived=Derived("model.attention.head_dim ** -0.5", _scale, (".head_dim",)),
+        gt=0,
+    )
+    qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
+    output_bias: bool = key(False, "Whether the output projection has a bias.")
+    dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
+
+
+def heads_fill(twice: bool) -> Callable[[Use[AttentionOptions]], Iterator[Problem]]:
+    """A rule: the heads share the width that they read evenly, that of the stream or twice as much."""
+
+    def heads_fill_hidden_size(at: Use[AttentionOptions]) -> Iterator[Problem]:
+        heads, width = at.options.heads, (2 if twice else 1) * at.hidden_size
+        if heads and width % heads and not at.given(".head_dim"):
+            yield at.problem(
+                ".heads",
+                "model.hidden_size",
+                rule=f"heads must share {'2 * ' if twice else ''}model.hidden_size evenly, unless head_dim is given",
+                fix=f"use {near(heads, divisors(width))} heads, or give head_dim",
+            )
+
+    return heads_fill_hidden_size
+
+
+def heads_divide_over_tensor_ranks(at: Use[AttentionOptions]) -> Iterator[Problem]:
+    """Query heads stay whole on a rank. Key/value heads need no rule: where they do not divide, all ranks hold all."""
+    heads, ranks = at.options.heads, at.config.parallel.tensor
+    if heads and heads % ranks:
+        yield at.problem(
+            ".heads",
+            "parallel.tensor",
+            rule="each tensor parallel rank must have the same number of whole heads",
+            fix=f"use {multiples(heads, ranks)} heads, or parallel.tensor = {near(ranks, divisors(heads))}",
+        )
+
+
+# What attention over any input needs.
+RULES = (
+    heads_are_given,
+    kv_heads_divide_heads,
+    rotated_channels_are_pairs,
+    rotary_scaling_is_complete,
+    heads_divide_over_tensor_ranks,
+)
+
+KIND = LayerKind(
+    role="mixer",
+    options=AttentionOptions,
+    about="Options of the attention mixer.",
+    layer="megatron.kinds.attention.layer:Attention",
+    rules=(*RULES, heads_fill(twice=False)),
+    draws=lambda options: options.dropout > 0.0,
+    attends=True,
+)

@@ -1,0 +1,90 @@
+"""Options of the cca mixer, compressed convolutional attention, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.rotary import RotaryOptions
+from megatron.kinds.common.options import (
+    divides_over_tensor_ranks,
+    heads_are_given,
+    heads_have_channels,
+    kv_heads_divide_heads,
+    rotary_scaling_is_complete,
+    rotated_channels_are_pairs,
+)
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def _kv_heads(own: dict[str, Any], at: View) -> int | None:
+    return own["heads"]
+
+
+def _head_dim(own: dict[str, Any], at: View) -> int | None:
+    return at["model.hidden_size"] // (2 * own["heads"]) or None if own["heads"] else None
+
+
+class CCAOptions(Section):
+    heads: int | None = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
+    kv_heads: int | None = key(
+        None,
+        "Number of key/value heads; fewer than heads compress keys and values further.",
+        derived=Derived("model.cca.heads", _kv_heads, (".heads",)),
+        gt=0,
+    )
+    head_dim: int | None = key(
+        None,
+        "Channels per head; heads * head_dim is the compressed width in which attention runs.",
+        unit="channels",
+        derived=Derived("model.hidden_size / (2 * model.cca.heads)", _head_dim, ("model.hidden_size", ".heads")),
+        gt=0,
+    )
+    depthwise: int = key(2, "Taps of the first convolution, of each channel alone.", unit="tokens", gt=0)
+    grouped: int = key(2, "Taps of the second convolution, which mixes the channels of each head.", unit="tokens", gt=0)
+    temperature: Literal["exponential", "linear"] = key(
+        "exponential",
+        "Keys are multiplied by exp(t), t from 0 (the paper), or by t itself, from 1 (the released ZAYA1 models).",
+    )
+    position: Literal["rotary", "none"] = key("rotary", "Position information inside attention.")
+    rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
+    window: int | None = key(
+        None, "Sliding window: a token attends to itself and the window-1 tokens before it.", unit="tokens", gt=0
+    )
+    qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
+    output_bias: bool = key(False, "Whether the output projection has a bias.")
+
+
+def halves_of_values_are_whole(at: Use[CCAOptions]) -> Iterator[Problem]:
+    own = at.options
+    if own.head_dim and own.kv_heads and own.head_dim * own.kv_heads % 2:
+        yield at.problem(
+            ".head_dim",
+            ".kv_heads",
+            rule="head_dim * kv_heads must be even: half of the value channels come from the token before",
+            fix="use an even head_dim",
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=CCAOptions,
+    about="Options of the cca mixer, compressed convolutional attention (Figliolia et al. 2025).",
+    layer="megatron.kinds.cca.layer:CCA",
+    rules=(
+        heads_are_given,
+        kv_heads_divide_heads,
+        rotated_channels_are_pairs,
+        halves_of_values_are_whole,
+        heads_have_channels("head_dim", "heads", "heads"),
+        rotary_scaling_is_complete,
+        # A query head needs the keys of its group, and its keys all queries of the group.
+        divides_over_tensor_ranks("kv_heads", "key/value heads"),
+    ),
+    keeps_fp32=True,
+)

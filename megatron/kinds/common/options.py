@@ -1,0 +1,160 @@
+"""Options and rules that several kinds of layers share. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.divisors import divisors, near
+from megatron.config.kind import Use
+from megatron.config.sections.base import Section, key
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
+MLP_WIDTH = "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)"
+
+
+class RecurrentOptions(Section):
+    """What mixers with a convolution in front of a decaying state share."""
+
+    convolution: int = key(4, "Taps of the causal convolution along the sequence.", unit="tokens", gt=0)
+    convolution_bias: bool = key(True, "Whether the convolution has a bias.")
+    time_step_low: float = key(0.001, "Initial time steps are log-uniform from here ...", gt=0)
+    time_step_high: float = key(0.1, "... to here.", gt=0)
+    time_step_floor: float = key(1e-4, "No initial time step is smaller.", gt=0)
+
+
+class StateSpaceOptions(RecurrentOptions):
+    """What the mixers of the Mamba family share."""
+
+    expand: int = key(2, "Inner channels of the mixer over model.hidden_size.", gt=0)
+    bias: bool = key(False, "Whether the projections into and out of the mixer have biases.")
+
+
+def mlp_width(kind: str) -> Callable[[dict[str, Any], View], int | None]:
+    """The derived width of a feed-forward network, by `MLP_WIDTH`."""
+
+    def width(own: dict[str, Any], at: View) -> int | None:
+        if not at.uses(kind):
+            return None
+        channels = at["model.hidden_size"]
+        return -(-8 * channels // (3 * 256)) * 256 if own["gated"] else 4 * channels
+
+    return width
+
+
+def heads_are_given(at: Use[Any]) -> Iterator[Problem]:
+    if at.options.heads is None:
+        yield at.problem(
+            ".heads",
+            "model.layers",
+            rule=f"the number of heads must be given for a pattern with {at.kind} layers",
+            fix=f"give model.{at.kind}.heads, for example model.hidden_size / 64",
+        )
+
+
+def heads_have_channels(width: str, count: str, unit: str) -> Callable[[Use[Any]], Iterator[Problem]]:
+    """A rule on the width of heads that follows from the model's: none is left where the heads are too many."""
+
+    def rule(at: Use[Any]) -> Iterator[Problem]:
+        heads = getattr(at.options, count)
+        if heads and getattr(at.options, width) is None:
+            yield at.problem(
+                f".{width}",
+                f".{count}" if heads != at.options.heads else ".heads",
+                "model.hidden_size",
+                rule=f"each of {heads} {unit} must have a channel, and none is left",
+                fix=f"give {width}, or fewer heads",
+            )
+
+    rule.__name__ = "heads_have_channels"
+    return rule
+
+
+def kv_heads_divide_heads(at: Use[Any]) -> Iterator[Problem]:
+    own = at.options
+    if own.heads and own.kv_heads and own.heads % own.kv_heads:
+        yield at.problem(
+            ".kv_heads",
+            ".heads",
+            rule="each key/value head must serve the same number of query heads: heads % kv_heads must be 0",
+            fix=f"use {near(own.kv_heads, divisors(own.heads))} kv_heads",
+        )
+
+
+def rotated_channels_are_pairs(at: Use[Any]) -> Iterator[Problem]:
+    own = at.options
+    if own.position != "rotary" or not own.head_dim or own.rotary.fraction == 0:
+        return
+    rotated = int(own.head_dim * own.rotary.fraction)
+    if rotated % 2 or not rotated:
+        even = [each / own.head_dim for each in (rotated // 2 * 2, rotated // 2 * 2 + 2) if 0 < each <= own.head_dim]
+        shares = " or ".join(f"{each:.6g}" for each in even)
+        yield at.problem(
+            ".head_dim",
+            ".rotary.fraction",
+            rule=f"rotary positions turn pairs of channels: head_dim * fraction must be a positive even number, not "
+            f"{rotated}",
+            fix=f"use rotary.fraction = {shares}, or another head_dim" if even else "use a head_dim of at least 2",
+        )
+
+
+def rotary_scaling_is_complete(at: Use[Any]) -> Iterator[Problem]:
+    if at.options.position != "rotary":
+        return
+    scaling, keys = at.options.rotary.scaling, ".rotary.scaling"
+    if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
+        yield at.problem(
+            f"{keys}.original_length",
+            f"{keys}.type",
+            rule=f"the original context length must be given for {scaling.type} scaling",
+            fix="give scaling.original_length, the sequence length that the frequencies were trained with",
+        )
+    if scaling.type == "llama3" and scaling.high_frequency_factor <= scaling.low_frequency_factor:
+        yield at.problem(
+            f"{keys}.high_frequency_factor",
+            f"{keys}.low_frequency_factor",
+            rule="high_frequency_factor must be above low_frequency_factor",
+            fix="Llama 3 uses 4 and 1",
+        )
+    if scaling.type == "yarn" and scaling.beta_fast <= scaling.beta_slow:
+        yield at.problem(
+            f"{keys}.beta_fast", f"{keys}.beta_slow", rule="beta_fast must be above beta_slow", fix="YaRN uses 32 and 1"
+        )
+    if scaling.type == "none" and scaling.factor != 1.0:
+        yield at.problem(
+            f"{keys}.factor",
+            f"{keys}.type",
+            rule="a factor must come with a type: without one it has no effect",
+            fix="give rotary.scaling.type: linear, llama3 or yarn",
+        )
+
+
+def time_steps_are_a_range(at: Use[Any]) -> Iterator[Problem]:
+    if at.options.time_step_high < at.options.time_step_low:
+        yield at.problem(
+            ".time_step_low",
+            ".time_step_high",
+            rule="time_step_low must not exceed time_step_high",
+            fix="published models use 0.001 and 0.1",
+        )
+
+
+def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[Use[Any]], Iterator[Problem]]:
+    """A rule: tensor parallel ranks share what an option counts (heads, channels) evenly."""
+
+    def rule(at: Use[Any]) -> Iterator[Problem]:
+        count, ranks = getattr(at.options, name), at.config.parallel.tensor
+        if count and count % ranks:
+            yield at.problem(
+                f".{name}",
+                "parallel.tensor",
+                rule=f"each tensor parallel rank must have the same number of the {count} {unit} of {at.kind}",
+                fix=f"use parallel.tensor = {near(ranks, divisors(count))}, or another number of {unit}",
+            )
+
+    rule.__name__ = f"{name}_divide_over_tensor_ranks"
+    return rule

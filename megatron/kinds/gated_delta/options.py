@@ -1,0 +1,120 @@
+"""Options of the gated_delta mixer, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.divisors import divisors, near
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, key
+from megatron.kinds.common.options import (
+    RecurrentOptions,
+    divides_over_tensor_ranks,
+    heads_are_given,
+    heads_have_channels,
+    time_steps_are_a_range,
+)
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def _key_heads(own: dict[str, Any], at: View) -> int | None:
+    return own["heads"]
+
+
+def _key_dim(own: dict[str, Any], at: View) -> int | None:
+    heads = own["key_heads"]
+    return 3 * at["model.hidden_size"] // (4 * heads) or None if heads else None
+
+
+def _value_dim(own: dict[str, Any], at: View) -> int | None:
+    return 2 * own["key_dim"] if own["key_dim"] else None
+
+
+def _norm_epsilon(own: dict[str, Any], at: View) -> float | None:
+    return at["model.norm.epsilon"] if at.uses("gated_delta") else None
+
+
+class GatedDeltaOptions(RecurrentOptions):
+    heads: int | None = key(
+        None, "Number of heads of values, each with a state; needed where the pattern has a gated_delta layer.", gt=0
+    )
+    key_heads: int | None = key(
+        None,
+        "Number of heads of queries and keys; each serves as many heads of values.",
+        derived=Derived("model.gated_delta.heads", _key_heads, (".heads",)),
+        gt=0,
+    )
+    key_dim: int | None = key(
+        None,
+        "Channels per head of queries and keys.",
+        unit="channels",
+        derived=Derived(
+            "3/4 * model.hidden_size / model.gated_delta.key_heads, rounded down",
+            _key_dim,
+            ("model.hidden_size", ".key_heads"),
+        ),
+        gt=0,
+    )
+    value_dim: int | None = key(
+        None,
+        "Channels per head of values.",
+        unit="channels",
+        derived=Derived("2 * model.gated_delta.key_dim", _value_dim, (".key_dim",)),
+        gt=0,
+    )
+    convolution_bias: bool = key(False, "Whether the convolution has a bias.")
+    negative_eigenvalues: bool = key(
+        False, "What is held under a key is replaced up to twice over (beta in [0, 2]): a state can change its sign."
+    )
+    norm_epsilon: float | None = key(
+        None,
+        "Added to the mean square of each head's output before the root.",
+        derived=Derived("model.norm.epsilon", _norm_epsilon, ("model.norm.epsilon",)),
+        gt=0,
+    )
+    decay_low: float = key(0.0, "Initial decay rates A are uniform from here (and at least 1e-4) ...", ge=0)
+    decay_high: float = key(16.0, "... to here.", gt=0)
+    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+def heads_share_keys(at: Use[GatedDeltaOptions]) -> Iterator[Problem]:
+    own = at.options
+    if own.heads and own.key_heads and own.heads % own.key_heads:
+        yield at.problem(
+            ".key_heads",
+            ".heads",
+            rule="each head of keys must serve the same number of heads of values: heads % key_heads must be 0",
+            fix=f"use {near(own.key_heads, divisors(own.heads))} key_heads",
+        )
+
+
+def decays_are_a_range(at: Use[GatedDeltaOptions]) -> Iterator[Problem]:
+    if at.options.decay_high <= at.options.decay_low:
+        yield at.problem(
+            ".decay_high",
+            ".decay_low",
+            rule="the largest initial decay rate must be above the smallest",
+            fix="published models use 0 and 16",
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=GatedDeltaOptions,
+    about="Options of the gated_delta mixer (Yang, Kautz and Hatamizadeh 2024).",
+    layer="megatron.kinds.gated_delta.layer:GatedDelta",
+    rules=(
+        heads_are_given,
+        heads_share_keys,
+        decays_are_a_range,
+        heads_have_channels("key_dim", "key_heads", "heads of keys"),
+        time_steps_are_a_range,
+        divides_over_tensor_ranks("heads", "heads"),
+    ),
+    packages={"fla": "pip install flash-linear-attention"},
+    keeps_fp32=True,
+)

@@ -1,0 +1,83 @@
+"""Options of the mamba mixer, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.divisors import divisors, near
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, key
+from megatron.kinds.common.options import StateSpaceOptions, time_steps_are_a_range
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def _rank(own: dict[str, Any], at: View) -> int | None:
+    return -(-at["model.hidden_size"] // 16) if at.uses("mamba") else None
+
+
+class MambaOptions(StateSpaceOptions):
+    state_size: int = key(16, "State elements per channel.", gt=0)
+    heads: int = key(
+        1, "Equal parts of the channels, each of which makes time steps, B and C of its own (Zamba has 2).", gt=0
+    )
+    inner_norms: bool = key(False, "RMSNorm of the time steps before their projection, and of B and C (Jamba).")
+    rank: int | None = key(
+        None,
+        "Rank of the projection that gives the time steps.",
+        derived=Derived("model.hidden_size / 16, rounded up", _rank, ("model.hidden_size",)),
+        gt=0,
+    )
+    chunk: int = key(
+        256, "Tokens that are scanned at a time; changes memory and speed, not the result.", unit="tokens", gt=0
+    )
+
+
+def heads_are_equal(at: Use[MambaOptions]) -> Iterator[Problem]:
+    inner = at.options.expand * at.hidden_size
+    if inner % at.options.heads:
+        yield at.problem(
+            ".heads",
+            "model.hidden_size",
+            rule=f"the heads must share the {inner} inner channels (expand * hidden_size) evenly",
+            fix=f"use {near(at.options.heads, divisors(inner))} heads",
+        )
+
+
+def channels_divide_over_tensor_ranks(at: Use[MambaOptions]) -> Iterator[Problem]:
+    count, ranks = at.options.expand * at.hidden_size, at.config.parallel.tensor
+    if count % ranks:
+        yield at.problem(
+            ".expand",
+            "model.hidden_size",
+            "parallel.tensor",
+            rule=f"each tensor parallel rank must have the same number of the {count} inner channels",
+            fix=f"use parallel.tensor = {near(ranks, divisors(count))}",
+        )
+
+
+def heads_fit_the_tensor_ranks(at: Use[MambaOptions]) -> Iterator[Problem]:
+    """A rank has some heads, or a part of one."""
+    heads, ranks = at.options.heads, at.config.parallel.tensor
+    if heads % ranks and ranks % heads:
+        yield at.problem(
+            ".heads",
+            "parallel.tensor",
+            rule=f"a tensor parallel rank must have whole heads of mamba, of which there are {heads}, or an equal part "
+            "of one",
+            fix=f"use parallel.tensor = {near(ranks, divisors(heads))} or a multiple of {heads}",
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=MambaOptions,
+    about="Options of the mamba mixer (Gu and Dao 2023).",
+    layer="megatron.kinds.mamba.layer:Mamba",
+    rules=(time_steps_are_a_range, heads_are_equal, channels_divide_over_tensor_ranks, heads_fit_the_tensor_ranks),
+    packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
+    keeps_fp32=True,
+)

@@ -1,0 +1,77 @@
+"""Options of the mamba2 mixer, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.divisors import divisors, near
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import key
+from megatron.kinds.common.options import StateSpaceOptions, time_steps_are_a_range
+
+if TYPE_CHECKING:
+    from megatron.config.problems import Problem
+
+
+class Mamba2Options(StateSpaceOptions):
+    head_dim: int = key(64, "Inner channels per head, which share one decay.", unit="channels", gt=0)
+    state_size: int = key(128, "State elements per channel.", gt=0)
+    groups: int = key(1, "Groups of heads; the heads of a group share what they write (B) and read (C).", gt=0)
+    least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
+    most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
+    chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
+
+
+def heads_are_whole(at: Use[Mamba2Options]) -> Iterator[Problem]:
+    own, inner = at.options, at.options.expand * at.hidden_size
+    if inner % own.head_dim:
+        yield at.problem(
+            ".head_dim",
+            "model.hidden_size",
+            rule=f"expand * hidden_size ({inner} inner channels) must be a multiple of head_dim",
+            fix=f"use head_dim = {near(own.head_dim, divisors(inner))}",
+        )
+    elif inner // own.head_dim % own.groups:
+        heads = inner // own.head_dim
+        yield at.problem(
+            ".groups",
+            "model.hidden_size",
+            rule=f"each group must have the same number of the {heads} heads (expand * hidden_size / head_dim)",
+            fix=f"use groups = {near(own.groups, divisors(heads))}",
+        )
+
+
+def step_limits_are_a_range(at: Use[Mamba2Options]) -> Iterator[Problem]:
+    own = at.options
+    if own.most_step is not None and own.most_step <= own.least_step:
+        yield at.problem(
+            ".most_step",
+            ".least_step",
+            rule="the largest time step must be above the smallest",
+            fix="leave most_step out, or make it larger",
+        )
+
+
+def heads_divide_over_tensor_ranks(at: Use[Mamba2Options]) -> Iterator[Problem]:
+    """Groups of heads need no rule: where they do not divide, all ranks hold B and C of all."""
+    count, ranks = at.options.expand * at.hidden_size // at.options.head_dim, at.config.parallel.tensor
+    if count % ranks:
+        yield at.problem(
+            ".head_dim",
+            "model.hidden_size",
+            "parallel.tensor",
+            rule=f"each tensor parallel rank must have the same number of the {count} inner heads",
+            fix=f"use parallel.tensor = {near(ranks, divisors(count))}",
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=Mamba2Options,
+    about="Options of the mamba2 mixer (Dao and Gu 2024).",
+    layer="megatron.kinds.mamba2.layer:Mamba2",
+    rules=(time_steps_are_a_range, heads_are_whole, step_limits_are_a_range, heads_divide_over_tensor_ranks),
+    packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
+    keeps_fp32=True,
+)

@@ -1,0 +1,49 @@
+"""Options of the mlp feed-forward network, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.divisors import multiples
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, Section, key
+from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
+
+if TYPE_CHECKING:
+    from megatron.config.problems import Problem
+
+
+class MLPOptions(Section):
+    hidden_size: int | None = key(
+        None,
+        "Width of the MLP, with Hugging Face's meaning of intermediate_size (each of gate and up has this width).",
+        unit="channels",
+        derived=Derived(MLP_WIDTH, mlp_width("mlp"), ("model.hidden_size", ".gated")),
+        gt=0,
+    )
+    activation: Activation = key(
+        "gelu", "Activation; gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared."
+    )
+    gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")
+    bias: bool = key(False, "Whether the projections have biases.")
+
+
+def mlp_divides_over_tensor_ranks(at: Use[MLPOptions]) -> Iterator[Problem]:
+    width, ranks = at.options.hidden_size, at.config.parallel.tensor
+    if width is not None and width % ranks:
+        yield at.problem(
+            ".hidden_size",
+            "parallel.tensor",
+            rule="each tensor parallel rank must have the same share of the MLP's channels",
+            fix=f"use {multiples(width, ranks)} channels",
+        )
+
+
+KIND = LayerKind(
+    role="ffn",
+    options=MLPOptions,
+    about="Options of the mlp feed-forward.",
+    layer="megatron.kinds.mlp.layer:MLP",
+    rules=(mlp_divides_over_tensor_ranks,),
+)

@@ -1,0 +1,351 @@
+"""What a mixture of experts needs: experts to choose from, groups of equal size, widths that can be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from megatron.config.divisors import divisors, multiples, near
+from megatron.config.kind import Use
+
+if TYPE_CHECKING:
+    from megatron.config.facts import Facts
+    from megatron.config.problems import Problem
+
+    from .options import MoEOptions
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def top_k_of_the_experts(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe = at.options
+    if moe.top_k > moe.experts:
+        yield at.problem(
+            ".top_k",
+            ".experts",
+            rule="top_k must not exceed the number of experts",
+            fix=f"use at most {moe.experts}, or more experts",
+        )
+
+
+def groups_are_equal(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe, router, groups = at.options, at.options.router, ".router.groups"
+    if moe.experts % router.groups:
+        yield at.problem(
+            groups,
+            ".experts",
+            rule="groups must have equal numbers of experts",
+            fix=f"use {near(router.groups, divisors(moe.experts))} groups",
+        )
+    elif router.top_groups > router.groups:
+        yield at.problem(
+            ".router.top_groups",
+            groups,
+            rule="top_groups must not exceed the number of groups",
+            fix=f"use at most {router.groups}",
+        )
+    elif moe.top_k <= moe.experts and moe.top_k > router.top_groups * (moe.experts // router.groups):
+        open_to_it = router.top_groups * (moe.experts // router.groups)
+        yield at.problem(
+            ".top_k",
+            ".router.top_groups",
+            groups,
+            rule=f"top_k must not exceed the {open_to_it} experts of the groups that a token may choose from",
+            fix="use a smaller top_k, more top_groups, or fewer groups",
+        )
+
+
+def widths_are_cut_and_aligned(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe, parallel, compute = at.options, at.config.parallel, at.config.precision.compute
+    unit, ranks = 16 // BYTES[compute], parallel.expert_tensor
+    cut = "parallel.expert_tensor" if at.given("parallel.expert_tensor") else "parallel.tensor"
+    if moe.hidden_size % (ranks * unit):
+        yield at.problem(
+            ".hidden_size",
+            cut,
+            "precision.compute",
+            rule="each tensor parallel rank must have the same share of an expert's channels, "
+            f"a multiple of 16 bytes ({unit} channels in {compute})",
+            fix=f"use {multiples(moe.hidden_size, ranks * unit)} channels",
+        )
+    if moe.shared_size % parallel.tensor:
+        yield at.problem(
+            ".shared_size",
+            "parallel.tensor",
+            rule="each tensor parallel rank must have the same share of the shared expert's channels",
+            fix=f"use {multiples(moe.shared_size, parallel.tensor)} channels",
+        )
+
+
+def balancers_fit_the_choice(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe, router, select = at.options, at.options.router, ".router.select"
+    if router.select == "expert_choice":
+        yield at.warning(
+            select,
+            rule="experts choose among all tokens of a micro-batch, later ones included: the model is not causal, "
+            "and what it generates is not what it was trained on",
+            fix="use select: top_k, but for studies of the method",
+        )
+    if router.select != "top_k" and router.correction != "none":
+        yield at.problem(
+            ".router.correction",
+            select,
+            rule=f"correction must be none: {router.select} evens the load by itself",
+            fix="use correction: none, or select: top_k",
+        )
+    if router.select != "top_k" and router.top_groups < router.groups:
+        yield at.problem(
+            ".router.top_groups",
+            select,
+            rule=f"all groups must be open to a token: {router.select} knows no groups",
+            fix="leave groups and top_groups out, or use select: top_k",
+        )
+    if router.select == "expert_choice" and router.normalize:
+        yield at.problem(
+            ".router.normalize",
+            select,
+            rule="weights must not be normalised: a token that experts have chosen cannot know of all of them",
+            fix="use normalize: false",
+        )
+    if router.select == "expert_choice" and moe.capacity_factor is not None:
+        yield at.problem(
+            ".capacity_factor",
+            select,
+            rule="capacity_factor must be left out: experts choose the tokens that top_k gives each of them on average",
+            fix="leave capacity_factor out, and give top_k the tokens that an expert takes over an even share",
+        )
+
+
+def skipping_is_a_choice_of_one(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe, router = at.options, at.options.router
+    if router.skip and (moe.top_k > 1 or router.select != "top_k" or router.groups > 1):
+        yield at.problem(
+            ".router.skip",
+            ".top_k",
+            ".router.select",
+            rule="skip must go with a choice of one expert, not within groups",
+            fix="use top_k: 1, select: top_k and no groups, or skip: false",
+        )
+    if router.skip and moe.capacity_factor is not None:
+        yield at.problem(
+            ".capacity_factor",
+            ".router.skip",
+            rule="capacity_factor must be left out: tokens that use no expert are computed beside the others, and "
+            "would take their places",
+            fix="leave capacity_factor out, or use skip: false",
+        )
+
+
+def idle_moe_options(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe = at.options
+    if moe.shared_gate and not moe.shared_size:
+        yield at.warning(
+            ".shared_gate",
+            ".shared_size",
+            rule="there is no shared expert to gate",
+            fix="give shared_size, or leave shared_gate out",
+        )
+    rate = ".router.correction_rate"
+    if moe.router.correction == "none" and at.given(rate):
+        yield at.warning(
+            rate, ".router.correction", rule="nothing is corrected", fix="use correction: sign, or leave the rate out"
+        )
+
+
+def routers_learn(at: Use[MoEOptions]) -> Iterator[Problem]:
+    moe = at.options
+    if moe.top_k == 1 and moe.router.normalize:
+        yield at.warning(
+            ".router.normalize",
+            ".top_k",
+            rule="a score over itself: the weight of the expert is always 1, and the loss gives the router no gradient",
+            fix="use normalize: false, or a larger top_k",
+        )
+
+
+def experts_divide_over_expert_ranks(at: Use[MoEOptions]) -> Iterator[Problem]:
+    experts, ranks = at.options.experts, at.config.parallel.expert
+    if experts % ranks:
+        yield at.problem(
+            ".experts",
+            "parallel.expert",
+            rule="each expert parallel rank must have the same number of experts",
+            fix=f"use {multiples(experts, ranks)} experts, or parallel.expert = {near(ranks, divisors(experts))}",
+        )
+
+
+def rows_are_aligned(facts: Facts) -> Iterator[Problem]:
+    """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
+    compute, width = facts.config.precision.compute, facts.config.model.hidden_size
+    unit = 16 // BYTES[compute]
+    if facts.uses("moe") and width % unit:
+        yield facts.problem(
+            "model.hidden_size",
+            "precision.compute",
+            rule="model.hidden_size must be a multiple of 16 bytes for the grouped products of a moe layer, "
+            f"{unit} channels in {compute}",
+            fix=f"use {multiples(width, unit)} channels",
+        )
+
+
+def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
+    """The first MLP router has nothing to average with; all others carry states of one width."""
+    routers = [use for use in facts.layers("moe") if use.options.router.network == "mlp"]
+    if routers and routers[0].options.router.average:
+        yield routers[0].problem(
+            ".router.average",
+            "model.layers",
+            rule="the first MoE layer with an MLP router must not average: there is no router state before it",
+            fix="name a variant there, as in 'attention/moe@first (attention/moe) x7' with model.variants.first: "
+            "{router: {average: false}}",
+        )
+    if len({use.options.router.width for use in routers}) > 1:
+        yield facts.problem(
+            "model.moe.router.width",
+            "model.layers",
+            rule="all routers must have one width, since their states are carried on",
+            fix="give no variant a width of its own",
+        )
+
+
+# (option of model.moe, the one that makes it work, what the values of that one are, what is so without, fix)
+_IDLE = (
+    (
+        "router.sinkhorn_iterations",
+        "router.select",
+        ("sinkhorn",),
+        "nothing is balanced in rounds",
+        "use select: sinkhorn",
+    ),
+    ("router.sinkhorn_start", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
+    ("router.width", "router.network", ("mlp",), "the router is one matrix", "use network: mlp"),
+    ("router.average", "router.network", ("mlp",), "the router is one matrix, without a state", "use network: mlp"),
+    ("router.bias", "router.network", ("linear",), "the router's layers have their own biases", "use network: linear"),
+)
+
+
+def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
+    """Options given for all moe layers that none of them reads, each beside the one that makes it idle."""
+    used = [use.options for use in facts.layers("moe")]
+    for name, other, values, rule, fix in _IDLE:
+        if used and facts.given(f"model.moe.{name}") and all(attrgetter(other)(moe) not in values for moe in used):
+            fix = f"{fix}, or leave {name.rsplit('.', 1)[-1]} out"
+            yield facts.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
+    if used and facts.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
+        yield facts.warning(
+            "model.moe.losses.over",
+            "model.moe.losses.balance",
+            rule="there is no balancing loss",
+            fix="give losses.balance a coefficient, or leave over out",
+        )
+
+
+def _folds(facts: Facts) -> bool:
+    """Whether tensor parallel ranks have whole experts."""
+    return facts.config.parallel.expert_tensor == 1 < facts.config.parallel.tensor
+
+
+def _spreads(facts: Facts) -> bool:
+    return facts.config.parallel.expert > 1 or _folds(facts)
+
+
+def there_are_experts_to_spread(facts: Facts) -> Iterator[Problem]:
+    for name in ("expert", "expert_tensor"):
+        if facts.given(f"parallel.{name}") and _spreads(facts) and facts.blocks and not facts.uses("moe"):
+            yield facts.problem(
+                f"parallel.{name}",
+                "model.layers",
+                rule="the model must have experts to spread over ranks, and it has none",
+                fix=f"leave parallel.{name} out, or use layers with a moe feed-forward",
+            )
+
+
+def experts_are_cut_or_whole(facts: Facts) -> Iterator[Problem]:
+    parallel = facts.config.parallel
+    if parallel.expert_tensor not in (1, parallel.tensor):
+        either = "1" if parallel.tensor == 1 else f"1 or {parallel.tensor}"
+        yield facts.problem(
+            "parallel.expert_tensor",
+            "parallel.tensor",
+            rule="an expert must be cut over all tensor parallel ranks, or be whole on each of them",
+            fix=f"use parallel.expert_tensor = {either}",
+        )
+
+
+def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
+    """Experts are spread over the data axis, or over data and tensor axes where no tensor parallel rank has a slice."""
+    parallel, data = facts.config.parallel, facts.data_ranks
+    if data is None:
+        return
+    folds = _folds(facts)
+    line = data * parallel.tensor if folds else data
+    if line % parallel.expert:
+        sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
+        where = "data and tensor parallel ranks of a stage" if folds else "data parallel ranks"
+        why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
+        wider = "" if folds or data * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
+        yield facts.problem(
+            "parallel.expert",
+            *sizes,
+            rule=f"parallel.expert must divide the {line} {where} that experts are spread over{why}",
+            fix=f"use parallel.expert = {near(parallel.expert, divisors(line))}{wider}, or another number of ranks",
+        )
+
+
+def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
+    if _spreads(facts) and facts.config.zero.stage == 3:
+        key = "parallel.expert_tensor" if _folds(facts) else "parallel.expert"
+        yield facts.problem(
+            "zero.stage",
+            key,
+            rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
+            "and expert parallel ranks have different parameters",
+            fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts",
+        )
+
+
+def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
+    """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other
+    numbers of elements fill it at other parameters; where their experts' groups have several such ranks, they would
+    wait for ever.
+    """
+    config = facts.config
+    vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
+    if _folds(facts) and facts.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
+        yield facts.problem(
+            "model.vocab_size",
+            "parallel.tensor",
+            "parallel.expert_tensor",
+            "zero.stage",
+            rule="folded experts' gradients are summed across tensor parallel ranks in ZeRO's buckets, so those "
+            "ranks have equal "
+            "numbers of parameters",
+            fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "
+            "or zero.stage=0",
+        )
+
+
+# Each looks at one use of the kind.
+RULES = (
+    top_k_of_the_experts,
+    groups_are_equal,
+    widths_are_cut_and_aligned,
+    balancers_fit_the_choice,
+    idle_moe_options,
+    routers_learn,
+    skipping_is_a_choice_of_one,
+    experts_divide_over_expert_ranks,
+)
+
+# These look at the whole stack, and at the layout with or without experts in it.
+STACK_RULES = (
+    rows_are_aligned,
+    options_that_nothing_reads,
+    router_states_have_a_first,
+    there_are_experts_to_spread,
+    experts_are_cut_or_whole,
+    expert_ranks_divide_their_line,
+    spread_experts_fit_the_stage,
+    folded_experts_want_equal_shards,
+)

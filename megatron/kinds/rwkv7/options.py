@@ -1,0 +1,46 @@
+"""Options of the rwkv7 mixer, and their rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.kind import LayerKind
+from megatron.config.sections.base import Derived, key
+from megatron.kinds.common.rwkv.options import RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+
+
+def _rank(factor: float) -> Derived:
+    """Ranks that grow with the root of the width."""
+
+    def rank(own: dict[str, Any], at: View) -> int | None:
+        return max(32, 32 * round(factor * at["model.hidden_size"] ** 0.5 / 32)) if at.uses("rwkv7") else None
+
+    return Derived(f"{factor:g} sqrt(model.hidden_size), in steps of 32", rank, ("model.hidden_size",))
+
+
+class RWKV7Options(RWKVOptions):
+    head_dim: int = key(64, "Channels per head.", unit="channels", gt=1)
+    decay_rank: int | None = key(None, "Rank of the matrix that moves the decays.", derived=_rank(2.5), gt=0)
+    rate_rank: int | None = key(
+        None, "Rank of the matrix that gives the in-context learning rates.", derived=_rank(2.5), gt=0
+    )
+    value_rank: int | None = key(
+        None, "Rank of the matrix that blends values with those of the first RWKV-7 layer.", derived=_rank(1.7), gt=0
+    )
+    gate_rank: int | None = key(None, "Rank of the matrix that gates the output.", derived=_rank(5), gt=0)
+    norm_epsilon: float = key(64e-5, "Added to the variance in the norm of each head's output.", gt=0)
+    # Above 128 the products of decays inside a chunk would leave the range of fp32.
+    chunk: int = key(32, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0, le=128)
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=RWKV7Options,
+    about="Options of the rwkv7 mixer (Peng et al. 2025).",
+    layer="megatron.kinds.rwkv7.layer:RWKV7",
+    rules=(heads_are_whole, heads_divide_over_tensor_ranks),
+    keeps_fp32=True,
+)

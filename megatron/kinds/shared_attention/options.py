@@ -1,0 +1,124 @@
+"""Options of shared_attention, which runs beside a mixer, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.divisors import multiples
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, key
+from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
+from megatron.kinds.mlp.options import MLPOptions
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def _mlp_width(own: dict[str, Any], at: View) -> int | None:
+    return 4 * at["model.hidden_size"] if at.uses("shared_attention") else None
+
+
+def _kv_heads(own: dict[str, Any], at: View) -> int | None:
+    return own["heads"]
+
+
+def _head_dim(own: dict[str, Any], at: View) -> int | None:
+    return 2 * at["model.hidden_size"] // own["heads"] or None if own["heads"] else None
+
+
+def _scale(own: dict[str, Any], at: View) -> float | None:
+    return (own["head_dim"] / 2) ** -0.5 if own["head_dim"] else None
+
+
+class SharedMLPOptions(MLPOptions):
+    hidden_size: int | None = key(
+        None,
+        "Width of the MLP.",
+        unit="channels",
+        derived=Derived("4 * model.hidden_size", _mlp_width, ("model.hidden_size",)),
+        gt=0,
+    )
+    gated: bool = key(True, "Gated form: activation(gate(x)) * up(x).")
+
+
+class SharedAttentionOptions(AttentionOptions):
+    blocks: int = key(1, "Number of blocks of shared weights, which the layers use in turn.", gt=0)
+    adapter_rank: int = key(
+        0, "Rank of what each layer adds to the first matrix of the shared MLP (LoRA); 0 adds nothing.", ge=0
+    )
+    attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
+    mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
+    heads: int | None = key(None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
+    kv_heads: int | None = key(
+        None,
+        "Number of key/value heads (GQA; 1 is MQA).",
+        derived=Derived("model.shared_attention.heads", _kv_heads, (".heads",)),
+        gt=0,
+    )
+    head_dim: int | None = key(
+        None,
+        "Channels per head.",
+        unit="channels",
+        derived=Derived(
+            "2 * model.hidden_size / model.shared_attention.heads", _head_dim, ("model.hidden_size", ".heads")
+        ),
+        gt=0,
+    )
+    scale: float | None = key(
+        None,
+        "Multiplier of query-key products.",
+        derived=Derived("(model.shared_attention.head_dim / 2) ** -0.5", _scale, (".head_dim",)),
+        gt=0,
+    )
+
+
+def shared_blocks_are_used(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+    """A block of shared weights that no layer uses would have no gradient."""
+    uses = [(each.name, each.variant) for block in at.facts.blocks for each in block.kinds]
+    calls = uses.count((at.kind, at.variant))
+    if at.options.blocks > calls:
+        yield at.problem(
+            ".blocks",
+            "model.layers",
+            rule=f"each shared block must be used, and the pattern has {calls} of these layers",
+            fix=f"use at most {calls} blocks",
+        )
+
+
+def attention_adapters_have_a_rank(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+    if at.options.attention_adapters and not at.options.adapter_rank:
+        yield at.problem(
+            ".adapter_rank",
+            ".attention_adapters",
+            rule="adapters of queries, keys and values must have a rank",
+            fix="give adapter_rank (Zamba2 has 128), or use attention_adapters: false",
+        )
+
+
+def shared_mlp_divides_over_tensor_ranks(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+    width, ranks = at.options.mlp.hidden_size, at.config.parallel.tensor
+    if width is not None and width % ranks:
+        yield at.problem(
+            ".mlp.hidden_size",
+            "parallel.tensor",
+            rule="each tensor parallel rank must have the same share of the MLP's channels",
+            fix=f"use {multiples(width, ranks)} channels",
+        )
+
+
+KIND = LayerKind(
+    role="beside",
+    options=SharedAttentionOptions,
+    about="Options of shared_attention, which runs beside a mixer (Zamba, Glorioso et al. 2024).",
+    layer="megatron.kinds.shared_attention.layer:SharedAttention",
+    rules=(
+        *RULES,
+        heads_fill(twice=True),
+        shared_blocks_are_used,
+        attention_adapters_have_a_rank,
+        shared_mlp_divides_over_tensor_ranks,
+    ),
+    draws=lambda options: options.dropout > 0.0,
+)
