@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .blend import Blend, normalised
+from .blend import Blend, normalised, weights_by_documents
 from .errors import DataError
 from .sample import Infilling, Options, Sample
 from .source import OrderRequest, Source, SourceFile
@@ -352,6 +352,8 @@ class _Builder:
         if whole:
             return [float(each.file.tokens) for each in files]
         kind, alpha = self.data.weighting, self.data.alpha
+        if kind == "neox-documents":
+            return weights_by_documents([each.last - each.first for each in files], alpha)
         size = {
             "given": lambda each: 1.0,
             "documents": lambda each: each.last - each.first,

@@ -304,3 +304,19 @@ def test_data_that_cannot_be_read(changes, key):
 )
 def test_tokenizers(changes, expected):
     assert flat(**changes).values["tokenizer"] == expected
+
+
+def test_weights_by_number_of_documents():
+    paths = {f"{name}_data_paths": ["a", "b"] for name in ("train", "valid", "test")}
+    found = flat(**paths, data_path=None, weight_by_num_documents=True, weighted_sampler_alpha=0.3)
+    assert found.problems == [] and noted(found, "data.weighting: neox-documents", "replace those given")
+    assert (at(found, "data.weighting"), at(found, "data.alpha")) == ("neox-documents", 0.3)
+    plain = flat(**paths, data_path=None, weight_by_num_documents=False, weighted_sampler_alpha=0.3)
+    assert "weighting" not in plain.values["data"] and plain.problems == []
+    assert (
+        "at least 0"
+        in problem_of(
+            flat(**paths, data_path=None, weight_by_num_documents=True, weighted_sampler_alpha=-1),
+            "weighted_sampler_alpha",
+        ).rule
+    )

@@ -116,7 +116,6 @@ def test_activations(activation, fusion, native, gated):
         ({"train_label_data_paths": ["a"]}, "train_label_data_paths"),
         ({"train_epochs": 2}, "train_epochs"),
         ({"pos_test_label_data_paths": ["a"]}, "pos_test_label_data_paths"),
-        ({"weight_by_num_documents": True}, "weight_by_num_documents"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
         ({"elasticity": {"enabled": True}}, "elasticity"),
         ({"eod_mask_loss": True}, "eod_mask_loss"),

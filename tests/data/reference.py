@@ -38,6 +38,19 @@ def neox_weights(weights: list[float]) -> list[float]:
     return array.tolist()
 
 
+def weights_by_documents(counts: list[int], alpha: float) -> list[float]:
+    """GPT-NeoX's weight_by_num_documents, from its description."""
+    if len(counts) == 1:
+        return [1.0]
+    total = functools.reduce(operator.add, counts)
+    share = [count / total for count in counts]
+    power = [each**alpha for each in share]
+    whole = functools.reduce(operator.add, power)
+    product = [each / whole * (1 - part) for each, part in zip(power, share)]
+    whole = functools.reduce(operator.add, product)
+    return [each / whole for each in product]
+
+
 def blend(weights: list[float], size: int) -> tuple[list[int], list[int]]:
     """GPT-NeoX's choice of sources: source and its sample, for each draw."""
     counts, sources, samples = [0] * len(weights), [], []

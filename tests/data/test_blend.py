@@ -17,7 +17,7 @@ from megatron.data.blend import Blend, build_arrays, normalised
 from megatron.data.plan import build_plan
 from tests.data.make import configuration, write_sizes
 from tests.data.reference import blend as plain_blend
-from tests.data.reference import neox_weights
+from tests.data.reference import neox_weights, weights_by_documents
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
@@ -126,3 +126,18 @@ def test_which_orders_blend_as_the_original(order, tmp_path):
     expected = neox_weights(weights) if order == "pythia" else normalised(weights).tolist()
     assert drawn == plain_blend(expected, 320)[0]
     assert plain_blend(neox_weights(weights), 320) != plain_blend(normalised(weights).tolist(), 320)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("documents", [[10, 30, 60], [5, 5], [40], [1, 2, 3, 4, 90]], ids=str)
+def test_weights_by_number_of_documents_as_in_the_original(documents, alpha, tmp_path):
+    """They replace the weights that are given, and lead to GPT-NeoX's draws."""
+    for source, count in enumerate(documents):
+        write_sizes(tmp_path / str(source), [900] * count, seed=source)
+    train = [{"path": str(tmp_path / str(source)), "weight": source + 1} for source in range(len(documents))]
+    data = {"train": train, "weighting": "neox-documents", "alpha": alpha, "cache": str(tmp_path / "cache")}
+    plan = build_plan(configuration(data))
+    weights = weights_by_documents(documents, alpha)
+    if (documents, alpha) == ([10, 30, 60], 1.0):
+        assert weights == pytest.approx([1 / 6, 7 / 18, 4 / 9])
+    assert [plan.sample(number).source for number in range(320)] == plain_blend(neox_weights(weights), 320)[0]

@@ -19,6 +19,8 @@ KEYS: dict[str, Any] = {
     "train_data_weights": None,
     "valid_data_weights": None,
     "test_data_weights": None,
+    "weight_by_num_documents": False,
+    "weighted_sampler_alpha": 1.0,
     "num_workers": 2,
     "tokenizer_type": "GPT2BPETokenizer",
     "vocab_file": None,
@@ -58,7 +60,26 @@ def translate(flat: Flat, native: Native) -> None:
                 flat.problem(part, f"{part} needs {name}_data_paths", "remove it or give the paths")
     if not flat.given("data_path"):
         native.unused("only data_path is split", "split")
+    _weighting(flat, native)
     _tokenizer(flat, native)
+
+
+def _weighting(flat: Flat, native: Native) -> None:
+    alpha = float(flat.number("weighted_sampler_alpha"))
+    if not flat.boolean("weight_by_num_documents") or flat.given("data_path"):
+        native.unused("weights are those given", "weight_by_num_documents")
+        native.unused("only weight_by_num_documents with several files reads it", "weighted_sampler_alpha")
+        return
+    if alpha < 0:
+        flat.problem("weighted_sampler_alpha", "weighted_sampler_alpha must be at least 0", "use 0.3, or 1")
+        return
+    native.put("data.weighting", "neox-documents", "weight_by_num_documents")
+    native.put("data.alpha", alpha, "weighted_sampler_alpha")
+    native.note(
+        "data.weighting: neox-documents, GPT-NeoX's weights by number of documents: they replace those given, and are "
+        "less than proportional (100, 300 and 600 documents give 0.167, 0.389 and 0.444 with alpha 1); "
+        "data.weighting=documents is proportional to documents ** alpha"
+    )
 
 
 def _one_file(flat: Flat, native: Native) -> None:

@@ -93,7 +93,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "mmap_warmup",
         "use_shared_fs",
     ),
-    "only weight_by_num_documents reads it": ("weighted_sampler_alpha",),
     "an extra metric": ("char_level_ppl",),
     "the backend follows from the device": ("distributed_backend",),
     "launchers are recognised by themselves": ("deepspeed_mpi", "deepspeed_slurm", "no_ssh_check"),

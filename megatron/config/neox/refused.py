@@ -44,11 +44,6 @@ REFUSED: dict[str, Refusal] = (
     {
         "deepspeed": Refusal((True,), "GPT-NeoX refuses it too unless it is true", "remove it"),
         "train_epochs": Refusal((), "the length of a run is given in steps", "remove it and set train_iters"),
-        "weight_by_num_documents": Refusal(
-            (False,),
-            "GPT-NeoX's weights by document count are not proportional to the counts and replace those given",
-            "set train_data_weights and its like to the weights that are meant",
-        ),
         "data_impl": Refusal(
             ("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind", "tokenize the text again"
         ),

@@ -100,7 +100,7 @@ def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "data.alpha",
             "data.weighting",
-            rule="the exponent is of data.weighting: documents or tokens",
+            rule="the exponent is of data.weighting: documents or tokens (or neox-documents)",
             fix="give data.weighting, or remove it",
         )
 

@@ -65,10 +65,11 @@ class DataSection(Section):
     margin: float = key(
         1.005, "pythia order: each blended source is asked for this many times its share of samples.", ge=1
     )
-    weighting: Literal["given", "documents", "tokens"] = key(
+    weighting: Literal["given", "documents", "tokens", "neox-documents"] = key(
         "given",
-        "What shares of a blend follow: the weights alone, or weight * (the source's documents or tokens) ** "
-        "data.alpha.",
+        "What shares of a blend follow: the weights alone; weight * (the source's documents or tokens) ** data.alpha; "
+        "or GPT-NeoX's weight_by_num_documents: p ** data.alpha * (1 - p) of the share p of documents, whatever the "
+        "weights.",
     )
     alpha: float = key(1.0, "Exponent of data.weighting; below 1 small sources count for more.", ge=0)
     packing: Literal["continuous", "best_fit"] = key(
