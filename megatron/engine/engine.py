@@ -13,7 +13,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,39 @@ def micro_batches(
         yield MicroBatch(
             tokens[index, :, :-1], labels, weights * scale, {name: side[index] for name, side in sides.items()}
         )
+
+
+Look = Callable[[int, int], None]  # see `protocol.Engine.step`
+
+
+class _Schedule:
+    """A pipeline's schedule with looks between its steps. Stages send and receive within the same of these steps, so
+    where all have done as many, nothing is on its way."""
+
+    def __init__(self, schedule: Any, look: Look) -> None:
+        self._schedule, self._look = schedule, look
+        self.num_pipe_buffers = schedule.num_pipe_buffers
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        steps = list(self._schedule)
+        for number, commands in enumerate(steps):
+            if number:
+                self._look(number, len(steps))
+            yield commands
+
+
+@contextlib.contextmanager
+def looked_into(engine: Any, look: Look | None) -> Iterator[None]:
+    """DeepSpeed's pipeline engine with looks between the steps of its schedule."""
+    if look is None:
+        yield
+        return
+    execute = engine._exec_schedule
+    engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look))
+    try:
+        yield
+    finally:
+        del engine._exec_schedule
 
 
 @contextlib.contextmanager
@@ -216,14 +249,16 @@ class PlainEngine(BaseEngine):
         ):
             return Model(self.plan)
 
-    def step(self, batch: StepBatch, lr: float) -> StepResult:
+    def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
         self.model.train()
         scale, tally = self._scale(batch), Tally.zero(self.device)
         if scale is None:
             return NO_LABELS
-        for micro in micro_batches(batch, self.form, scale, self.device):
+        for number, micro in enumerate(micro_batches(batch, self.form, scale, self.device)):
+            if look is not None and number:
+                look(number, batch.tokens.shape[0])
             loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
             self.deepspeed.backward(loss)
             self.deepspeed.step()
@@ -272,14 +307,15 @@ class PipelinedEngine(BaseEngine):
                 self.head.targets.append((micro.labels, micro.weights))
             yield stream_inputs(self.form, micro.tokens, micro.sides), (micro.labels, micro.weights)
 
-    def step(self, batch: StepBatch, lr: float) -> StepResult:
+    def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
         self.tally = Tally.zero(self.device)
-        self.deepspeed.train_batch(self._feed(batch, scale))
+        with looked_into(self.deepspeed, look):
+            self.deepspeed.train_batch(self._feed(batch, scale))
         return self._result(self.tally, scale)
 
     @torch.no_grad()

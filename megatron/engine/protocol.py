@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,11 +35,30 @@ class StepResult:
     extras: Mapping[str, float] = field(default_factory=dict)
 
 
+class StepDropped(Exception):
+    """A step is given up between two of its micro-batches, on all ranks: no weight and no optimizer state has changed.
+
+    Attributes:
+        wishes: why.
+        done: share of its work that is lost.
+        left: seconds that the rest would have taken.
+    """
+
+    def __init__(self, wishes: set[str], done: float, left: float) -> None:
+        super().__init__(f"dropped after {done:.0%} of its work")
+        self.wishes, self.done, self.left = wishes, done, left
+
+
 class Engine(Protocol):
     """Runs the model on this rank's part of a batch; every method is called by all ranks together."""
 
-    def step(self, batch: StepBatch, lr: float) -> StepResult:
-        """Forward, backward and update on a `StepBatch`, with `lr` as the rate of `optimizer.lr`."""
+    def step(self, batch: StepBatch, lr: float, look: Callable[[int, int], None] | None = None) -> StepResult:
+        """Forward, backward and update on a `StepBatch`, with `lr` as the rate of `optimizer.lr`.
+
+        Args:
+            look: called on all ranks with (parts done, parts in all) where the step can be given up, which it does by
+                raising `StepDropped`. The engine is then good for saving, and for no further step.
+        """
 
     def evaluate(self, batch: StepBatch) -> tuple[torch.Tensor | float, torch.Tensor | float]:
         """The sum of the losses of the labels that this rank reports, and their weight (see `StepResult.tokens`)."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.engine.protocol import StepResult
 
 WISHES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
+STOPS = WISHES[:-1]  # those that end the run
 Number = torch.Tensor | float
 _LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
 
@@ -29,7 +30,8 @@ class StepReport:
         step: number of the update, from 0.
         lr: the scheduled learning rate.
         result: what this rank's engine said.
-        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per wish.
+        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per wish,
+            rank 0's seconds.
     """
 
     step: int
@@ -60,7 +62,12 @@ class StepReport:
     @property
     def wishes(self) -> set[str]:
         """Wishes that at least one rank has."""
-        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS :], strict=True) if count}
+        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS : -1], strict=True) if count}
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took, by rank 0's clock; 0 if it was not measured."""
+        return self._values[-1]
 
 
 class Exchange:
@@ -73,7 +80,7 @@ class Exchange:
 
     def __init__(self, mesh, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._ranks = mesh.layout.world_size
+        self._ranks, self._rank = mesh.layout.world_size, mesh.rank
         self._reports_hash = mesh.at.tensor == 0 and mesh.at.pipeline == 0
 
     def sum(self, values: list[Number]) -> torch.Tensor:
@@ -89,11 +96,23 @@ class Exchange:
             dist.all_reduce(vector)
         return vector
 
-    def report(self, step: int, lr: float, result: StepResult, batch_hash: int, wishes: Collection[str]) -> StepReport:
+    def look(self, wishes: Collection[str], elapsed: float) -> tuple[set[str], float]:
+        """Wishes that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
+        *counts, seconds = self.sum([*(wish in wishes for wish in WISHES), elapsed * (self._rank == 0)]).tolist()
+        return {wish for wish, count in zip(WISHES, counts, strict=True) if count}, seconds
+
+    def report(
+        self, step: int, lr: float, result: StepResult, batch_hash: int, wishes: Collection[str], seconds: float = 0.0
+    ) -> StepReport:
         """Exchange a step's numbers; every rank calls it once per step."""
         code = batch_hash % 2**64 if self._reports_hash else 0
         limbs = [code >> (16 * index) & 0xFFFF for index in range(_LIMBS)]
-        sums = self.sum([*weighted(result.loss, result.tokens), *limbs, *(wish in wishes for wish in WISHES)])
+        sums = self.sum([
+            *weighted(result.loss, result.tokens),
+            *limbs,
+            *(wish in wishes for wish in WISHES),
+            seconds * (self._rank == 0),
+        ])
         return StepReport(step, lr, result, sums)
 
 

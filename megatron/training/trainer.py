@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron.engine.protocol import Engine
+from megatron.engine.protocol import Engine, StepDropped
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
 
 from .clock import Clock
+from .early_stop import Looks
 from .exchange import WISHES, Exchange, StepReport
 from .schedule import Schedule
 
@@ -42,6 +44,12 @@ class Hook:
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         """A step's numbers have arrived, of all ranks. On an accelerator that is one step after the step itself, unless
         somebody called `trainer.settle()`."""
+
+    def during_step(self, trainer: Trainer, step: int) -> None:
+        """Between micro-batches of a slow step; who wishes to stop here may have the step dropped. No collectives."""
+
+    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
+        """The step was dropped for these wishes: the state is that of before it, and the run ends."""
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         """The update is done. Reading a number of `report` waits for the device."""
@@ -91,6 +99,7 @@ class Trainer:
         self.error: BaseException | None = None
         self._wishes: set[str] = set()
         self._unread: StepReport | None = None
+        self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
     def run(self) -> Outcome:
         """Train until the last step or until somebody stops the run. All ranks call it.
@@ -105,7 +114,11 @@ class Trainer:
                 with self.clock.data():
                     batch = self.loader.step(step)
                 self._call("before_step", step)
-                report = self._step(step, batch)
+                try:
+                    report = self._step(step, batch)
+                except StepDropped as dropped:
+                    self._drop(step, dropped)
+                    break
                 self._call("after_step", step, report)
                 if self.stop_reason:
                     break
@@ -121,23 +134,44 @@ class Trainer:
 
     def _step(self, step: int, batch) -> StepReport:
         lr = self.schedule.lr(step)
-        result = self.engine.step(batch, lr)
+        begin = time.monotonic()
+        result = self.engine.step(batch, lr, Looks(self, step, self._pace))
         wishes, self._wishes = self._wishes, set()
-        report = self.exchange.report(step, lr, result, batch.hash, wishes)
+        report = self.exchange.report(step, lr, result, batch.hash, wishes, time.monotonic() - begin)
         self.completed = step + 1
         # On an accelerator a step's numbers are read while the next step runs, so that the device never waits.
         earlier, self._unread = self._unread, report
         if earlier is not None:
-            self._call("on_numbers", earlier)
+            self._hear(earlier)
         if self.exchange.device.type == "cpu":
             self.settle()
         return report
+
+    def _drop(self, step: int, dropped: StepDropped) -> None:
+        left = f"the rest would have taken {dropped.left:.0f} s"
+        self.say(f"step {step} dropped after {dropped.done:.0%} of its work: {left}; nothing else is lost")
+        self.note("dropped", step=step, done=dropped.done, seconds_left=dropped.left)
+        self._call("on_drop", step, dropped.wishes)
+        self.stop("told to stop within a step")
 
     def settle(self) -> None:
         """Read the numbers of the last step now. All ranks call it at the same step."""
         report, self._unread = self._unread, None
         if report is not None:
-            self._call("on_numbers", report)
+            self._hear(report)
+
+    def _hear(self, report: StepReport) -> None:
+        self._pace = report.seconds
+        self._call("on_numbers", report)
+
+    def ask(self, step: int) -> None:
+        """Have the hooks say within a step whether they wish for something; see `wishes`."""
+        self._call("during_step", step)
+
+    @property
+    def wishes(self) -> set[str]:
+        """What this rank wishes for and has not told the others."""
+        return set(self._wishes)
 
     def wish(self, wish: str) -> None:
         """Ask all ranks for something; they hear of it with the numbers of a step."""

@@ -71,7 +71,7 @@ class ToyEngine:
         logits = self.table[batch.tokens[..., :-1]] @ self.head.T
         return F.cross_entropy(logits.flatten(0, -2), batch.tokens[..., 1:].flatten(), reduction="none")
 
-    def step(self, batch, lr: float) -> StepResult:
+    def step(self, batch, lr: float, look=None) -> StepResult:
         set_learning_rate(self.optimizer, lr)
         mask = batch.loss_mask.flatten()
         count = mask.sum()

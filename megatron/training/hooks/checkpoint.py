@@ -72,6 +72,10 @@ class Checkpoint:
         self._tell(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
+    def on_drop(self, trainer, step: int, wishes: set[str]) -> None:
+        self._tell(trainer, self._saver.poll())
+        self._save_if_due(trainer)
+
     def on_end(self, trainer) -> None:
         if trainer.error is None:
             self._tell(trainer, self._saver.close())

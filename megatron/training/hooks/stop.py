@@ -34,11 +34,19 @@ class Stop:
         if self._minutes is not None and trainer.speaks and trainer.clock.total >= 60 * self._minutes:
             trainer.wish("wall time")
 
+    during_step = before_step
+
     def on_numbers(self, trainer, report) -> None:
+        self._stop(trainer, report.wishes)
+
+    def on_drop(self, trainer, step: int, wishes: set[str]) -> None:
+        self._stop(trainer, wishes)
+
+    def _stop(self, trainer, wishes: set[str]) -> None:
         for name in SIGNALS:
-            if name in report.wishes:
+            if name in wishes:
                 trainer.stop(f"signal {name}")
-        if "wall time" in report.wishes:
+        if "wall time" in wishes:
             trainer.stop(f"training.stop_after: {self._minutes:g} minutes")
 
     def on_end(self, trainer) -> None:

@@ -1,0 +1,53 @@
+"""Stopping within a slow step. A signal must not wait for 32 micro-batches on a CPU until somebody loses patience.
+
+Between micro-batches all ranks ask each other whether anyone was told to stop, but never more often than every few
+seconds: a step that is faster than that is not looked into and costs nothing. How often is the same on all ranks,
+because it follows from the time of the step before, which they have exchanged.
+"""
+
+from __future__ import annotations
+
+import time
+
+from megatron.engine.protocol import StepDropped
+
+from .exchange import STOPS
+
+EVERY = 5.0  # seconds between two looks, at least
+SHARE_OF_GRACE = 0.25  # of the time between signal and kill that finishing a step may take; the rest is for saving
+
+
+class Looks:
+    """Called by the engine between the micro-batches of one step, at the same ones on all ranks.
+
+    Args:
+        trainer: whose hooks say whether they want to stop.
+        step: the update that is at work.
+        pace: seconds of a step, equal on all ranks; None if nobody knows yet.
+    """
+
+    def __init__(self, trainer, step: int, pace: float | None) -> None:
+        self._trainer, self._step, self._pace = trainer, step, pace
+        self._begin = time.monotonic()
+        self._finishing = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` equal parts of the step's work are over.
+
+        Raises:
+            StepDropped: on all ranks, if somebody was told to stop and the work done is less than what is left, or
+                what is left takes too long.
+        """
+        looks = total - 1 if self._pace is None else min(total - 1, int(self._pace / EVERY))
+        parts = looks + 1
+        if self._finishing or parts * done // total == parts * (done - 1) // total:
+            return
+        self._trainer.ask(self._step)
+        wishes, elapsed = self._trainer.exchange.look(self._trainer.wishes, time.monotonic() - self._begin)
+        if not wishes & set(STOPS):
+            return
+        left = elapsed * (total - done) / done
+        if left <= elapsed and left <= SHARE_OF_GRACE * self._trainer.config.launch.grace:
+            self._finishing = True
+            return
+        raise StepDropped(wishes, done / total, left)
