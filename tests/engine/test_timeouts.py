@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, new_group

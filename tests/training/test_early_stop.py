@@ -12,7 +12,7 @@ import pytest
 from megatron.checkpoint import open_checkpoint
 from megatron.config import to_yaml
 from megatron.config.layers import Source
-from megatron.config.resolve import combine
+from megatron.config.resolution import combine
 from megatron.engine.protocol import StepDropped
 from megatron.training import early_stop
 from megatron.training.early_stop import Looks

@@ -226,7 +226,7 @@ def test_a_broken_state_is_not_saved(tmp_path):
 def test_a_step_without_a_label_is_told_and_passes(tmp_path, capsys):
     trainer = toy_trainer(config(tmp_path, logging={"console": "plain"}))
     whole = trainer.engine.step
-    trainer.engine.step = lambda batch, lr: (
+    trainer.engine.step = lambda batch, lr, look=None: (
         StepResult(0.0, 0.0, None, unlabelled=True) if batch.step == 4 else whole(batch, lr)
     )
     assert run(trainer).finished
