@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.selection import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401
+from tests import selection
+from tests.selection import pytest_collection_modifyitems  # noqa: F401
 
 try:
     from hypothesis import HealthCheck, settings
@@ -15,10 +16,12 @@ else:
 
 
 def pytest_addoption(parser) -> None:
+    selection.add_options(parser)
     parser.addoption("--margins", metavar="FILE", help="record how near comparisons come to their bounds")
 
 
 def pytest_configure(config) -> None:
+    selection.configure(config)
     if path := config.getoption("--margins"):
         from tests import margins
 

@@ -2,7 +2,8 @@
 
 A whole run (`--dist loadfile`) ends when its last file ends, so long files start first. A fast run has the first case
 of every test function but those that take long; a new test belongs to it until somebody measures it. `make durations`
-runs the whole suite and writes the file again; it needs no entry by hand, and a file that it does not know starts early.
+runs the whole suite and writes the file again; it needs no entry by hand, and a file that it does not know starts
+early.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--fast", action="store_true", help="only the first case of every test that takes under a second")
     group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def configure(config: pytest.Config) -> None:
     if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Stopwatch(), "stopwatch")
 
