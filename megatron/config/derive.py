@@ -26,7 +26,7 @@ class View:
 
     Attributes:
         values: the nested values of the whole configuration.
-        name: the stem of the first configuration file.
+        name: what the first configuration file calls the run; see `files.run_name`.
         ranks: processes of the whole run, if known.
     """
 

@@ -24,11 +24,13 @@ class Facts:
         config: every derivable key filled in.
         ranks: processes of the whole run; None if unknown (rules about the layout of data then say nothing).
         origin: where the value at a path came from.
+        files: the configuration files, as the user named them.
     """
 
     config: Config
     ranks: int | None
     origin: Callable[[Path], Origin] = field(repr=False)
+    files: tuple[str, ...] = ()
 
     @property
     def inner(self) -> int:

@@ -27,6 +27,18 @@ def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) ->
     return sources + [read_override(argument) for argument in overrides]
 
 
+def run_name(file: str | os.PathLike) -> str:
+    """What a configuration file calls its run: `configs/mistral/7b.yml` mistral-7b, since many folders have a 7b.yml.
+
+    A file of the working directory, or of a folder that is only called `configs`, has its own name alone.
+    """
+    typed = os.fspath(file)
+    path = File(configuration_file(typed) or typed).absolute()
+    folder = path.parent
+    alone = folder == File.cwd() or folder.name in ("", "configs")
+    return path.stem if alone else f"{folder.name}-{path.stem}"
+
+
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """What a user typed as (files, overrides): `key.path=value` is an override unless there is a file of that name."""
     overrides = [each for each in arguments if "=" in each and not os.path.isfile(each)]

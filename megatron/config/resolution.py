@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path as File
 from typing import Any
 
 from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
 from .facts import Facts
-from .files import gather
+from .files import gather, run_name
 from .flat import translate_flat
+from .former import former_runs
 from .frozen import thaw
 from .layers import Source, merge
 from .origins import DEFAULT, Origin, Overridden
@@ -88,8 +88,8 @@ def load(
         ConfigError: with all problems.
     """
     sources, notes = translate_flat(gather(files, overrides))
-    name = File(files[0]).stem if files else "run"
-    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes)
+    name = run_name(files[0]) if files else "run"
+    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes, files=files)
 
 
 def combine(
@@ -99,6 +99,7 @@ def combine(
     check_inputs: bool = True,
     name: str = "run",
     notes: tuple[str, ...] = (),
+    files: Sequence[str | os.PathLike] = (),
 ) -> Resolved:
     """Merge sources left to right, fill in defaults and derived keys, and check everything.
 
@@ -121,7 +122,8 @@ def combine(
     config = Config.model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    ruled = rules.broken(Facts(config, ranks, origin), inputs=check_inputs)
+    facts = Facts(config, ranks, origin, tuple(map(os.fspath, files)))
+    ruled = [*rules.broken(facts, inputs=check_inputs), *(former_runs(facts) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):
         raise ConfigError(problems)

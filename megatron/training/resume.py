@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, FragmentSpec, Meta
+from megatron.checkpoint import Checkpoint, CheckpointError, FragmentSpec, Meta
 from megatron.checkpoint.fragment import MASTER, WEIGHT
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
@@ -91,6 +92,7 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
         changed = changes(found.checkpoint.meta.config, config)
         for line in changed:
             say(f"changed since the checkpoint: {line}")
+        refuse_other_runs(found.checkpoint.path, changed, config)
         if found.checkpoint.step >= config.training.steps:
             say(
                 f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
@@ -266,6 +268,48 @@ def changes(before: str, config: Config) -> list[str]:
         if not any(f"{key}.".startswith(f"{each}.") for each in _UNREMARKABLE)
     ]
     return [f"{key}: {old[key]!r} -> {new[key]!r}" for key in keys if old[key] != new[key]]
+
+
+# What makes a run another one: where it starts, and what its tokens and tensors mean.
+_IDENTITY = ("training.seed", "tokenizer", "model")
+# Of the model's keys, those that say how it is trained or computed, not what it is.
+_RECIPE = re.compile(r"model\.(kernels|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)")
+
+
+def refuse_other_runs(path: Path, changed: list[str], config: Config) -> None:
+    """A checkpoint whose run had another seed, model or tokenizer is not this run's to go on from.
+
+    Args:
+        changed: see `changes`.
+
+    Raises:
+        CheckpointError: with each key that `checkpoint.allow_changes` does not name.
+    """
+    allowed = config.checkpoint.allow_changes
+    keys = []
+    for line in changed:
+        key = line.partition(":")[0]
+        decides = any(f"{key}.".startswith(f"{each}.") for each in _IDENTITY) and not _RECIPE.match(key)
+        moved = key == "tokenizer.path" and _same_name(line)
+        if decides and not moved and not any(f"{key}.".startswith(f"{each}.") for each in allowed):
+            keys.append((key, line))
+    if keys:
+        names = ", ".join(key for key, _ in keys)
+        raise CheckpointError(
+            path,
+            [
+                "it is of another run: what decides over its weights has changed",
+                *(line for _, line in keys),
+                "undo the change, or give this run its own run.dir (or run.name); "
+                f"or, if it is meant to go on with it, checkpoint.allow_changes=[{names}]",
+            ],
+        )
+
+
+def _same_name(line: str) -> bool:
+    """Whether a tokenizer's file has only moved, as from one cluster to another: same name, two places."""
+    before, _, after = line.partition(": ")[2].partition(" -> ")
+    return Path(before.strip("'\"")).name == Path(after.strip("'\"")).name
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:

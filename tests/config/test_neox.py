@@ -293,7 +293,7 @@ def test_native_keys_exist_and_the_converted_yaml_says_the_same(names, tmp_path)
     assert yaml.safe_load(text) == translation.values  # YAML 1.1 reads it like 1.2
     native = tmp_path / f"{names[0].split('/')[-1]}"
     native.write_text(text)
-    overrides = ["model.vocab_size=51200"]
+    overrides = ["model.vocab_size=51200", "run.name=same"]  # each file has its own
     converted = load([native], overrides, ranks=256, check_inputs=False)
     direct = load([FIXTURES / name for name in names], overrides, ranks=256, check_inputs=False)
     assert converted.config == direct.config

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megatron.config import Config, ConfigError, resolve
+from megatron.config import Config, ConfigError, load, resolve, to_yaml
 from megatron.config.catalog import ANY, catalog
 from megatron.config.derive import AT_START, derivations
 from megatron.config.layers import Source
@@ -171,6 +173,41 @@ def test_a_variant_is_merged_in_one_way():
         assert found.rotary.base == 777.0 and found.heads == 4
         assert found.rotary.fraction == own["rotary"].get("fraction", 1.0)
         assert found.rotary.scaling == config.model.attention.rotary.scaling
+
+
+@pytest.mark.parametrize(
+    "file, name",
+    [
+        ("my.yml", "my"),
+        ("configs/quickstart.yml", "quickstart"),
+        ("configs/mistral/7b.yml", "mistral-7b"),
+        ("./configs/llama/7b.yml", "llama-7b"),
+        ("FOLDER/configs/llama/7b.yml", "llama-7b"),
+        ("FOLDER/my.yml", "my"),
+    ],
+)
+def test_a_run_is_called_after_its_file_and_folder(file, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path(file.replace("FOLDER", str(tmp_path)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(BASE))
+    assert load([path], check_inputs=False).config.run.dir == f"runs/{name}"
+
+
+def test_a_run_under_its_former_name_is_told(tmp_path, monkeypatch):
+    """What an earlier version wrote into runs/7b is neither lost sight of nor taken for another file's."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("llama", "mistral"):
+        (tmp_path / "configs" / folder).mkdir(parents=True)
+        (tmp_path / "configs" / folder / "7b.yml").write_text(yaml.safe_dump({**BASE, "data": {"synthetic": "copy"}}))
+    former = load(["configs/mistral/7b.yml"], ["run.dir=runs/7b"], ranks=1)
+    (tmp_path / "runs" / "7b").mkdir(parents=True)
+    (tmp_path / "runs" / "7b" / "config.yml").write_text(to_yaml(former))
+    with pytest.raises(ConfigError) as error:
+        load(["configs/mistral/7b.yml"], ranks=1)
+    assert "runs/7b is a run of this file" in str(error.value) and "run.dir=runs/7b" in str(error.value)
+    assert load(["configs/llama/7b.yml"], ranks=1).config.run.dir == "runs/llama-7b"
+    assert load(["configs/mistral/7b.yml"], ["run.name=new"], ranks=1).config.run.dir == "runs/new"
 
 
 def test_nothing_changes_afterwards():

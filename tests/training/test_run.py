@@ -283,7 +283,8 @@ def test_what_does_not_fit_is_told_in_a_few_lines(tmp_path: Path) -> None:
     assert "missing: layers.0-1.mlp.up.weight" in text and "left over: layers.0-2.mlp.up.weight (exp_avg)" in text
     assert issubclass(StartError, LaunchError) and "StartError" in text  # a message and status 2, no traceback
     with pytest.raises(RuntimeError) as caught:
-        start(tmp_path, 1, "model.vocab_size=300", "model.layers=(attention/mlp) x4")
+        allowed = "checkpoint.allow_changes=[model]"
+        start(tmp_path, 1, "model.vocab_size=300", "model.layers=(attention/mlp) x4", allowed)
     assert "wrong shape: embedding.tokens.weight is (300, 32)" in str(caught.value)
     assert "missing: layers.3.mlp.up.weight is in the run" in str(caught.value) and "the weights fit" not in str(
         caught.value
@@ -337,6 +338,45 @@ def test_a_missing_checkpoint_is_an_error_before_anything_starts(tmp_path: Path)
         load(
             [str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}/run", f"checkpoint.resume={tmp_path}/nowhere"], ranks=1
         )
+
+
+OTHER_RUNS = {
+    "training.seed": "training.seed=7",
+    "model.attention.rotary.base": "model.attention.rotary.base=5000.0",
+    "model.init.std": "model.init.std=0.5",
+    "tokenizer.eod_id": "tokenizer.eod_id=5",
+}
+
+
+@pytest.mark.parametrize("key", OTHER_RUNS)
+def test_another_run_is_not_gone_on_with(key: str, tmp_path: Path) -> None:
+    start(tmp_path, 1, "training.stop_at_step=2")
+    before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
+    with pytest.raises(RuntimeError) as caught:
+        start(tmp_path, 1, OTHER_RUNS[key])
+    text = str(caught.value)
+    assert "StartError" in text and f"- {key}: " in text and f"checkpoint.allow_changes=[{key}" in text
+    assert sorted((tmp_path / "run" / "checkpoints").rglob("*")) == before
+    lines = start(tmp_path, 1, OTHER_RUNS[key], f"checkpoint.allow_changes=[{key}]")
+    assert [line["step"] for line in lines if "loss" in line] == list(range(6))
+
+
+def test_what_makes_a_run_another_one(tmp_path: Path) -> None:
+    from megatron.checkpoint import CheckpointError
+    from megatron.training.resume import refuse_other_runs
+
+    (tmp_path / "tiny.yml").write_text(TINY)
+    config = load([str(tmp_path / "tiny.yml")], [], ranks=1).config
+    same = ["optimizer.lr: 1 -> 2", "model.dropout: 0.1 -> 0.0", "model.kernels.attention: 'auto' -> 'math'"]
+    same += [
+        "model.moe.losses.balance: 0.0 -> 0.01",
+        "tokenizer.path: '/a/t.json' -> '/b/t.json'",
+        "training.steps: 1 -> 2",
+    ]
+    refuse_other_runs(tmp_path, same, config)
+    for line in ("tokenizer.path: '/a/t.json' -> '/a/u.json'", "model.layers: 'a' -> 'b'", "training.seed: 1 -> 2"):
+        with pytest.raises(CheckpointError, match="of another run"):
+            refuse_other_runs(tmp_path, [*same, line], config)
 
 
 def test_changed_keys_are_named(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ def _checkpoints(own: dict[str, Any], at: Any) -> str:
 
 class RunSection(Section):
     name: str | None = key(
-        None, "Name of the run.", derived=Derived("the first configuration file's name", _run_name, ())
+        None,
+        "Name of the run.",
+        derived=Derived("the first configuration file's name, with its folder's before it", _run_name, ()),
     )
     dir: str | None = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
     notes: str = key("", "Free text kept with the run.")
@@ -47,6 +49,11 @@ class CheckpointSection(Section):
         "auto: the newest intact checkpoint in checkpoint.dir if there is one; none: start anew; or the path or "
         "fsspec URL "
         "of one.",
+    )
+    allow_changes: list[str] = key(
+        list,
+        "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another run: "
+        "training.seed, model, tokenizer.",
     )
     initialize_from: str | None = key(
         None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder."
