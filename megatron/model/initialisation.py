@@ -11,7 +11,8 @@ from megatron.parallel.initial import Init
 def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int, fan_in: int, fan_out: int) -> Init:
     """The initial distribution of a matrix [fan_out, fan_in] under a scheme.
 
-    normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). small_init: N(0, sqrt(2 / (5 h)))
+    normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). single_residual_scaled_normal: N(0, std / sqrt(L)),
+    for blocks that add to the stream once (GPT-NeoX's Mamba). small_init: N(0, sqrt(2 / (5 h)))
     (Nguyen and Salazar 2019). wang_init: N(0, 2 / (L sqrt(h))) (GPT-J). xavier: Glorot and Bengio 2010.
     fan_in_uniform: U(-1, 1) / sqrt(fan_in), the default of torch's Linear; scaled_fan_in_uniform divides it by sqrt(L)
     (Mamba). orthogonal: Saxe et al. 2013. half_orthogonal: the same with gain 0.5 sqrt(fan_out / fan_in), and
@@ -33,6 +34,7 @@ def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int
     std = {
         "normal": options.std,
         "scaled_normal": options.std / math.sqrt(2.0 * layers),
+        "single_residual_scaled_normal": options.std / math.sqrt(layers),
         "small_init": math.sqrt(2.0 / (5.0 * hidden_size)),
         "wang_init": 2.0 / (layers * math.sqrt(hidden_size)),
         "xavier_normal": math.sqrt(2.0 / (fan_in + fan_out)),

@@ -105,7 +105,6 @@ def test_activations(activation, fusion, native, gated):
         ({"pos_emb": "rpe"}, "pos_emb"),
         ({"pos_emb": "sinusoidal"}, "pos_emb"),
         ({"init_method": "orthogonal"}, "init_method"),
-        ({"output_layer_init_method": "single_residual_scaled_normal"}, "output_layer_init_method"),
         ({"lr_decay_style": "exponential"}, "lr_decay_style"),
         ({"use_qk_layernorm": True}, "use_qk_layernorm"),
         ({"use_mup": True}, "use_mup"),
@@ -262,7 +261,7 @@ def test_attention_config_of_dense_layers(config):
         ([["flash", 4]], "cannot be read"),
         (["flash"], "it has 1"),
         ([[["local", "flash"], "all"]], "global and flash"),
-        ([[["mamba"], "all"]], "global and flash"),
+        ([[["rwkv"], "all"]], "global and flash"),
     ],
 )
 def test_attention_config_that_cannot_be_had(config, word):

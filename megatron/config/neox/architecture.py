@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from .reader import Flat, Native
@@ -37,6 +38,9 @@ KEYS: dict[str, Any] = {
     "attention_config": None,
     "sliding_window_width": None,
     "make_vocab_size_divisible_by": 128,
+    "mamba_selective_fp32_params": True,
+    "mamba_use_bias_in_conv": True,
+    "mamba_use_bias_in_linears": False,
 }
 
 # activation -> (native activation, gated)
@@ -77,22 +81,31 @@ NO_POSITION = {
 }
 
 INITS = {
-    name: name for name in ("normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal")
+    name: name
+    for name in (
+        "normal",
+        "scaled_normal",
+        "single_residual_scaled_normal",
+        "small_init",
+        "wang_init",
+        "xavier_uniform",
+        "xavier_normal",
+    )
 }
 NO_INIT = {
     "orthogonal": "GPT-NeoX fails with it too; take normal here, or set model.init natively",
     "scaled_orthogonal": "GPT-NeoX fails with it too; take scaled_normal here, or set model.init natively",
-    "single_residual_scaled_normal": "not available: normal with std / sqrt(layers) is meant for Mamba's single "
-    "residual; take scaled_normal (std / sqrt(2 layers))",
 }
 
 SPARSE = "block-sparse attention is not available; take global attention with sliding_window_width"
 NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), SPARSE) | {
     "gmlp": "gMLP layers are not available; take flash or global",
     "amlp": "aMLP layers are not available; take flash or global",
-    "mamba": "Mamba layers are not translated; name them natively, as mamba in model.layers (configs/mamba)",
     "rwkv": "RWKV layers are not translated; name them natively, as rwkv6/rwkv6_ffn in model.layers (configs/rwkv6)",
 }
+
+# attention_config -> the layer
+KINDS = {"global": "attention/mlp", "flash": "attention/mlp", "mamba": "mamba"}
 
 # From this many times hidden_size on, intermediate_size of a gated MLP is GPT-NeoX's width before gating.
 BEFORE_GATING = 6
@@ -122,6 +135,7 @@ def _stack(flat: Flat, native: Native) -> None:
     native.put("model.layers", f"(attention/mlp) x{layers}", "num_layers", "attention_config")
     config = flat.items("attention_config")
     if config is None:
+        _mamba(flat, native, [])
         return
     kinds = expand(config, layers)
     if kinds is None or len(kinds) != layers:
@@ -132,13 +146,50 @@ def _stack(flat: Flat, native: Native) -> None:
             f'write [[["flash"], {layers}]] or [[["flash"], "all"]]',
         )
         return
-    for kind in sorted(set(map(str, kinds)) - {"global", "flash"}):
+    _mamba(flat, native, kinds)
+    for kind in sorted(set(map(str, kinds)) - set(KINDS)):
         flat.problem(
             "attention_config",
-            "attention kinds here are global and flash, which compute the same",
+            "attention kinds here are global and flash, which compute the same, and mamba",
             NO_ATTENTION.get(kind, "take flash or global"),
             value=kind,
         )
+
+
+def _pattern(kinds: list) -> str:
+    """The stack of these kinds, with runs of one kind as one word: (attention/mlp) x2 mamba x3."""
+    runs = [
+        (word, len(list(group))) for word, group in groupby(KINDS.get(str(kind), "attention/mlp") for kind in kinds)
+    ]
+    return " ".join(f"{f'({word})' if '/' in word else word} x{count}" for word, count in runs)
+
+
+def _mamba(flat: Flat, native: Native, kinds: list) -> None:
+    """A layer of kind mamba is one residual branch with a norm, without an MLP of its own, in the fixed sizes of Mamba.
+
+    16 state elements per channel, a convolution over 4 tokens, time steps of rank hidden_size / 16, two inner channels
+    per channel unless intermediate_size or expansion_factor say otherwise.
+    """
+    names = ("mamba_selective_fp32_params", "mamba_use_bias_in_conv", "mamba_use_bias_in_linears")
+    if "mamba" not in kinds:
+        native.unused("no layer is of kind mamba", *names)
+        return
+    native.put("model.layers", _pattern(kinds), "attention_config", "num_layers")
+    for name, wanted in zip(names, (True, True, False)):
+        if flat.boolean(name) is not wanted:
+            flat.problem(name, f"Mamba layers here have {name} {str(wanted).lower()}", "remove it")
+        native.used.add(name)
+    hidden = flat.count("hidden_size")
+    inner = _stated_width(flat, hidden) if hidden else None
+    if inner and inner % hidden:
+        flat.problem(
+            "intermediate_size",
+            f"the inner width of Mamba layers ({inner}) must be a multiple of hidden_size ({hidden})",
+            f"take {2 * hidden}, which is Mamba's",
+        )
+        return
+    native.put("model.mamba.expand", inner // hidden if inner else 2, "intermediate_size", "expansion_factor")
+    native.put("model.mamba.state_size", 16, "attention_config")
 
 
 def expand(config: list, layers: int) -> list | None:

@@ -145,15 +145,12 @@ REASONS: dict[str, tuple[str, ...]] = {
         "recompute",
     ),
     "a training run evaluates no tasks": ("eval_tasks", "eval_results_prefix"),
-    "no layer reads it: attention is global or flash, not Mamba or RWKV": (
+    "kernels of the mamba mixer are chosen by what is installed": (
         "mamba_selective_scan_fusion",
         "mamba_causal_conv_fusion",
         "mamba_inner_func_fusion",
-        "mamba_selective_fp32_params",
-        "mamba_use_bias_in_conv",
-        "mamba_use_bias_in_linears",
-        "dim_att",
     ),
+    "no layer reads it: RWKV is not translated": ("dim_att",),
     "no layer reads it: attention is global or flash": ("sparsity_config", "gmlp_attn_dim"),
     "no layer reads it: FP8 is off": (
         "te_fp8_format",

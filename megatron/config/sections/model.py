@@ -114,6 +114,7 @@ class HeadOptions(Section):
 InitScheme = Literal[
     "normal",
     "scaled_normal",
+    "single_residual_scaled_normal",
     "small_init",
     "wang_init",
     "xavier_uniform",
