@@ -137,6 +137,7 @@ def test_what_is_not_available_is_refused_with_a_fix(changes, key):
         ("train_impl", "normal"),
         ("train_impl", "Normal"),
         ("pack_impl", "packed"),
+        ("allow_chopped", False),
         ("data_impl", "mmap"),
         ("data_impl", "infer"),
         ("deepspeed", True),

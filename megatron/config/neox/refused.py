@@ -53,9 +53,6 @@ REFUSED: dict[str, Refusal] = (
             "GPT-NeoX's other ways of packing are not available",
             "take packed, or natively data.packing: best_fit, which packs whole documents",
         ),
-        "allow_chopped": Refusal(
-            (True,), "documents longer than seq_length are cut, not left out", "set it to true or remove it"
-        ),
         "eod_mask_loss": Refusal(
             (False,),
             "GPT-NeoX's eod_mask_loss leaves the token after an end of document out of the loss, which is not "
