@@ -44,7 +44,10 @@ def stored(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def settings_of(theirs: transformers.PreTrainedConfig, **training) -> Config:
-    return resolve({"model": model_values(theirs), "training": {"steps": 1, "sequence_length": 24, **training}})
+    values = model_values(theirs)
+    if "moe" in values:
+        values = {**values, "moe": {**values["moe"], "losses": {"balance": 0.0}}}  # transformers' loss is not asked for
+    return resolve({"model": values, "training": {"steps": 1, "sequence_length": 24, **training}})
 
 
 def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[convert.Step], dict[str, torch.Tensor]]:

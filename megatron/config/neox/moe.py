@@ -98,6 +98,7 @@ def _router(flat: Flat, native: Native) -> None:
         native.unused("the sinkhorn router does not read it", "moe_jitter_eps")
     else:
         native.put("model.moe.router.score", "softmax", "moe_router_type")
+        native.put("model.moe.losses.balance", 0.0, "moe_router_type")
         native.note(
             "model.moe.losses: none, as in GPT-NeoX; with moe_router_type topk nothing evens the load: give "
             "model.moe.losses.balance or model.moe.router.correction: sign"

@@ -18,6 +18,13 @@ def _top_groups(own: dict[str, Any], at: View) -> int:
     return own["groups"]
 
 
+def _balance(own: dict[str, Any], at: View) -> float:
+    """As in Switch and OLMoE, where nothing else evens the load: else a router collapses onto a few experts."""
+    moe = at["model.moe"]
+    evened = moe["router"]["select"] != "top_k" or moe["router"]["correction"] != "none" or own["sequence"] > 0
+    return 0.0 if evened or moe["experts"] <= moe["top_k"] or not at.uses("moe") else 0.01
+
+
 class RouterOptions(Section):
     network: Literal["linear", "mlp"] = key(
         "linear",
@@ -69,10 +76,15 @@ class RouterOptions(Section):
 
 
 class AuxiliaryLossOptions(Section):
-    balance: float = key(
-        0.0,
-        "Coefficient of the load balancing loss, per layer: experts / top_k * sum of load share * mean score, 1 "
-        "where balanced (Fedus et al. 2022).",
+    balance: float | None = key(
+        None,
+        "Coefficient of the load balancing loss, per layer: experts / top_k * sum of load share * mean score, 1 where "
+        "balanced (Fedus et al. 2022). Where nothing evens the load, most experts die within tens of steps.",
+        derived=Derived(
+            "0.01 where select is top_k, correction none and sequence 0, else 0",
+            _balance,
+            ("model.moe.router.select", "model.moe.router.correction", ".sequence"),
+        ),
         ge=0,
     )
     over: Literal["micro_batch", "ranks"] = key(

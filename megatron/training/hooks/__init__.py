@@ -10,6 +10,7 @@ from ..trainer import Hook
 from .checkpoint import Checkpoint
 from .closing import Closing
 from .evaluate import Evaluate, ValidationSet
+from .experts import DeadExperts
 from .guard import Guard, NonFinite
 from .log import Log
 from .profile import Profile
@@ -67,6 +68,7 @@ def standard_hooks(
             compute=config.precision.compute,
             peak_tflops=logging.peak_tflops,
         ),
+        DeadExperts(logging.every, config.training.global_batch_size * config.training.sequence_length),
         Evaluate(validation, every=evaluation.every, at_start=evaluation.at_start, at_end=evaluation.at_end),
         Samples(evaluation.samples, generate, folder) if generate is not None else None,
         checkpoint,

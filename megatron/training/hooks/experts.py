@@ -1,0 +1,57 @@
+"""Says when experts of a mixture die: a loss falls nicely while most of a model's parameters do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+IDLE = 0.01  # of an even share of the tokens
+FEWEST = 20  # tokens of an even share; with fewer, an expert may have none by chance
+PATIENCE = 3  # records in a row
+
+
+class DeadExperts:
+    """A line where experts have had less than a hundredth of an even share in three records, and when they are back.
+
+    Args:
+        every: steps between looks; those that are logged.
+        tokens: of a step.
+    """
+
+    def __init__(self, every: int, tokens: int) -> None:
+        self._every, self._tokens = every, tokens
+        self._idle: dict[tuple[str, int], int] = {}  # (layer, expert) -> records in a row
+        self._told: set[tuple[str, int]] = set()
+
+    def after_step(self, trainer, step: int, report) -> None:
+        if step % self._every:
+            return
+        text = self.look(report.result.extras.get("moe", {}))
+        if text is not None:
+            trainer.say(f"step {step}: {text}")
+
+    def look(self, layers: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """What there is to say of one record: layer -> numbers, `load` among them (see `LoadReport`)."""
+        total, dead = 0, set()
+        for layer, numbers in layers.items():
+            load = numbers["load"]
+            total += len(load)
+            for expert, share in enumerate(load):
+                idle = share * len(load) < IDLE and self._tokens / len(load) >= FEWEST
+                self._idle[layer, expert] = self._idle.get((layer, expert), 0) + 1 if idle else 0
+                if self._idle[layer, expert] >= PATIENCE:
+                    dead.add((layer, expert))
+        if dead <= self._told and (dead or not self._told):
+            return None
+        self._told = dead
+        if not dead:
+            return f"all {total} experts have tokens again"
+        where = ", ".join(
+            f"{sum(layer == own for own, _ in dead)} of layer {layer}"
+            for layer in layers
+            if any(layer == own for own, _ in dead)
+        )
+        return (
+            f"warning: {len(dead)} of {total} experts get next to no tokens ({where}) and learn nothing; even their "
+            "load with a larger model.moe.losses.balance or model.moe.router.correction: sign (docs/experts.md)"
+        )
