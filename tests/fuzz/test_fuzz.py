@@ -1,0 +1,80 @@
+"""Random configurations on random layouts give the numbers of one process; random mistakes are refused or train.
+
+The seed of each pair is its number, so a miss can be run again: `pytest -m '' 'tests/fuzz/test_fuzz.py::test_pair[17]'`.
+A miss is followed by a control: the same configuration in one process with other micro-batches. Where that differs as
+much, the model is sensitive, and the layout is not to blame.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fuzz.draw import STEPS, configuration, layout, mutation, refused
+from tests.margins import Measured
+from tests.training import runs
+from tests.training.matrix import merged
+from tests.training.test_resume_layouts import identical, together
+from tests.workers import run
+
+QUICK, ALL = 20, 200
+LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
+
+
+def pairs() -> list:
+    return [pytest.param(seed, marks=[] if seed < QUICK else [pytest.mark.slow]) for seed in range(ALL)]
+
+
+def worst(found, expected) -> Measured:
+    return Measured(np.max(np.abs(np.array(found) / np.array(expected) - 1.0)))
+
+
+@pytest.mark.parametrize("seed", pairs())
+def test_pair(seed: int, tmp_path: Path):
+    """Begun on one layout, ended on another from a random step on; the start and what is handed over bit for bit."""
+    draw, values = random.Random(seed), configuration(seed)
+    (first_cut, first_ranks), (second_cut, second_ranks) = (layout(draw, values) for _ in range(2))
+    between = draw.randint(1, STEPS - 1)
+    told = f"\n{values}\n{between} steps on {first_ranks}: {first_cut}\nthen on {second_ranks}: {second_cut}"
+
+    first = together(merged(values, first_cut), first_ranks, between, None, tmp_path)
+    masters = {name: each for (name, state), each in first.begin.items() if state == "master"}
+    for name, wanted in runs.initial(values).items():
+        assert np.array_equal(masters[name].view(np.uint8), wanted.view(np.uint8)), f"{name} starts otherwise{told}"
+    checkpoint = next(tmp_path.glob("step_*"))
+    second = together(merged(values, second_cut), second_ranks, STEPS - between, checkpoint, None)
+    identical(second.begin, first.end)
+
+    one, exact = runs.plainly(values), runs.plainly(values, exact=True)
+    losses, norms = first.losses + second.losses, first.norms + second.norms
+    near = worst(losses, one.losses) < LOSS + 10 * worst(one.losses, exact.losses)
+    near &= worst(norms, one.norms) < NORM + 10 * worst(one.norms, exact.norms)
+    if not near:
+        other = runs.plainly(merged(values, {"training": {"micro_batch_size": 1}}))
+        pytest.fail(
+            f"losses off by {worst(losses, one.losses):.1e}, norms by {worst(norms, one.norms):.1e}; the control by "
+            f"{worst(other.losses, one.losses):.1e} and {worst(other.norms, one.norms):.1e}{told}"
+        )
+
+
+def short_run(values: dict[str, Any]) -> list[float]:
+    config, engine = runs.start(values, 1)
+    return runs.steps(config, engine, 0, 1)[0]
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_mistakes_are_refused_or_train(seed: int):
+    """Five mistakes in each configuration: a sentence with the key, or a step with a loss; never another exception."""
+    draw, values = random.Random(1000 + seed), configuration(seed)
+    for _ in range(5):
+        changed = mutation(draw, values)
+        told = refused(changed, 1)
+        if told is not None:
+            assert len(told.splitlines()) >= 1 and " " in told, changed
+            continue
+        (losses,) = run(1, short_run, merged(changed, {"zero": {"stage": 1}}))
+        assert np.isfinite(losses).all() or not losses, changed
