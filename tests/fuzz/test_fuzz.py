@@ -1,6 +1,7 @@
 """Random configurations on random layouts give the numbers of one process; random mistakes are refused or train.
 
-The seed of each pair is its number, so a miss can be run again: `pytest -m '' 'tests/fuzz/test_fuzz.py::test_pair[17]'`.
+The seed of each pair is its number, so a miss can be run again:
+`pytest -m "" "tests/fuzz/test_fuzz.py::test_pair[17]"`.
 A miss is followed by a control: the same configuration in one process with other micro-batches. Where that differs as
 much, the model is sensitive, and the layout is not to blame.
 """

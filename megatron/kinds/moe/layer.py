@@ -140,6 +140,7 @@ class MoE(nn.Module):
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
+        routing += bool(options.losses.balance or options.losses.sequence)  # the sum of a token's scores
         return Counts(
             parameters=E * expert + shared + router + gate,
             idle=(E - k) * expert,

@@ -245,7 +245,7 @@ WARNED_MOE = [
     ),
     case(
         "loads of no balancing loss",
-        _MOE + "losses: {over: ranks}}}",
+        _MOE + "losses: {over: ranks, balance: 0}}}",
         "model.moe.losses.over = 'ranks'",
         "model.moe.losses.balance = 0",
         "no balancing loss",
