@@ -34,8 +34,9 @@ class BlockState:
 class Block(nn.Module):
     """Stream to stream. See `ResidualOptions` for the forms.
 
-    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`, and
-    `{mixer_joint, ffn_joint}` with `channel_scales`.
+    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`,
+    `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
+    `channel_scales`.
 
     Args:
         shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
@@ -55,10 +56,15 @@ class Block(nn.Module):
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
         self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
+        self.mixer_output_norm = self.ffn_output_norm = None
         self.mixer_joint = self.ffn_joint = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
             self.mixer = _layer(make, model, pattern.mixer, init)
+            if model.residual.norm == "both":
+                self.mixer_output_norm = Norm(
+                    make.scope("mixer_output_norm"), model.hidden_size, model.norm, partial=partial
+                )
         if pattern.mixer and pattern.mixer.beside:
             shared = {} if shared is None else shared
             self.beside = nn.ModuleList(
@@ -71,6 +77,10 @@ class Block(nn.Module):
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
             self.ffn = _layer(make, model, pattern.ffn, init)
+            if model.residual.norm == "both":
+                self.ffn_output_norm = Norm(
+                    make.scope("ffn_output_norm"), model.hidden_size, model.norm, partial=partial
+                )
         if model.residual.channel_scales:
             self.mixer_joint = joint(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = joint(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
@@ -115,6 +125,8 @@ class Block(nn.Module):
             y = self.mixer_norm(y)
         else:
             y, stream = _apply(self.mixer, self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
+        if self.mixer_output_norm is not None:
+            y = self.mixer_output_norm(y)
         return self._scaled(self.mixer_dropout(y, stream)), stream
 
     def _feed(
@@ -126,6 +138,8 @@ class Block(nn.Module):
             y = self.ffn_norm(y)
         else:
             y, stream = _apply(self.ffn, self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
+        if self.ffn_output_norm is not None:
+            y = self.ffn_output_norm(y)
         return self._scaled(self.ffn_dropout(y, stream)), stream
 
     def _scaled(self, y: Tensor) -> Tensor:
@@ -182,6 +196,8 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
+    if model.residual.norm == "both":  # each branch's output, with its own scale
+        total += Counts(norms * norm_parameters(model.norm, H), activations=norms * norm_activations(model.norm, H))
     if Block.shares_norm(model, pattern):
         norms = 1
         total += Counts(activations=-H)  # both layers read the same

@@ -37,10 +37,11 @@ class Norm(nn.Module):
     def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
         super().__init__()
         self.type, self.epsilon, self.size, self.dtype = options.type, options.epsilon, size, make.dtype
-        self.axis = make.mesh.tensor if partial else None
+        self.axis, self.unit_offset = make.mesh.tensor if partial else None, options.unit_offset
         self.weight = self.bias = None
         if options.type != "nonparametric":
-            self.weight = make.parameter("weight", (size,), role=Role.NORM, init=ONES)
+            start = ZEROS if options.unit_offset else ONES
+            self.weight = make.parameter("weight", (size,), role=Role.NORM, init=start)
         if options.type == "layernorm" and options.bias:
             self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS)
 
@@ -51,9 +52,19 @@ class Norm(nn.Module):
             bias = None if bias is None else sum_gradient(bias, self.axis)
         if x.dtype != self.dtype:  # an fp32 stream: the layers compute in their own type
             weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
+        if self.unit_offset and weight is not None:
+            return self._offset(x, weight, bias)
         if self.type == "rmsnorm":
             return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
+
+    def _offset(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """With 1 + weight, which is not rounded to 16 bits: near 1 they have far fewer values than near 0."""
+        wide, one = at_least_fp32(x), 1.0 + at_least_fp32(weight)
+        if self.type == "rmsnorm":
+            return F.rms_norm(wide, (self.size,), one, self.epsilon).to(self.dtype)
+        bias = None if bias is None else bias.to(wide.dtype)
+        return F.layer_norm(wide, (self.size,), one, bias, self.epsilon).to(self.dtype)
 
 
 class WideRMSNorm(nn.Module):
@@ -64,15 +75,18 @@ class WideRMSNorm(nn.Module):
         sharded: False where every rank holds all heads and uses some of them.
     """
 
-    def __init__(self, make: ParameterFactory, width: int, unit: int, epsilon: float, *, sharded: bool):
+    def __init__(self, make: ParameterFactory, width: int, unit: int, options: NormOptions, *, sharded: bool):
         super().__init__()
-        self.width, self.epsilon, self.sharded, self.axis = width, epsilon, sharded, make.mesh.tensor
-        shard = Shard(0, None, unit) if sharded else None
-        self.weight = make.parameter("weight", (width,), role=Role.NORM, init=ONES, shard=shard)
+        self.width, self.epsilon, self.sharded, self.axis = width, options.epsilon, sharded, make.mesh.tensor
+        shard, self.unit_offset = Shard(0, None, unit) if sharded else None, options.unit_offset
+        start = ZEROS if options.unit_offset else ONES
+        self.weight = make.parameter("weight", (width,), role=Role.NORM, init=start, shard=shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, this rank's channels] to the same."""
         weight = self.weight if self.sharded else sum_gradient(self.weight, self.axis)
+        if self.unit_offset:
+            weight = 1.0 + weight
         if not self.sharded or self.axis.size == 1:
             return F.rms_norm(x, (self.width,), weight, self.epsilon)
         x32 = at_least_fp32(x)

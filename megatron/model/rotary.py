@@ -88,12 +88,17 @@ class _Turn(torch.autograd.Function):
         return _turned(grad_BSnD, cos, -sin), None, None
 
 
+def rotated_channels(options: RotaryOptions, head_dim: int) -> int:
+    """Channels of a head that positions turn: an even number of its first ones."""
+    return int(options.fraction * head_dim) // 2 * 2
+
+
 class Rotary:
     """Turns queries and keys by their positions. Holds no parameters; tables are fp32 and made once per length."""
 
     def __init__(self, options: RotaryOptions, head_dim: int):
         self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
-        self.rotated = int(options.fraction * head_dim) // 2 * 2
+        self.rotated = rotated_channels(options, head_dim)
 
     def angles(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length).

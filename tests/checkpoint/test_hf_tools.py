@@ -113,6 +113,57 @@ MODELS = {
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
     },
 }
+_LLAMA = {
+    "norm": {"type": "rmsnorm"},
+    "attention": {"heads": 4, "kv_heads": 2},
+    "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+}
+_GEMMA = {
+    **_LLAMA,
+    "layers": "(attention@sliding/mlp attention/mlp) x2",
+    "norm": {"type": "rmsnorm", "unit_offset": True},
+    "residual": {"norm": "both"},
+    "embedding": {"tied": True, "multiplier": 32**0.5},
+}
+MODELS |= {
+    "qwen2": {**_LLAMA, "attention": {"heads": 4, "kv_heads": 2, "qkv_bias": True}},
+    "smollm3": {
+        **_LLAMA,
+        "layers": "attention/mlp attention@nope/mlp attention/mlp attention@nope/mlp",
+        "variants": {"nope": {"position": "none"}},
+    },
+    "olmo3": {
+        **_LLAMA,
+        "layers": "attention@near/mlp attention/mlp attention@near/mlp",
+        "residual": {"norm": "post"},
+        "attention": {"heads": 4, "qk_norm": "full", "rotary": {"base": 700.0}},
+        "variants": {"near": {"window": 5}},
+    },
+    "granite": {
+        **_LLAMA,
+        "attention": {"heads": 4, "scale": 0.2},
+        "embedding": {"multiplier": 6.0},
+        "residual": {"multiplier": 0.3},
+        "head": {"multiplier": 1 / 3},
+    },
+    "phi3": {**_LLAMA, "attention": {"heads": 4, "rotary": {"fraction": 0.5}}},
+    "glm4": {
+        **_LLAMA,
+        "residual": {"norm": "both"},
+        "attention": {"heads": 4, "kv_heads": 2, "head_dim": 12, "qkv_bias": True, "rotary": {"fraction": 0.5}},
+    },
+    "gemma2": {
+        **_GEMMA,
+        "attention": {"heads": 4, "kv_heads": 2, "scale": 12**-0.5, "softcap": 20.0},
+        "head": {"softcap": 9.0},
+        "variants": {"sliding": {"window": 5}},
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "attention": {"heads": 4, "kv_heads": 2, "qk_norm": "head", "rotary": {"base": 5000.0}},
+        "variants": {"sliding": {"window": 5, "rotary": {"base": 70.0}}},
+    },
+}
 
 
 def tool(name: str) -> ModuleType:

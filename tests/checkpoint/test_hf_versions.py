@@ -30,6 +30,7 @@ def rotary(model: dict, **values) -> dict:
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_length": 8, "beta_fast": 8.0}
+NEAR = {"near": {"window": 5, "rotary": {"scaling": {"type": "none", "factor": 1.0}}}}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
 # What both versions must give the same logits for. Every base differs from every class's own.
 BOTH = {
@@ -43,7 +44,10 @@ BOTH = {
     "mixtral": rotary(MODELS["mixtral"], base=300.0),
     "olmoe": rotary(MODELS["olmoe"], base=300.0),
     "gpt_neox": rotary(MODELS["gpt_neox"], base=300.0, fraction=0.75),
-    "gpt2": MODELS["gpt2"],
+    **{name: MODELS[name] for name in ("qwen2", "smollm3", "granite", "glm4", "gemma2", "gpt2")},
+    "olmo3": rotary(MODELS["olmo3"], base=700.0, scaling=YARN) | {"variants": NEAR},
+    "phi3": rotary(MODELS["phi3"], base=700.0, fraction=0.5),
+    "gemma3_text": rotary(MODELS["gemma3_text"], base=5000.0, scaling={"type": "linear", "factor": 8.0}),
     "rwkv": MODELS["rwkv"],
     "mamba": {"layers": "mamba x2", "norm": {"type": "rmsnorm"}, "mamba": {"state_size": 8}},
     "mamba2": {
@@ -104,6 +108,7 @@ def test_settings_stand_where_version_4_looks(name: str, tmp_path: Path) -> None
     assert "__float__" not in (folder / "config.json").read_text()
     rope = found.get("rope_parameters")
     own = BOTH[name].get("attention", {}).get("rotary")
+    rope = rope.get("full_attention", rope) if rope else rope
     assert rope or not own
     if own:
         scaling = own.get("scaling")

@@ -290,6 +290,109 @@ CASES |= {
     "rwkv narrow, tied": hf.RwkvConfig(**RWKV, intermediate_size=40, tie_word_embeddings=True),
 }
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+
+GEMMA = {**LLAMA_LIKE, **NO_TOKENS, "num_hidden_layers": 4, "head_dim": 12}
+
+
+def rope(base: float, **more) -> dict:
+    return {"rope_type": "default", "rope_theta": base, **more}
+
+
+CASES |= {
+    "qwen2": hf.Qwen2Config(**LLAMA_LIKE, rope_parameters=rope(1e6)),
+    "qwen2 tied, some windows": hf.Qwen2Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 3},
+        tie_word_embeddings=True,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        rope_parameters={**YARN, "rope_theta": 500.0},
+    ),
+    "smollm3": hf.SmolLM3Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 4}, **NO_TOKENS, no_rope_layer_interval=3, rope_parameters=rope(5e4)
+    ),
+    "smollm3 biases, untied, windows": hf.SmolLM3Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 4},
+        **NO_TOKENS,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        no_rope_layers=[1, 0, 1, 0],
+        layer_types=[FULL, FULL, SLIDING, SLIDING],
+        use_sliding_window=True,
+        sliding_window=5,
+        rope_parameters=LLAMA3,
+    ),
+    "olmo3": hf.Olmo3Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 4}, **NO_TOKENS, sliding_window=6, rope_parameters=rope(5e5)
+    ),
+    "olmo3 ropes of their own, biases": hf.Olmo3Config(
+        **{**LLAMA_LIKE, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        **NO_TOKENS,
+        attention_bias=True,
+        sliding_window=4,
+        max_position_embeddings=64,
+        layer_types=[SLIDING, FULL, SLIDING],
+        rope_parameters={FULL: {**YARN, "rope_theta": 300.0}, SLIDING: rope(70.0)},
+    ),
+    "granite": hf.GraniteConfig(
+        **LLAMA_LIKE,
+        embedding_multiplier=12.0,
+        logits_scaling=8.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0625,
+        tie_word_embeddings=True,
+    ),
+    "granite biases": hf.GraniteConfig(
+        **LLAMA_LIKE,
+        attention_bias=True,
+        mlp_bias=True,
+        logits_scaling=3.0,
+        attention_multiplier=0.2,
+        rms_norm_eps=1e-3,
+    ),
+    "phi3": hf.Phi3Config(**LLAMA_LIKE, **NO_TOKENS, sliding_window=7),
+    "phi3 partial, multi-head, tied": hf.Phi3Config(
+        **{**LLAMA_LIKE, "num_key_value_heads": 4},
+        **NO_TOKENS,
+        tie_word_embeddings=True,
+        rope_parameters=rope(900.0, partial_rotary_factor=0.5),
+    ),
+    "glm4": hf.Glm4Config(**LLAMA_LIKE, **NO_TOKENS, head_dim=12, rope_parameters=rope(1e4, partial_rotary_factor=0.5)),
+    "glm4 whole heads, no biases": hf.Glm4Config(
+        **LLAMA_LIKE,
+        **NO_TOKENS,
+        head_dim=8,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        rope_parameters=rope(300.0, partial_rotary_factor=1.0),
+    ),
+    "gemma2": hf.Gemma2Config(**GEMMA, query_pre_attn_scalar=12, sliding_window=5),
+    "gemma2 without caps, untied, biases": hf.Gemma2Config(
+        **GEMMA,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=7,
+        layer_types=[FULL, FULL, SLIDING, FULL],
+        sliding_window=3,
+        rope_parameters=rope(300.0),
+    ),
+    "gemma3": hf.Gemma3TextConfig(
+        **GEMMA,
+        query_pre_attn_scalar=12,
+        sliding_window=5,
+        layer_types=[SLIDING, SLIDING, FULL, SLIDING],
+        rope_parameters={FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, SLIDING: rope(500.0)},
+    ),
+    "gemma3 with a cap": hf.Gemma3TextConfig(
+        **GEMMA, final_logit_softcapping=9.0, sliding_window=4, hidden_activation="gelu"
+    ),
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str):

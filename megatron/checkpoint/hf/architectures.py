@@ -2,75 +2,37 @@
 
 from __future__ import annotations
 
-from . import hybrids, jamba, tables, zamba, zaya
+from . import hybrids, jamba, llamas, tables, zamba, zaya
 from .architecture import Architecture, Field
-
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_pytorch_tanh",
-    "silu": "silu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "identity": "linear",
-}
-_ALSO = {
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_python": "gelu",
-    "swish": "silu",
-}
-
-
-def _activation(theirs: str, section: str = "mlp") -> Field:
-    return Field(f"{section}.activation", theirs, _ACTIVATIONS, _ALSO)
-
-
-def _rms(theirs: str = "rms_norm_eps") -> Field:
-    return Field("norm.epsilon", theirs)
-
-
-_SIZES = (
-    Field("hidden_size", "hidden_size"),
-    Field("vocab_size", "vocab_size"),
-    Field("attention.heads", "num_attention_heads"),
-    Field("embedding.tied", "tie_word_embeddings"),
+from .fields import (
+    ACTIVATIONS,
+    ALSO,
+    HEAD_DIM,
+    LLAMA_FIXED,
+    LLAMA_SIZES,
+    MOE_FIXED,
+    NO_BIAS,
+    NORMALIZE,
+    OUTPUT_BIAS,
+    QKV_BIAS,
+    SIZES,
+    activation,
+    experts,
+    rms,
 )
-_QKV_BIAS, _OUTPUT_BIAS = (
-    Field("attention.qkv_bias", "attention_bias"),
-    Field("attention.output_bias", "attention_bias"),
-)
-_LLAMA_SIZES = (
-    *_SIZES,
-    Field("attention.kv_heads", "num_key_value_heads"),
-    Field("mlp.hidden_size", "intermediate_size"),
-    _activation("hidden_act"),
-    _rms(),
-)
-_HEAD_DIM = Field("attention.head_dim", "head_dim")
-_LLAMA_FIXED = {
-    "norm.type": "rmsnorm",
-    "residual.form": "sequential",
-    "residual.norm": "pre",
-    "attention.position": "rotary",
-    "attention.qk_norm": "none",
-    "mlp.gated": True,
-    "embedding.position": "none",
-}
-_NO_BIAS = {"attention.qkv_bias": False, "attention.output_bias": False, "mlp.bias": False}
 
 GPT_NEOX = Architecture(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     tables.GPT_NEOX,
     fields=(
-        *_SIZES,
+        *SIZES,
         Field("mlp.hidden_size", "intermediate_size"),
-        _activation("hidden_act"),
+        activation("hidden_act"),
         Field("norm.epsilon", "layer_norm_eps"),
         Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False}),
-        _QKV_BIAS,
-        _OUTPUT_BIAS,
+        QKV_BIAS,
+        OUTPUT_BIAS,
     ),
     fixed={
         "norm.type": "layernorm",
@@ -93,16 +55,16 @@ LLAMA = Architecture(
     "llama",
     "LlamaForCausalLM",
     tables.LLAMA,
-    fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
-    fixed=_LLAMA_FIXED,
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed=LLAMA_FIXED,
 )
 
 MISTRAL = Architecture(
     "mistral",
     "MistralForCausalLM",
     tables.MISTRAL,
-    fields=(*_LLAMA_SIZES, _HEAD_DIM),
-    fixed={**_LLAMA_FIXED, **_NO_BIAS},
+    fields=(*LLAMA_SIZES, HEAD_DIM),
+    fixed={**LLAMA_FIXED, **NO_BIAS},
     window="all",
 )
 
@@ -110,8 +72,8 @@ QWEN3 = Architecture(
     "qwen3",
     "Qwen3ForCausalLM",
     tables.QWEN3,
-    fields=(*_LLAMA_SIZES, _HEAD_DIM, _QKV_BIAS, _OUTPUT_BIAS),
-    fixed={**_LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
+    fixed={**LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
     window="layer",
 )
 
@@ -119,8 +81,8 @@ OLMO2 = Architecture(
     "olmo2",
     "Olmo2ForCausalLM",
     tables.OLMO2,
-    fields=(*_LLAMA_SIZES, _QKV_BIAS, _OUTPUT_BIAS),
-    fixed={**_LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
+    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
+    fixed={**LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False},
 )
 
 _DELTA = {
@@ -141,13 +103,13 @@ OLMO_HYBRID = Architecture(
     "OlmoHybridForCausalLM",
     tables.OLMO_HYBRID,
     fields=(
-        *_LLAMA_SIZES,
-        _QKV_BIAS,
-        _OUTPUT_BIAS,
+        *LLAMA_SIZES,
+        QKV_BIAS,
+        OUTPUT_BIAS,
         *(Field(f"gated_delta.{ours}", theirs) for ours, theirs in _DELTA.items()),
     ),
     fixed={
-        **{key: value for key, value in _LLAMA_FIXED.items() if key != "attention.position"},
+        **{key: value for key, value in LLAMA_FIXED.items() if key != "attention.position"},
         "residual.norm": "hybrid",
         "attention.qk_norm": "full",
         "mlp.bias": False,
@@ -168,9 +130,9 @@ GPT2 = Architecture(
     "GPT2LMHeadModel",
     tables.GPT2,
     fields=(
-        *_SIZES,
+        *SIZES,
         Field("mlp.hidden_size", "n_inner"),
-        _activation("activation_function"),
+        activation("activation_function"),
         Field("norm.epsilon", "layer_norm_epsilon"),
         Field("embedding.max_positions", "n_positions"),
     ),
@@ -242,40 +204,12 @@ MAMBA2 = Architecture(
 )
 
 
-def _experts(width: str, count: str) -> tuple[Field, ...]:
-    """Sizes of attention and of gated experts."""
-    return (
-        *_SIZES,
-        Field("attention.kv_heads", "num_key_value_heads"),
-        _rms(),
-        _activation("hidden_act", "moe"),
-        Field("moe.hidden_size", width),
-        Field("moe.experts", count),
-        Field("moe.top_k", "num_experts_per_tok"),
-    )
-
-
-_MOE_FIXED = {
-    **{key: value for key, value in _LLAMA_FIXED.items() if not key.startswith("mlp.")},
-    "moe.gated": True,
-    "moe.shared_size": 0,
-    "moe.capacity_factor": None,
-    "moe.router.network": "linear",
-    "moe.router.bias": False,
-    "moe.router.score": "softmax",
-    "moe.router.select": "top_k",
-    "moe.router.scale": 1.0,
-    "moe.router.groups": 1,
-    "moe.router.correction": "none",
-}
-_NORMALIZE = Field("moe.router.normalize", "norm_topk_prob")
-
 MIXTRAL = Architecture(
     "mixtral",
     "MixtralForCausalLM",
     tables.MIXTRAL,
-    fields=(*_experts("intermediate_size", "num_local_experts"), _HEAD_DIM),
-    fixed={**_MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
+    fields=(*experts("intermediate_size", "num_local_experts"), HEAD_DIM),
+    fixed={**MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
     required={"router_jitter_noise": 0.0},
     block="attention/moe",
     window="all",
@@ -286,13 +220,13 @@ QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     tables.QWEN3_MOE,
     fields=(
-        *_experts("moe_intermediate_size", "num_experts"),
-        _NORMALIZE,
+        *experts("moe_intermediate_size", "num_experts"),
+        NORMALIZE,
         Field("attention.head_dim", "head_dim", optional=True),
-        _QKV_BIAS,
-        _OUTPUT_BIAS,
+        QKV_BIAS,
+        OUTPUT_BIAS,
     ),
-    fixed={**_MOE_FIXED, "attention.qk_norm": "head"},
+    fixed={**MOE_FIXED, "attention.qk_norm": "head"},
     required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     block="attention/moe",
 )
@@ -301,8 +235,8 @@ OLMOE = Architecture(
     "olmoe",
     "OlmoeForCausalLM",
     tables.OLMOE,
-    fields=(*_experts("intermediate_size", "num_experts"), _NORMALIZE, _QKV_BIAS, _OUTPUT_BIAS),
-    fixed={**_MOE_FIXED, "attention.qk_norm": "full"},
+    fields=(*experts("intermediate_size", "num_experts"), NORMALIZE, QKV_BIAS, OUTPUT_BIAS),
+    fixed={**MOE_FIXED, "attention.qk_norm": "full"},
     required={"clip_qkv": None},
     block="attention/moe",
 )
@@ -328,7 +262,7 @@ ZAMBA2 = Architecture(
         Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
         Field(f"{_SHARED}.attention_adapters", "use_shared_attention_adapter"),
         Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
-        Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
     ),
     # transformers ties the shared blocks where it ties the embedding, and only there
     fixed={
@@ -363,7 +297,7 @@ ZAMBA = Architecture(
     fields=(
         Field("hidden_size", "hidden_size"),
         Field("vocab_size", "vocab_size"),
-        _rms(),
+        rms(),
         *_MAMBA_SIZES,
         Field("mamba.heads", "n_mamba_heads"),
         Field("mamba.time_step_low", "time_step_min"),
@@ -373,7 +307,7 @@ ZAMBA = Architecture(
         Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
         Field(f"{_SHARED}.head_dim", "attention_head_dim"),
         Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
-        Field(f"{_SHARED}.mlp.activation", "hidden_act", _ACTIVATIONS, _ALSO),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
     ),
     # as for Zamba2, shared blocks are tied where the embedding is
     fixed={
@@ -397,13 +331,13 @@ JAMBA = Architecture(
     "JambaForCausalLM",
     jamba.LINKS,
     fields=(
-        *_experts("intermediate_size", "num_experts"),
+        *experts("intermediate_size", "num_experts"),
         Field("mlp.hidden_size", "intermediate_size"),
         *_MAMBA_SIZES,
-        _activation("hidden_act"),
+        activation("hidden_act"),
     ),
     fixed={
-        **_MOE_FIXED,
+        **MOE_FIXED,
         "attention.position": "none",
         "attention.qkv_bias": False,
         "attention.output_bias": False,
@@ -424,9 +358,9 @@ BAMBA = Architecture(
     "BambaForCausalLM",
     tables.BAMBA,
     fields=(
-        *_LLAMA_SIZES,
-        _QKV_BIAS,
-        _OUTPUT_BIAS,
+        *LLAMA_SIZES,
+        QKV_BIAS,
+        OUTPUT_BIAS,
         Field("mlp.bias", "mlp_bias"),
         Field("mamba2.expand", "mamba_expand"),
         Field("mamba2.state_size", "mamba_d_state"),
@@ -435,7 +369,7 @@ BAMBA = Architecture(
         Field("mamba2.convolution_bias", "mamba_conv_bias"),
         Field("mamba2.bias", "mamba_proj_bias"),
     ),
-    fixed=_LLAMA_FIXED,
+    fixed=LLAMA_FIXED,
     required={"hidden_act": "silu"},
     rotary="partial",
     hybrid=hybrids.BAMBA,
@@ -473,7 +407,7 @@ ZAYA = Architecture(
     "zaya",
     "ZayaForCausalLM",
     zaya.LINKS,
-    fields=(*(Field(ours, theirs) for ours, theirs in zaya.FIELDS.items()), _activation("hidden_act", "moe")),
+    fields=(*(Field(ours, theirs) for ours, theirs in zaya.FIELDS.items()), activation("hidden_act", "moe")),
     fixed=zaya.FIXED,
     rotary="none",
     block="cca/moe",
@@ -488,6 +422,7 @@ ARCHITECTURES = {
         MISTRAL,
         QWEN3,
         OLMO2,
+        *llamas.ALL,
         OLMO_HYBRID,
         GPT2,
         MAMBA,

@@ -18,6 +18,7 @@ from megatron.config.kind import kinds_of
 from megatron.config.pattern import Block, parse
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
+from megatron.model.rotary import rotated_channels
 
 from ..errors import CheckpointError
 from .architecture import Architecture
@@ -57,6 +58,7 @@ def dims_of(model: ModelSection) -> Dims:
         (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
         ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)),
         model.mamba.heads,
+        rotated_channels(model.attention.rotary, model.attention.head_dim) if model.attention.head_dim else 0,
     )
 
 

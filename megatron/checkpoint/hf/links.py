@@ -19,8 +19,8 @@ from torch import Tensor
 class Dims:
     """What the forms need to know of a model: its attention heads, and the inner channels, B and C together, and heads
     of its Mamba-2 layers, its experts, the channels of queries and keys together, and of values, of its gated_delta
-    layers, those of queries and of keys of its cca layers, and the
-    heads of its mamba layers."""
+    layers, those of queries and of keys of its cca layers, the
+    heads of its mamba layers, and the channels of an attention head that positions turn."""
 
     heads: int | None
     head_dim: int | None
@@ -29,6 +29,7 @@ class Dims:
     delta: tuple[int, int] = (0, 0)
     cca: tuple[int, int] = (0, 0)
     mamba_heads: int = 1
+    rotated: int = 0
 
 
 class Form(Protocol):
@@ -86,6 +87,30 @@ class QueryKeyValueByHead:
     def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
         parts = theirs[0].unflatten(0, (dims.heads, 3, dims.head_dim)).transpose(0, 1)
         return [parts[0].flatten(0, 1), parts[1:].flatten(0, 2)]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries or keys whose turned channels are neighbours there (0 with 1, 2 with 3, ...), and half a turn apart here.
+
+    Args:
+        values: whether our tensor has the values below the keys, which are two tensors of theirs.
+    """
+
+    values: bool = False
+
+    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
+        first, *rest = ours[0].chunk(2) if self.values else ours
+        return [self._moved(first, dims, lambda turned: turned.unflatten(1, (2, -1)).transpose(1, 2)), *rest]
+
+    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
+        first, *rest = theirs
+        moved = self._moved(first, dims, lambda turned: turned.unflatten(1, (-1, 2)).transpose(1, 2))
+        return [torch.cat([moved, *rest]) if rest else moved]
+
+    def _moved(self, tensor: Tensor, dims: Dims, move) -> Tensor:
+        turned, kept = tensor.unflatten(0, (-1, dims.head_dim)).split([dims.rotated, dims.head_dim - dims.rotated], 1)
+        return torch.cat([move(turned).flatten(1, 2), kept], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ def _stack(model: ModelSection) -> dict[str, Any]:
     values = {name: value for name, value in model.model_dump().items() if name not in _TRAINING_ONLY}
     if model.norm.type != "layernorm":
         values["norm"]["bias"] = None
+    if model.norm.type == "nonparametric":
+        values["norm"]["unit_offset"] = None
     if model.embedding.position != "learned":
         values["embedding"]["max_positions"] = None
     del values["residual"]["fp32"]  # it rounds otherwise, and is the same function

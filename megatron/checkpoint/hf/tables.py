@@ -23,7 +23,7 @@ GPT_NEOX = (
     Link("head", "embed_out"),
 )
 
-_LLAMA_COMMON = (
+LLAMA_COMMON = (
     Link("embedding.tokens", "model.embed_tokens"),
     Link(f"{_OURS}.attention.query", f"{_LLAMA}.self_attn.q_proj"),
     Link(f"{_OURS}.attention.key_value", (f"{_LLAMA}.self_attn.k_proj", f"{_LLAMA}.self_attn.v_proj"), Fused()),
@@ -33,23 +33,23 @@ _LLAMA_COMMON = (
     Link("final_norm", "model.norm"),
     Link("head", "lm_head"),
 )
-_PRE_NORMS = (
+PRE_NORMS = (
     Link(f"{_OURS}.mixer_norm", f"{_LLAMA}.input_layernorm"),
     Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.post_attention_layernorm"),
 )
-_POST_NORMS = (
+POST_NORMS = (
     Link(f"{_OURS}.mixer_norm", f"{_LLAMA}.post_attention_layernorm"),
     Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.post_feedforward_layernorm"),
 )
-_QK_NORMS = (
+QK_NORMS = (
     Link(f"{_OURS}.attention.query_norm", f"{_LLAMA}.self_attn.q_norm"),
     Link(f"{_OURS}.attention.key_norm", f"{_LLAMA}.self_attn.k_norm"),
 )
 
-LLAMA = MISTRAL = _LLAMA_COMMON + _PRE_NORMS
-QWEN3 = _LLAMA_COMMON + _PRE_NORMS + _QK_NORMS
-OLMO2 = _LLAMA_COMMON + _POST_NORMS + _QK_NORMS
-OLMO_HYBRID = _LLAMA_COMMON + _QK_NORMS
+LLAMA = MISTRAL = LLAMA_COMMON + PRE_NORMS
+QWEN3 = LLAMA_COMMON + PRE_NORMS + QK_NORMS
+OLMO2 = LLAMA_COMMON + POST_NORMS + QK_NORMS
+OLMO_HYBRID = LLAMA_COMMON + QK_NORMS
 
 
 def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Link, ...]:
@@ -65,9 +65,9 @@ def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Link, ...]:
     )
 
 
-_LLAMA_MIXER = tuple(link for link in _LLAMA_COMMON + _PRE_NORMS if ".mlp." not in str(link.ours))
-MIXTRAL = (*_LLAMA_MIXER, *_experts(f"{_LLAMA}.block_sparse_moe", "w1", "w3", "w2"))
-QWEN3_MOE = OLMOE = (*_LLAMA_MIXER, *_QK_NORMS, *_experts(f"{_LLAMA}.mlp", "gate_proj", "up_proj", "down_proj"))
+LLAMA_MIXER = tuple(link for link in LLAMA_COMMON + PRE_NORMS if ".mlp." not in str(link.ours))
+MIXTRAL = (*LLAMA_MIXER, *_experts(f"{_LLAMA}.block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE = OLMOE = (*LLAMA_MIXER, *QK_NORMS, *_experts(f"{_LLAMA}.mlp", "gate_proj", "up_proj", "down_proj"))
 
 GPT2 = (
     Link("embedding.tokens", "transformer.wte"),
@@ -136,7 +136,7 @@ BAMBA = (
     *_ENDS,
     *hybrids.mamba2(_OURS, _LLAMA),
     Link(f"{_OURS}.ffn_norm", f"{_LLAMA}.pre_ff_layernorm"),
-    *(link for link in _LLAMA_COMMON if ".attention." in str(link.ours)),
+    *(link for link in LLAMA_COMMON if ".attention." in str(link.ours)),
     Link(f"{_OURS}.mlp.gate_up", (f"{_LLAMA}.feed_forward.gate_proj", f"{_LLAMA}.feed_forward.up_proj"), Fused()),
     Link(f"{_OURS}.mlp.down", f"{_LLAMA}.feed_forward.down_proj"),
 )

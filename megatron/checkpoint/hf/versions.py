@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.config.sections.model import ModelSection
+from megatron.config.pattern import parse
+from megatron.config.sections.model import ModelSection, RotaryOptions
+from megatron.config.variants import options_of
 
 MOST = torch.finfo(torch.float32).max  # stands for no limit: JSON has no infinite numbers
 OLD, NEW = "4.57", "5.23"  # the tests open exports with both
@@ -35,7 +37,20 @@ def least_version(architecture: str, model: ModelSection) -> tuple[str, str]:
         return NEW, "version 4 norms the groups of Mamba-2 as one and gives other logits"
     if architecture == "bamba" and (mamba2.least_step > 0.0 or mamba2.most_step is not None):
         return NEW, "version 4 does not limit the time steps and gives other logits"
+    near = _near(model)
+    if architecture == "olmo3" and near and (near.base != model.attention.rotary.base or near.scaling.type != "none"):
+        return NEW, "version 4 has one rotary base for all layers, and no scaling in those with a window"
+    if architecture == "gemma3_text" and near and near.scaling.type != "none":
+        return NEW, "version 4 has no rotary scaling in layers with a window"
+    if architecture == "phi3" and model.attention.rotary.scaling.type != "none":
+        return NEW, "version 4 refuses rotary scaling of this type"
     return OLD, ""
+
+
+def _near(model: ModelSection) -> RotaryOptions | None:
+    """Rotary options of layers with a window; None where no layer has one."""
+    mixers = (options_of(model, block.mixer) for block in parse(model.layers) if block.mixer)
+    return next((each.rotary for each in mixers if getattr(each, "window", None)), None)
 
 
 def for_both(settings: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +61,10 @@ def for_both(settings: dict[str, Any]) -> dict[str, Any]:
     """
     found = {name: _plain(value) for name, value in settings.items()}
     rope = found.get("rope_parameters") or {}
+    if "full_attention" in rope:  # of each type of layers
+        found |= _rope(rope["full_attention"])
+        if found["model_type"] == "gemma3_text":
+            found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     if rope.get("rope_theta") is not None:
         found |= _rope(rope)
         if found["model_type"] == "gpt_neox":

@@ -57,6 +57,9 @@ class NormOptions(Section):
     type: Norm = key("layernorm", "Which normalisation: LayerNorm, RMSNorm, or LayerNorm without parameters.")
     epsilon: float = key(1e-5, "Added to the variance (or mean square) before the root.", gt=0)
     bias: bool = key(True, "Whether LayerNorm has a bias (RMSNorm never has one).")
+    unit_offset: bool = key(
+        False, "A weight is kept as its distance from 1, so it starts at 0 and 1 + weight multiplies (Gemma)."
+    )
 
 
 class ResidualOptions(Section):
@@ -64,10 +67,11 @@ class ResidualOptions(Section):
         "sequential",
         "sequential: x += mixer(n1 x); x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).",
     )
-    norm: Literal["pre", "post", "hybrid"] = key(
+    norm: Literal["pre", "post", "hybrid", "both"] = key(
         "pre",
         "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input. hybrid (OLMo "
-        "Hybrid): post in blocks with attention, pre in the others.",
+        "Hybrid): post in blocks with attention, pre in the others. both (Gemma 2, GLM-4): a norm on a branch's "
+        "input and another on its output.",
     )
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     fp32: bool = key(

@@ -83,9 +83,8 @@ class Attention(nn.Module):
             self.query_norm = Norm(make.scope("query_norm"), D, model.norm, partial=True)
             self.key_norm = Norm(make.scope("key_norm"), D, model.norm, partial=True)
         elif options.qk_norm == "full":
-            epsilon = model.norm.epsilon
-            self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, epsilon, sharded=True)
-            self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, epsilon, sharded=self.shard_kv)
+            self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, model.norm, sharded=True)
+            self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, model.norm, sharded=self.shard_kv)
         self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
         slopes = None
         if options.position == "alibi":
