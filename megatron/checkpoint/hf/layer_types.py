@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron.config.pattern import parse
-from megatron.config.sections.model import ModelSection, RotaryScaling
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.rotary import RotaryScaling
 from megatron.config.variants import options_of
 
 from .hybrids import Hybrid

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from megatron.config.pattern import parse
-from megatron.config.sections.model import ModelSection, RotaryOptions
+from megatron.config.sections.model import ModelSection
+from megatron.config.sections.rotary import RotaryOptions
 from megatron.config.variants import options_of
 
 MOST = torch.finfo(torch.float32).max  # stands for no limit: JSON has no infinite numbers
