@@ -430,4 +430,6 @@ def _settings() -> Settings:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))

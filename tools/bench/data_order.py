@@ -120,4 +120,6 @@ def measure(folder: Path, documents: int, tokens: int, sequence_length: int, sam
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))

@@ -175,4 +175,6 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))

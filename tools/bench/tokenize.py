@@ -138,4 +138,6 @@ def _processor_seconds() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))

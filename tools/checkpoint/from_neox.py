@@ -62,4 +62,6 @@ def convert(source: Path, out: Path, config: Path, keep: Path | None, verify: bo
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))

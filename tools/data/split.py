@@ -69,4 +69,6 @@ def show(result: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(options(), main, show))
+    from megatron.pipes import piped
+
+    sys.exit(piped(lambda: run(options(), main, show)))

@@ -112,4 +112,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from megatron.pipes import piped
+
+    sys.exit(piped(lambda: main(sys.argv[1:])))

@@ -22,8 +22,8 @@ def _checkpoints(own: dict[str, Any], at: Any) -> str:
 class RunSection(Section):
     name: str | None = key(
         None,
-        "Name of the run.",
-        derived=Derived("the first configuration file's name, with its folder's before it", _run_name, ()),
+        "Name of the run; of a file in a folder with the folder's before it (configs/llama/7b.yml: llama-7b).",
+        derived=Derived("the first configuration file's name", _run_name, ()),
     )
     dir: str | None = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
     notes: str = key("", "Free text kept with the run.")
