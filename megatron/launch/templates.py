@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.worker.code_version import root
+from megatron.worker.job import CONFIG_ERROR
 
 from .console import say
 from .hosts import HostError
 from .status import STOPPED_EARLY
+
+LOST_PODS = 3  # times that all pods may come back after one was lost, where launch.restarts allows fewer
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -40,10 +44,11 @@ def submit(plan: Plan, really: bool) -> int:
         raise HostError("--submit needs the program sbatch, which is not installed here") from error
 
 
-def _deepy(plan: Plan, *options: str) -> str:
-    """The command line that the job script runs."""
+def _deepy(plan: Plan, *options: str, hostfile: str = "") -> str:
+    """The command line that the job script runs; `hostfile` is an option in the shell's own words."""
     python = plan.launch.python or sys.executable
-    return shlex.join([python, str(root() / "deepy.py"), *options, plan.script, *plan.words])
+    words = [shlex.join([python, str(root() / "deepy.py"), *options]), hostfile, shlex.join([plan.script, *plan.words])]
+    return " ".join(filter(None, words))
 
 
 def _gpus(plan: Plan) -> int:
@@ -53,7 +58,8 @@ def _gpus(plan: Plan) -> int:
 def sbatch(plan: Plan) -> str:
     """A Slurm job: USR1 before the time is up makes the ranks save and end, and the job is queued again."""
     batch, name = plan.launch.batch, plan.resolved.config.run.name
-    logs = Path(plan.job.directory, plan.resolved.config.run.dir, "slurm-%j.out")
+    folder = str(Path(plan.job.directory, plan.resolved.config.run.dir))
+    logs = folder.replace("%", "%%") + "/slurm-%j.out"  # Slurm fills in what follows a percent sign
     lines = [
         ("job-name", name),
         ("nodes", batch.nodes),
@@ -68,8 +74,8 @@ def sbatch(plan: Plan) -> str:
         ("open-mode", "append"),
         ("signal", f"USR1@{batch.warning}" if batch.warning and batch.time else None),
     ]
-    flags = [f"--{key}={value}" for key, value in lines if value is not None]
-    flags += [] if batch.cores else ["--exclusive"]
+    flags = [shlex.quote(f"--{key}={value}") for key, value in lines if value is not None]  # Slurm reads quotes too
+    flags += [] if batch.cores else ["--exclusive", "--mem=0"]  # all cores, and all memory
     flags += ["--requeue"] if batch.requeue else ["--no-requeue"]
     head = [f"#SBATCH {flag}" for flag in (*flags, *batch.options)]
     again = f'[ "$status" -eq {STOPPED_EARLY} ] && scontrol requeue "$SLURM_JOB_ID"' if batch.requeue else "true"
@@ -99,12 +105,13 @@ def pbs(plan: Plan) -> str:
         + (f":ngpus={gpus}" if gpus else "")
         + (f":ncpus={batch.cores}" if batch.cores else "")
     )
-    head = [f"#PBS -N {plan.resolved.config.run.name[:15]}", f"#PBS -l {chunk}"]
+    name = re.sub(r"[^A-Za-z0-9_.+-]", "_", plan.resolved.config.run.name)
+    head = [f"#PBS -N {name[:15] if name[:1].isalpha() else 'r' + name[:14]}", f"#PBS -l {chunk}"]
     head += [f"#PBS -l walltime={batch.time}"] if batch.time else []
     head += [f"#PBS -A {batch.account}"] if batch.account else []
     head += [f"#PBS -q {batch.partition}"] if batch.partition else []
     head += ["#PBS -j oe", "#PBS -r y" if batch.requeue else "#PBS -r n", *(f"#PBS {line}" for line in batch.options)]
-    hostfile = f'hostfile="{plan.resolved.config.run.dir}/hosts.$PBS_JOBID"'
+    hostfile = f'hostfile={shlex.quote(plan.resolved.config.run.dir)}/hosts."$PBS_JOBID"'
     return (
         "\n".join([
             "#!/bin/bash",
@@ -113,9 +120,9 @@ def pbs(plan: Plan) -> str:
             *batch.setup,
             f"cd {shlex.quote(plan.job.directory)} || exit 2",
             hostfile,
-            'mkdir -p "$(dirname "$hostfile")"',
+            'mkdir -p -- "$(dirname -- "$hostfile")"',
             f'sort -u "$PBS_NODEFILE" | sed \'s/$/ slots={ranks}/\' > "$hostfile"',
-            _deepy(plan, "--hostfile", "HOSTFILE").replace("HOSTFILE", '"$hostfile"', 1),
+            _deepy(plan, hostfile='--hostfile="$hostfile"'),
             "exit $?",
         ])
         + "\n"
@@ -125,7 +132,7 @@ def pbs(plan: Plan) -> str:
 def kubernetes(plan: Plan) -> str:
     """An Indexed Job with a headless Service: one pod per host, torchrun in each, pod 0 is where they meet."""
     batch, config = plan.launch.batch, plan.resolved.config
-    name = "".join(letter if letter.isalnum() else "-" for letter in config.run.name.lower()).strip("-")[:50] or "run"
+    name = _service_name(config.run.name)
     ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
     script = " ".join(shlex.quote(word) for word in (os.path.relpath(plan.script, plan.job.directory), *plan.words))
     command = (
@@ -133,13 +140,22 @@ def kubernetes(plan: Plan) -> str:
         f"--master-addr={name}-0.{name} --master-port=29500 {script}"
     )
     variables = "".join(
-        f"            - {{name: {key}, value: {_yaml(value)}}}\n" for key, value in config.launch.environment.items()
+        f"            - {{name: {_yaml(key)}, value: {_yaml(value)}}}\n"
+        for key, value in config.launch.environment.items()
     )
     notes, secret = "", ""
     if config.launch.environment_file:  # what is in it may be secret, so it does not belong here
-        notes = f"# kubectl create secret generic {name}-environment --from-env-file={config.launch.environment_file}\n"
+        file = shlex.quote(config.launch.environment_file)
+        notes = f"# kubectl create secret generic {name}-environment --from-env-file={file}\n"
         secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
-    limits = f"\n            limits: {{nvidia.com/gpu: {gpus}}}" if gpus else " {}"
+    wanted = ({f"{batch.gpus}.com/gpu": gpus} if gpus else {}) | batch.resources
+    limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
+    # Cards that read memory by themselves need it locked, which a pod may do with this capability.
+    security = (
+        ' {capabilities: {add: ["IPC_LOCK"]}}' if any("rdma" in each or "efa" in each for each in wanted) else " {}"
+    )
+    # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
+    failures = max(config.launch.restarts, LOST_PODS) * batch.nodes
     return f"""{notes}apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
@@ -155,7 +171,13 @@ spec:
   completionMode: Indexed
   completions: {batch.nodes}
   parallelism: {batch.nodes}
-  backoffLimit: {config.launch.restarts * batch.nodes}
+  backoffLimit: {failures}
+  podFailurePolicy:
+    rules:
+      - action: FailJob
+        onExitCodes: {{containerName: ranks, operator: In, values: [{CONFIG_ERROR}]}}
+      - action: Ignore
+        onPodConditions: [{{type: DisruptionTarget, status: "True"}}]
   template:
     spec:
       subdomain: {name}
@@ -168,7 +190,8 @@ spec:
           command: ["/bin/sh", "-c", {_yaml(command)}]
           env:
             - {{name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}}
-{variables}{secret}          resources:{limits}
+{variables}{secret}          securityContext:{security}
+          resources:{limits}
           volumeMounts:
             - {{name: shared-memory, mountPath: /dev/shm}}
             - {{name: work, mountPath: {_yaml(plan.job.directory)}}}
@@ -176,6 +199,13 @@ spec:
         - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
         - {{name: work, persistentVolumeClaim: {{claimName: {name}}}}}
 """
+
+
+def _service_name(name: str) -> str:
+    """A name as a Service may have it: small letters of ASCII, digits and hyphens, a letter first, 63 at most; a pod
+    adds its number to it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}")[:50].strip("-")
 
 
 def _yaml(text: str) -> str:

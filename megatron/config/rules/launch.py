@@ -9,6 +9,9 @@ from pathlib import Path as File
 from ..facts import Facts
 from ..problems import Problem
 
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_WORD = re.compile(r"[A-Za-z0-9_.:+,@/=][A-Za-z0-9_.:+,@/=-]*")
+_RESOURCE = re.compile(r"([a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRET = re.compile(r"(^|_)(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
@@ -65,5 +68,34 @@ def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
             )
 
 
-RULES = (hosts_are_chosen_one_way, runner_has_its_hosts, secrets_stay_out_of_the_configuration)
+def job_scripts_can_hold_their_values(facts: Facts) -> Iterator[Problem]:
+    """A line break in a value would be a line of its own in a job script, which the scheduler or a shell obeys."""
+    config = facts.config
+    batch = config.launch.batch
+    values = {"run.name": config.run.name, "run.dir": config.run.dir, "launch.batch.image": batch.image}
+    values |= {f"launch.{name}": getattr(config.launch, name) for name in ("python", "working_directory")}
+    values["launch.environment_file"] = config.launch.environment_file
+    values |= {f"launch.batch.{name}": " ".join(getattr(batch, name)) for name in ("setup", "options", "resources")}
+    for name, value in values.items():
+        if value is not None and _CONTROL.search(value):
+            yield facts.problem(
+                name, rule="must be text without line breaks and other control characters", fix="remove them"
+            )
+    for name in ("time", "account", "partition", "qos"):
+        value = getattr(batch, name)
+        if value is not None and not _WORD.fullmatch(value):
+            rule = "must be one word of letters, digits and . _ : + , @ / = -"
+            yield facts.problem(f"launch.batch.{name}", rule=rule, fix="write it as the scheduler shows it")
+    for name in batch.resources:
+        if not _RESOURCE.fullmatch(name):
+            rule = "must be names of resources as Kubernetes has them, such as rdma/hca"
+            yield facts.problem("launch.batch.resources", rule=rule, fix="see `kubectl describe node`")
+
+
+RULES = (
+    job_scripts_can_hold_their_values,
+    hosts_are_chosen_one_way,
+    runner_has_its_hosts,
+    secrets_stay_out_of_the_configuration,
+)
 INPUT_RULES = (launch_files_exist,)

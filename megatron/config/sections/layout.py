@@ -109,6 +109,10 @@ class BatchOptions(Section):
     setup: list[str] = key(list, "Shell lines before the start (`module load ...`).")
     options: list[str] = key(list, "Further lines for the scheduler, as it reads them (`--constraint=h100`).")
     image: str = key("megatron:latest", "Container image (Kubernetes).")
+    gpus: Literal["nvidia", "amd"] = key("nvidia", "Whose GPUs a pod asks for (Kubernetes).")
+    resources: dict[str, int] = key(
+        dict, "Further resources of a pod, by the names of the cluster's device plugins (`rdma/hca: 8`; Kubernetes)."
+    )
 
 
 class LaunchSection(Section):
