@@ -72,5 +72,7 @@ def open_sinks(config, *, start: int = 0, rank: int = 0, settings: Mapping[str, 
         from .weights_and_biases import WeightsAndBiases
 
         run = config.run
-        sinks.append(WeightsAndBiases(logging.wandb, folder, name=run.name, notes=run.notes, settings=settings))
+        sinks.append(
+            WeightsAndBiases(logging.wandb, folder, name=run.name, notes=run.notes, settings=settings, start=start)
+        )
     return Sinks(sinks, Console(logging.console, total=config.training.steps))

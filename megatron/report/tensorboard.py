@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .jsonl import flatten
+from .tags import tagged
 
 
 class TensorBoard:
-    """Writes the numbers of each record as scalars named by their path.
+    """Writes the numbers of each record as scalars, named as `tags` says.
 
     Args:
         folder: where the event files go.
@@ -23,9 +23,8 @@ class TensorBoard:
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start or None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in flatten(record).items():
-            if name != "step":
-                self._writer.add_scalar(name, value, global_step=record["step"])
+        for name, value in tagged(record).items():
+            self._writer.add_scalar(name, value, global_step=record["step"])
         self._writer.flush()
 
     def close(self) -> None:

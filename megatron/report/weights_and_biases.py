@@ -8,17 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .jsonl import flatten
+from .tags import tagged
 
 
 class WeightsAndBiases:
     """Logs each record to one W&B run, which a resumed run continues (its id is kept in the run's directory).
+
+    W&B drops what comes for steps that it has. So a run that goes back behind them rewinds its W&B run where the server
+    can, and is a new one in the same group elsewhere.
 
     Args:
         options: `logging.wandb`; mode offline writes below `folder`/wandb and sends nothing.
         folder: the run's directory.
         name, notes: shown by W&B.
         settings: the resolved configuration as plain values.
+        start: completed updates, from which records come.
 
     Raises:
         ModuleNotFoundError: the wandb package is not installed.
@@ -32,6 +36,7 @@ class WeightsAndBiases:
         name: str | None = None,
         notes: str = "",
         settings: Mapping[str, Any] | None = None,
+        start: int = 0,
     ) -> None:
         try:
             import wandb
@@ -41,32 +46,56 @@ class WeightsAndBiases:
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
         self._teardown = wandb.teardown
-        self._run = wandb.init(
-            project=options.project,
-            entity=options.entity,
-            group=options.group,
-            tags=options.tags or None,
-            mode=options.mode,
-            dir=str(folder),
-            name=name,
-            notes=notes or None,
-            id=_run_id(folder),
-            resume="allow" if options.mode == "online" else None,
-            config=dict(settings or {}),
-            settings=wandb.Settings(console="off"),
-        )
+        self._path = folder / "wandb.json"
+        self._known = json.loads(self._path.read_text()) if self._path.exists() else {"id": _new_id()}
+        back = self._known.get("last_step", -1) >= start
+        common = {
+            "project": options.project,
+            "entity": options.entity,
+            "group": options.group or name,
+            "tags": options.tags or None,
+            "mode": options.mode,
+            "dir": str(folder),
+            "name": name,
+            "notes": notes or None,
+            "config": dict(settings or {}),
+            "settings": wandb.Settings(console="off", silent=True),  # its closing table would cover our summary
+        }
+        self._run = self._open(wandb, common, start, back)
+        self._known |= {"id": self._run.id, "last_step": start - 1 if back else self._known.get("last_step", -1)}
+        self._tokens = 0.0
+        self._keep()
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("tokens", hidden=True)  # to be chosen as x in place of the steps
+        self._run.define_metric("*", step_metric="step")
+
+    def _open(self, wandb, common: dict[str, Any], start: int, back: bool):
+        if back and common["mode"] == "online" and start:
+            try:
+                return wandb.init(**common, resume_from=f"{self._known['id']}?_step={start - 1}")
+            except wandb.errors.Error:
+                pass  # a server that cannot rewind
+        if back:
+            return wandb.init(**common, id=_new_id())
+        return wandb.init(**common, id=self._known["id"], resume="allow" if common["mode"] == "online" else None)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        numbers = flatten(record)
-        self._run.log({name: value for name, value in numbers.items() if name != "step"}, step=record["step"])
+        self._tokens = record.get("tokens", self._tokens)
+        step = record["step"]
+        self._run.log({**tagged(record), "step": step, "tokens": self._tokens}, step=step)
+        if step > self._known["last_step"]:
+            self._known["last_step"] = step
+            self._keep()
+
+    def _keep(self) -> None:
+        beside = self._path.with_name(self._path.name + ".new")
+        beside.write_text(json.dumps(self._known) + "\n")
+        beside.replace(self._path)
 
     def close(self) -> None:
         self._run.finish()
         self._teardown()  # waits for W&B's own process, which writes offline files after finish() has returned
 
 
-def _run_id(folder: Path) -> str:
-    path = folder / "wandb.json"
-    if not path.exists():
-        path.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n")
-    return json.loads(path.read_text())["id"]
+def _new_id() -> str:
+    return secrets.token_hex(4)

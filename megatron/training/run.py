@@ -80,7 +80,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     costs = totals(config)
     layout = world.mesh.layout
     say(
-        f"{costs.parameters:,} parameters on {layout.world_size} rank(s): tensor {layout.tensor}, pipeline "
+        f"{costs.parameters:,} parameters on {layout.world_size} rank{'s' * (layout.world_size > 1)}: tensor {layout.tensor}, pipeline "
         f"{layout.pipeline}, "
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.report.peaks import device_peak
 from megatron.report.sinks import open_sinks
+from megatron.report.tags import tagged
 from tests.training.settings import settings
 
 RECORDS = [
@@ -41,8 +42,8 @@ def test_tensorboard_events(tmp_path):
     write(open_sinks(config(tmp_path, tensorboard=True)))
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 4.25), (1, 3.125)]
-    assert [(e.step, e.value) for e in events.Scalars("validation/pile/loss")] == [(2, 3.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(0, 4.25), (1, 3.125)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/pile")] == [(2, 3.0)]
     assert "step" not in events.Tags()["scalars"]
 
 
@@ -54,9 +55,40 @@ def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
     files = list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{first}.wandb"))
     assert len(files) == 1
     content = files[0].read_bytes()
-    assert b"validation/pile/perplexity" in content and b"3.125" in content
-    write(open_sinks(wanted))
+    assert b"perplexity/pile" in content and b"3.125" in content
+    sinks = open_sinks(wanted, start=3)
+    sinks.write({"step": 3, "loss": 2.0})
+    sinks.close()
     assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"] == first
+
+
+def test_wandb_loses_nothing_of_a_run_that_goes_back(tmp_path, monkeypatch):
+    """Offline, where nothing can be rewound, the steps that come again are of another run in the same group."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wanted = config(tmp_path, wandb={"mode": "offline", "project": "tests"})
+    write(open_sinks(wanted))
+    first = json.loads((tmp_path / "run" / "wandb.json").read_text())
+    assert first["last_step"] == 2
+    sinks = open_sinks(wanted, start=1)
+    sinks.write({"step": 1, "loss": 2.71875})
+    sinks.close()
+    second = json.loads((tmp_path / "run" / "wandb.json").read_text())
+    assert second["id"] != first["id"] and second["last_step"] == 1
+    (file,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{second['id']}.wandb")
+    assert b"2.71875" in file.read_bytes() and b"trial" in file.read_bytes()
+
+
+def test_tags_are_grouped_and_keep_lists():
+    record = {"step": 1, "loss": 2.0, "lr": 0.1, "odd": 3, "moe": {"4": {"dead": 0, "load": [0.25, 0.75]}}}
+    assert tagged(record) == {
+        "loss/train": 2.0,
+        "optimizer/lr": 0.1,
+        "train/odd": 3,
+        "experts/layer_4/dead": 0,
+        "experts/layer_4/load/0": 0.25,
+        "experts/layer_4/load/1": 0.75,
+    }
+    assert tagged(RECORDS[2]) == {"loss/pile": 3.0, "perplexity/pile": 20.0855, "tokens/pile": 64}
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
