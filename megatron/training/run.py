@@ -79,8 +79,9 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         first = load(source, world, engine)
     costs = totals(config)
     layout = world.mesh.layout
+    ranks = "rank" if layout.world_size == 1 else "ranks"
     say(
-        f"{costs.parameters:,} parameters on {layout.world_size} rank{'s' * (layout.world_size > 1)}: tensor {layout.tensor}, pipeline "
+        f"{costs.parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
         f"{layout.pipeline}, "
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
