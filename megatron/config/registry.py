@@ -47,11 +47,13 @@ INSIDE: dict[str, dict[str, str]] = {
     "optimizer": {},
     "schedule": {},
     "objective": {},
-    "hook": {},
+    "hook": {"tasks": "eval_tasks.hook:Tasks"},
     "metric": {},
     "data_source": {},
     "architecture": {},
     "runner": {},
+    # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
+    "check": {"evaluate": "eval_tasks.check:before_start", "train": "eval_tasks.check:before_training"},
 }
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

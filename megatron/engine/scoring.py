@@ -102,12 +102,20 @@ class Scorer:
         return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
 
     def generate(
-        self, prompts: Sequence[Row], tokens: int, sampling: Sampling, finished: Callable[[list[int]], bool]
+        self,
+        prompts: Sequence[Row],
+        tokens: int,
+        sampling: Sampling,
+        finished: Callable[[list[int]], bool],
+        vocabulary: int | None = None,
     ) -> list[list[int]]:
         """What follows each prompt: up to `tokens` tokens, or fewer once `finished` holds of those that were made.
 
         Draws are keyed by the number of the prompt and the position, so they depend on neither batch nor layout. The
         whole text is read for each token, which works on every layout.
+
+        Args:
+            vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
         """
         made: list[list[int]] = [[] for _ in prompts]
         together = self.texts * self.mesh.data.size * self.mesh.pipeline.size
@@ -115,14 +123,15 @@ class Scorer:
         for begin in range(0, len(order), together):
             active = order[begin : begin + together]
             for _ in range(tokens):
-                for index, token in zip(active, self._next([(i, (*prompts[i], *made[i])) for i in active], sampling)):
+                texts = [(index, (*prompts[index], *made[index])) for index in active]
+                for index, token in zip(active, self._next(texts, sampling, vocabulary)):
                     made[index].append(token)
                 active = [index for index in active if not finished(made[index])]
                 if not active:
                     break
         return made
 
-    def _next(self, texts: list[tuple[int, Row]], sampling: Sampling) -> list[int]:
+    def _next(self, texts: list[tuple[int, Row]], sampling: Sampling, vocabulary: int | None) -> list[int]:
         """The token that follows each (number of a prompt, text)."""
         places = {row: [place for place, (_, other) in enumerate(texts) if other == row] for _, row in texts}
         found = torch.zeros(len(texts), dtype=torch.float64)
@@ -131,7 +140,7 @@ class Scorer:
             for rows, logits_NV in zip(real, self._read(step, [self._last_logits(rows) for rows in real])):
                 for row, logits_V in zip(rows, logits_NV):
                     for place in places[row]:
-                        token = choose(logits_V.unsqueeze(0), sampling, len(row), first=texts[place][0])
+                        token = choose(logits_V[:vocabulary].unsqueeze(0), sampling, len(row), first=texts[place][0])
                         found[place] = float(token)
         return [int(token) for token in self._sum(found).tolist()]
 

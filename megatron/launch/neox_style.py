@@ -20,8 +20,8 @@ KEYS = {
 REFUSED = {
     "--autotuning": "DeepSpeed's autotuner is not used; python tools/config.py layers shows what each layer costs",
     "--iteration": "name the checkpoint: checkpoint.resume=RUN/checkpoints/step_N, or generate.py with its path",
-    "--eval_tasks": "give checkpoints to lm_eval in Hugging Face's form: python tools/checkpoint/to_hf.py RUN FOLDER",
-    "--eval_results_prefix": "remove it",
+    "--eval_tasks": "use ./deepy.py evaluate.py a.yml --tasks NAME,...",
+    "--eval_results_prefix": "use ./deepy.py evaluate.py a.yml --tasks NAME,... --output FILE",
     "--sample_input_file": "python generate.py RUN --prompt TEXT",
     "--sample_output_file": "python generate.py RUN --prompt TEXT > FILE",
     "-i": "python generate.py RUN --prompt TEXT",
@@ -78,8 +78,8 @@ def _check_script(script: str, words: list[str]) -> None:
     if name == "eval.py" and not Path(script).exists():
         raise ArgumentError(
             "eval.py is GPT-NeoX's script, and there is none of that name here\n"
-            "fix: validation losses are a run's own (evaluation.every); for tasks, write the checkpoint in Hugging "
-            "Face's form (python tools/checkpoint/to_hf.py RUN FOLDER) and give FOLDER to lm_eval"
+            "fix: for tasks, ./deepy.py evaluate.py a.yml --tasks NAME,...; validation losses are a run's own "
+            "(evaluation.every)"
         )
     files = [word for word in words if word.endswith(ENDINGS)]
     if name == "generate.py" and (files or any(word.partition("=")[0] in FOLDER for word in words)):

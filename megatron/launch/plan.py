@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron import config as configuration
 from megatron.config.arguments import ArgumentError, Arguments, split
+from megatron.config.registry import registry_of
 from megatron.worker.code_version import code_now, code_version
 
 from . import forwarding, options
@@ -25,11 +26,13 @@ from .settings import launch_section
 from .specification import Specification
 
 if TYPE_CHECKING:
+    from megatron.config import Config
+
     from ..config.resolution import Resolved
     from ..config.sections.layout import LaunchSection
 
 # Scripts that read a trained model: the run's training data need not be there any more.
-WITHOUT_DATA = ("eval.py", "generate.py")
+WITHOUT_DATA = ("evaluate.py", "generate.py")
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,25 @@ def _plan(
     resolved = configuration.load(
         taken.files, [*taken.overrides, *extra], ranks=choice.ranks, check_inputs=Path(script).name not in WITHOUT_DATA
     )
+    _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
     check_code = launch.check_code and choice.transport != "local"
     settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
     job = _specification(script, taken.own, resolved, choice, environment)
     return Plan(script, taken, resolved, choice, job, settings)
+
+
+def _check_options(script: str, own: Sequence[str], config: Config) -> None:
+    """Have a script's own options looked at, where there is somebody who knows them.
+
+    Raises:
+        ArgumentError: they have mistakes.
+    """
+    registry = registry_of(tuple(config.model.extensions))
+    name = Path(script).stem
+    if name in registry.names("check") and (found := registry.load("check", name)(own, config)):
+        raise ArgumentError("\n".join(found))
 
 
 def without(plan: Plan, lost: set[str], environment: Mapping[str, str]) -> Plan:

@@ -52,6 +52,15 @@ def validation_line(record: Mapping[str, Any]) -> str:
     return f"validation after {record['step']} steps  {sets}"
 
 
+def task_lines(record: Mapping[str, Any]) -> list[str]:
+    """A line for each benchmark task; standard errors are in the file."""
+    return [
+        f"{task} after {record['step']} steps  "
+        + "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "_stderr" not in name)
+        for task, values in record["tasks"].items()
+    ]
+
+
 class Console:
     """The console sink.
 
@@ -72,6 +81,9 @@ class Console:
             return
         if "validation" in record:
             self.say(validation_line(record))
+        elif "tasks" in record:
+            for line in task_lines(record):
+                self.say(line)
         elif self.mode == "live":
             self._show(record)
         else:

@@ -18,9 +18,11 @@ from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
+from megatron.config.registry import registry_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import build_engine
+from megatron.engine.protocol import Engine
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
@@ -32,7 +34,7 @@ from megatron.worker.place import StartError, WorkerEnvironment
 from .hooks import Checkpoint, ValidationSet, standard_hooks
 from .resume import contents, data_changes, find, load, tokens_read
 from .samples import sampler
-from .trainer import Outcome, Trainer
+from .trainer import Hook, Outcome, Trainer
 from .world import World, join, leave
 
 
@@ -103,6 +105,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         facts=source.facts,
         checkpoint=saving,
         generate=sampler(config, engine, say),
+        tasks=_tasks(config, engine, world),
     )
     try:
         return Trainer(
@@ -123,6 +126,13 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         sinks.close()
         if ledger is not None:
             ledger.close()
+
+
+def _tasks(config: Config, engine: Engine, world: World) -> Hook | None:
+    """The hook that runs `evaluation.tasks`, if there are any."""
+    if not config.evaluation.tasks:
+        return None
+    return registry_of(tuple(config.model.extensions)).load("hook", "tasks")(config, engine, world)
 
 
 @contextmanager

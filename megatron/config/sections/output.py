@@ -79,6 +79,13 @@ class SampleOptions(Section):
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", gt=0, le=1)
 
 
+class TaskOptions(Section):
+    name: str = key("", "Name of a task, group or tag of the evaluation harness, a task file, or an own task.")
+    every: int | None = key(None, "Run it every n steps; none: after the last step.", unit="steps", gt=0)
+    few_shot: int | None = key(None, "Examples before each question; none: as the task says.", ge=0)
+    limit: float | None = key(None, "Only the first n documents; below 1, a share of them.", gt=0)
+
+
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
@@ -90,6 +97,7 @@ class EvaluationSection(Section):
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
+    tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
 
 
 class WandbOptions(Section):

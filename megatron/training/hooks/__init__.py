@@ -42,6 +42,7 @@ def standard_hooks(
     checkpoint: Checkpoint | None = None,
     generate: Callable[..., list[str]] | None = None,
     facts: Mapping[str, Any] | None = None,
+    tasks: Hook | None = None,
 ) -> list[Hook]:
     """The hooks that a resolved `Config` asks for, in the order in which they act after a step.
 
@@ -54,6 +55,7 @@ def standard_hooks(
         checkpoint: the checkpoint hook, which the checkpoint room's pieces were put into.
         generate: see `Samples`.
         facts: see `Record`.
+        tasks: what runs `evaluation.tasks`.
     """
     logging, evaluation, folder = config.logging, config.evaluation, config.run.dir
     hooks: list[Hook | None] = [
@@ -70,6 +72,7 @@ def standard_hooks(
         ),
         DeadExperts(logging.every, config.training.global_batch_size * config.training.sequence_length),
         Evaluate(validation, every=evaluation.every, at_start=evaluation.at_start, at_end=evaluation.at_end),
+        tasks,
         Samples(evaluation.samples, generate, folder) if generate is not None else None,
         checkpoint,
     ]

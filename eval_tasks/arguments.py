@@ -1,0 +1,99 @@
+"""The options of evaluate.py: those behind the configuration files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .select import Request
+
+
+class OptionError(ValueError):
+    """An option that makes no sense; the text has the rule."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to evaluate on what.
+
+    Attributes:
+        requests: the tasks.
+        checkpoint: a step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder; None for the
+            newest of the run.
+        every: all checkpoints of the run, the oldest first.
+        output: where the harness's JSON goes; None for `evaluations/` in the run's directory.
+        folders: with task files of the user's.
+        max_length: tokens that the model reads at once; None for training.sequence_length.
+        texts: in a micro-batch; None for training.micro_batch_size.
+        samples: whether documents with prompts and answers are kept too.
+        as_json: print the harness's JSON instead of a table.
+    """
+
+    requests: tuple[Request, ...]
+    checkpoint: str | None = None
+    every: bool = False
+    output: Path | None = None
+    folders: tuple[str, ...] = ()
+    max_length: int | None = None
+    texts: int | None = None
+    samples: bool = False
+    as_json: bool = False
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise OptionError(f"evaluate.py: {message}")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="evaluate.py",
+        usage="./deepy.py evaluate.py a.yml ... key.path=value ... --tasks NAME,... [options]",
+        description="Score a run's checkpoints on benchmark tasks, on any layout.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("--tasks", required=True, metavar="NAME,...", help="tasks, groups, patterns (mmlu_*) or task files (.yaml)")
+    add("--few-shot", type=int, metavar="N", help="examples before each question (default: as each task says)")
+    add("--limit", type=float, metavar="N", help="only the first N documents of each task; below 1, a share of them")
+    add(
+        "--checkpoint", metavar="STEP|PATH", help="a step, a checkpoint, or a Hugging Face folder (default: the newest)"
+    )
+    add("--all-checkpoints", action="store_true", help="every checkpoint of the run that has no results yet")
+    add("--output", type=Path, metavar="FILE", help="the harness's JSON (default: evaluations/ in the run's directory)")
+    add("--include-path", action="append", default=[], metavar="FOLDER", help="a folder with task files of your own")
+    add("--max-length", type=int, metavar="N", help="tokens read at once (default: training.sequence_length)")
+    add("--batch-size", type=int, metavar="N", help="texts in a micro-batch (default: training.micro_batch_size)")
+    add("--log-samples", action="store_true", help="keep each document with its prompt and the model's answers")
+    add("--json", action="store_true", help="print the results as one JSON document")
+    return made
+
+
+def parse(words: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+        OptionError: they make no sense.
+    """
+    given = parser().parse_args(list(words))
+    names = [name for name in given.tasks.split(",") if name]
+    for name in ("max_length", "batch_size"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise OptionError(f"evaluate.py: --{name.replace('_', '-')} is {value}; it must be at least 1")
+    if given.all_checkpoints and (given.checkpoint or given.output):
+        other = "--checkpoint" if given.checkpoint else "--output"
+        raise OptionError(f"evaluate.py: --all-checkpoints and {other} exclude each other")
+    return Options(
+        tuple(Request(name, given.few_shot, given.limit) for name in names),
+        given.checkpoint,
+        given.all_checkpoints,
+        given.output,
+        tuple(given.include_path),
+        given.max_length,
+        given.batch_size,
+        given.log_samples,
+        given.json,
+    )

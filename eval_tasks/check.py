@@ -1,0 +1,45 @@
+"""What is wrong with an evaluation, found by the launcher before any rank starts. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config import Config
+
+from .arguments import OptionError, parse
+from .select import Request, problems
+
+
+def before_start(words: Sequence[str], config: Config) -> list[str]:
+    """A sentence for each mistake in evaluate.py's options.
+
+    Args:
+        words: the script's own.
+        config: of the model.
+    """
+    try:
+        options = parse(words)
+    except OptionError as error:
+        return [str(error)]
+    found = []
+    if config.tokenizer.type == "none":
+        found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
+    named = options.checkpoint
+    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
+        found.append(f"--checkpoint {named} does not exist; give a step, a checkpoint or a Hugging Face folder")
+    if named is None and not Path(config.checkpoint.dir).is_dir():
+        found.append(f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint")
+    return [*found, *problems(options.requests, options.folders)]
+
+
+def before_training(words: Sequence[str], config: Config) -> list[str]:
+    """A sentence for each mistake in `evaluation.tasks`."""
+    tasks = config.evaluation.tasks
+    if not tasks:
+        return []
+    found = []
+    if config.tokenizer.type == "none":
+        found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none; set tokenizer.type and .path")
+    requests = [Request(task.name, task.few_shot, task.limit) for task in tasks]
+    return [*found, *(f"evaluation.tasks: {line}" for line in problems(requests))]

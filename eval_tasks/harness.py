@@ -1,0 +1,135 @@
+"""Running the harness on a model that all ranks hold together, without leaving a trace in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.checkpoint.communicator import Communicator
+from megatron.config import Config
+from megatron.data.tokenizer import Tokenizer
+from megatron.engine.scoring import Scorer
+
+from .chorus import Leader, follow
+from .select import Request, manager_for
+
+BOOTSTRAPS = (
+    1000  # resamples for the standard error of metrics that are no means; the harness's own 100,000 take minutes
+)
+
+# The harness forks processes for its bootstraps, which a process with a GPU and process groups must not do.
+NO_FORKS = "DISABLE_MULTIPROC"
+
+
+def longest(config: Config) -> int:
+    """Tokens that the model reads at once: as in training."""
+    return config.training.sequence_length
+
+
+def run_tasks(
+    requests: Sequence[Request],
+    scorer: Scorer,
+    communicator: Communicator,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int | None = None,
+    folders: Sequence[str] = (),
+    samples: bool = False,
+    facts: Mapping[str, Any] | None = None,
+    progress: bool = True,
+) -> dict[str, Any] | None:
+    """The harness's results, on rank 0; None elsewhere. All ranks call it.
+
+    Args:
+        max_length: tokens that the model reads at once; by default as in training.
+        folders: with task files of the user's.
+        samples: keep every document with its prompt and answers.
+        facts: of the model, for the results (`config.model_args`).
+        progress: whether the harness shows bars on standard error.
+
+    Raises:
+        TaskError: a task asks for what this model cannot do.
+    """
+    if communicator.rank:
+        follow(scorer, communicator, tokenizer)
+        return None
+    from .adapter import HarnessModel
+
+    leader = Leader(scorer, communicator, tokenizer)
+    try:
+        with undisturbed(), contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
+            config = scorer.config
+            model = HarnessModel(leader, tokenizer, max_length or longest(config), seed=config.training.seed)
+            return _evaluate(model, requests, tuple(folders), samples, dict(facts or {}))
+    finally:
+        leader.dismiss()
+
+
+def _evaluate(
+    model, requests: Sequence[Request], folders: tuple[str, ...], samples: bool, facts: dict[str, Any]
+) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+
+    whole: dict[str, Any] = {}
+    for alike in _alike(requests):
+        results = simple_evaluate(
+            model=model,
+            tasks=[request.name for request in alike],
+            num_fewshot=alike[0].few_shot,
+            limit=alike[0].limit,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=samples,
+            task_manager=manager_for(alike, folders),
+        )
+        _merge(whole, results)
+    whole["config"] = {**whole["config"], "model": "deepy", "model_args": facts}
+    return whole
+
+
+def _alike(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one call of the harness can answer."""
+    groups: dict[tuple, list[Request]] = {}
+    for request in requests:
+        groups.setdefault((request.few_shot, request.limit), []).append(request)
+    return list(groups.values())
+
+
+def _merge(whole: dict[str, Any], results: Mapping[str, Any]) -> None:
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            whole[name] = {**whole.get(name, {}), **value}
+        else:
+            whole[name] = value
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """The harness seeds every generator of the process, and talks. Afterwards all is as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    forks = os.environ.get(NO_FORKS)
+    os.environ[NO_FORKS] = "1"
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if forks is None:
+            del os.environ[NO_FORKS]
+        else:
+            os.environ[NO_FORKS] = forks
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

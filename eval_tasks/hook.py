@@ -1,0 +1,47 @@
+"""Benchmark tasks during training, on the weights where they lie. Training goes on bitwise as it would have without."""
+
+from __future__ import annotations
+
+from megatron.config import Config
+from megatron.config.sections.output import TaskOptions
+from megatron.data.tokenizer import build_tokenizer
+from megatron.engine.protocol import Engine
+from megatron.engine.scoring import Scorer
+from megatron.training.trainer import StepReport, Trainer
+from megatron.training.world import World
+
+from .harness import run_tasks
+from .results import numbers
+from .select import Request
+
+
+class Tasks:
+    """Runs `evaluation.tasks`, each every so many steps, and after the last step where it has no interval."""
+
+    def __init__(self, config: Config, engine: Engine, world: World) -> None:
+        self._tasks, self._communicator = config.evaluation.tasks, world.communicator
+        self._tokenizer = build_tokenizer(config.tokenizer)
+        texts = config.training.micro_batch_size
+        self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        due = [task for task in self._tasks if self._due(task, trainer)]
+        if not due:
+            return
+        trainer.settle()
+        requests = [Request(task.name, task.few_shot, task.limit) for task in due]
+        with trainer.clock.pause():
+            results = run_tasks(requests, self._scorer, self._communicator, self._tokenizer, progress=False)
+        if results is not None:
+            self._record(trainer, report, numbers(results))
+
+    @staticmethod
+    def _due(task: TaskOptions, trainer: Trainer) -> bool:
+        if task.every is None:
+            return trainer.completed == trainer.steps
+        return trainer.completed % task.every == 0
+
+    @staticmethod
+    def _record(trainer: Trainer, report: StepReport, found: dict[str, dict[str, float]]) -> None:
+        trainer.sinks.write({"step": trainer.completed, "tasks": found})
+        trainer.note("tasks", step=trainer.completed, batch_hash=f"{report.batch_hash:016x}", tasks=found)

@@ -1,0 +1,181 @@
+"""What evaluate.py does: open a run's checkpoints on any layout, run tasks on them, and write down what they score.
+
+The run itself is only read: its checkpoints, ledger and metrics stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from megatron.checkpoint.store import Store, find_checkpoint
+from megatron.config import Config
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.engine import build_engine
+from megatron.engine.scoring import Scorer
+from megatron.training.fetch import local_path
+from megatron.training.resume import initialize
+from megatron.training.world import World, join, leave
+from megatron.worker.job import read_job
+from megatron.worker.place import StartError
+
+from . import results
+from .arguments import OptionError, Options, parse
+from .harness import run_tasks
+from .select import problems
+
+FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
+PICTURE = "curves.png"
+
+
+def evaluate() -> int:
+    """Evaluate as the arguments and the environment of this process say. Returns the exit status."""
+    config, place = read_job(check_inputs=False)
+    try:
+        options = parse(place.own)
+    except OptionError as error:
+        raise StartError(str(error)) from error
+    if place.rank == 0 and place.starter != "agent" and (wrong := problems(options.requests, options.folders)):
+        raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
+    world = join(config, place)
+    try:
+        run(config, options, world)
+    except CheckpointError as error:
+        raise StartError(str(error)) from error
+    finally:
+        leave()
+    return 0
+
+
+def run(config: Config, options: Options, world: World) -> None:
+    """Evaluate all checkpoints that are asked for. All ranks call it.
+
+    Raises:
+        CheckpointError: one is missing or damaged, or is not of this model.
+    """
+    say = (lambda line: print(line, file=sys.stderr, flush=True)) if world.speaks else (lambda _: None)
+    paths = _wanted(config, options, world)
+    todo = [path for path in paths if not (options.every and _done(config, options, path))]
+    if len(todo) < len(paths):
+        say(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
+    tokenizer = build_tokenizer(config.tokenizer)
+    engine = build_engine(config, world.mesh, world.device, values=False) if todo else None
+    texts = options.texts or config.training.micro_batch_size
+    for path in todo:
+        checkpoint = open_checkpoint(path, verify="sizes")
+        say(f"evaluating {path}")
+        initialize(checkpoint, world, engine)
+        scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+        found = _tasks(options, scorer, world, tokenizer, checkpoint)
+        if found is not None:
+            _report(config, options, found, checkpoint, say)
+    if options.every and world.speaks:
+        _draw(Path(config.run.dir) / FOLDER, say)
+
+
+def _tasks(
+    options: Options, scorer: Scorer, world: World, tokenizer: Tokenizer, checkpoint: Checkpoint
+) -> dict[str, Any] | None:
+    return run_tasks(
+        options.requests,
+        scorer,
+        world.communicator,
+        tokenizer,
+        max_length=options.max_length,
+        folders=options.folders,
+        samples=options.samples,
+        facts=facts(checkpoint, options),
+    )
+
+
+def facts(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
+    """What results depend on: the checkpoint and the options. Results with the same facts are not made again."""
+    return {
+        "step": checkpoint.meta.step,
+        "checkpoint": str(checkpoint.path),
+        "requests": [asdict(request) for request in options.requests],
+        "max_length": options.max_length,
+    }
+
+
+def _wanted(config: Config, options: Options, world: World) -> list[Path]:
+    """The checkpoints to evaluate, as rank 0 sees them."""
+    answer = None
+    if world.communicator.rank == 0:
+        try:
+            answer = [[str(path) for path in _paths(config, options)], None]
+        except (CheckpointError, OSError) as error:
+            answer = [None, str(error)]
+    paths, failure = world.communicator.broadcast(answer)
+    if failure:
+        raise CheckpointError(config.checkpoint.dir, failure)
+    if not options.every:  # a Hugging Face folder is written as a checkpoint first
+        paths = [local_path(path, Path(config.run.dir) / FOLDER, world.communicator) for path in paths]
+    return [Path(path) for path in paths]
+
+
+def _paths(config: Config, options: Options) -> Sequence[Path]:
+    folder, named = Path(config.checkpoint.dir), options.checkpoint
+    if options.every:
+        found = sorted(Store(folder).paths())
+        if not found:
+            raise CheckpointError(folder, "there are no checkpoints to evaluate")
+        return found
+    if named is None:
+        return [find_checkpoint(folder)]
+    if named.isdigit():
+        path = folder / f"step_{int(named):08d}"
+        if not path.is_dir():
+            steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in sorted(Store(folder).paths()))
+            raise CheckpointError(
+                folder, f"there is no checkpoint of step {named}; there are those of {steps or 'none'}"
+            )
+        return [path]
+    path = Path(named)
+    return [path if "://" in named or (path / "config.json").is_file() else find_checkpoint(path)]
+
+
+def _file(config: Config, path: Path) -> Path:
+    return Path(config.run.dir) / FOLDER / f"{path.name}.json"
+
+
+def _done(config: Config, options: Options, path: Path) -> bool:
+    """Whether a checkpoint has results with the same facts."""
+    found = results.read(_file(config, path))
+    return found is not None and found.get("config", {}).get("model_args") == facts(
+        open_checkpoint(path, verify="sizes"), options
+    )
+
+
+def _report(
+    config: Config, options: Options, found: dict[str, Any], checkpoint: Checkpoint, say: Callable[[str], Any]
+) -> None:
+    file = options.output or _file(config, checkpoint.path)
+    results.write(file, found)
+    print(results.text(found) if options.as_json else f"{results.table(found)}\n", flush=True)
+    say(f"results: {file}")
+
+
+def _draw(folder: Path, say: Callable[[str], Any]) -> None:
+    """Every metric over the steps, in one picture per run."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        found = results.read(file)
+        if found is None:
+            continue
+        step = found["config"]["model_args"]["step"]
+        for task, values in results.numbers(found).items():
+            name = next(
+                (metric for metric in ("acc_norm", "acc", "exact_match", "bits_per_byte") if metric in values), ""
+            )
+            if name:
+                series.setdefault(f"{task} {name}", []).append((step, values[name]))
+    if series:
+        from megatron.report.figures import save_lines
+
+        save_lines(folder / PICTURE, series, title="tasks over the run", x="step", y="score")
+        say(f"picture: {folder / PICTURE}")

@@ -1,0 +1,96 @@
+"""Which tasks are asked for: the harness's names, groups, patterns, files and the project's own, checked before use."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+OWN = Path(__file__).parent / "tasks"
+HARNESS = "lm_eval"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A task and how to run it.
+
+    Attributes:
+        name: of a task, group or tag; a pattern with `*`; or the path of a task file (.yaml).
+        few_shot: examples before each question; None as the task says.
+        limit: only the first n documents; a number below 1 is a share of them; None for all.
+    """
+
+    name: str
+    few_shot: int | None = None
+    limit: float | None = None
+
+
+def own_tasks() -> list[str]:
+    """Names of the project's tasks, from their files' names; nothing is imported for them."""
+    return sorted(path.stem for path in OWN.glob("[!_]*.yaml"))
+
+
+@lru_cache(maxsize=4)
+def manager(folders: tuple[str, ...] = (), defaults: bool = True) -> TaskManager:
+    """The harness's index of tasks. Reading the index of its own ten thousand takes some seconds.
+
+    Args:
+        folders: with task files of the user's.
+        defaults: whether the harness's own tasks are among them.
+    """
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=[str(OWN), *folders], include_defaults=defaults)
+
+
+def manager_for(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> TaskManager:
+    """The smallest index that has these tasks."""
+    return manager(folders, defaults=not all(request.name in own_tasks() for request in requests))
+
+
+def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list[str]:
+    """What is wrong with the requests, a sentence each with its fix."""
+    if not requests:
+        return ["no task is named; name some: --tasks arc_easy,lambada_openai"]
+    if find_spec(HARNESS) is None:
+        return ["the evaluation harness is not installed; pip install -r requirements/eval.txt"]
+    found = [
+        f"{folder} is not a folder; --include-path must name folders with task files"
+        for folder in folders
+        if not Path(folder).is_dir()
+    ]
+    found += [line for request in requests for line in _values(request)]
+    if found:
+        return found
+    index = manager_for(requests, folders)
+    return [line for request in requests if (line := _name(request.name, index))]
+
+
+def _values(request: Request) -> list[str]:
+    found = []
+    if request.few_shot is not None and request.few_shot < 0:
+        found.append(f"{request.name}: few_shot is {request.few_shot}; it must be at least 0")
+    if request.limit is not None and (
+        request.limit <= 0 or (request.limit > 1 and request.limit != int(request.limit))
+    ):
+        found.append(f"{request.name}: limit is {request.limit:g}; it must be a share below 1 or a number of documents")
+    return found
+
+
+def _name(name: str, index: TaskManager) -> str | None:
+    if name.endswith((".yaml", ".yml")):
+        return None if Path(name).is_file() else f"there is no task file {name}"
+    known = [*index.task_index]
+    if name in index.task_index or fnmatch.filter(known, name):
+        return None
+    near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists those of the harness"
+    return f"there is no task {name!r}; {hint} The project's own are {', '.join(own_tasks())}"

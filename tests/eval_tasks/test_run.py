@@ -1,0 +1,114 @@
+"""Tasks inside a run and on its checkpoints, by the commands that people type."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint.compare import compare_tensors
+from tests.paths import ROOT
+
+MODEL = ROOT / "configs" / "test" / "tiny_neox.yml"
+TASKS = [{"name": "deepy_induction", "every": 6, "limit": 4}, {"name": "deepy_copy", "limit": 2}]
+
+
+def deepy(*words: object, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "deepy.py", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def configuration(folder: Path, **sections) -> Path:
+    values = {
+        "extends": str(MODEL),
+        "model": {"vocab_size": 257},
+        "tokenizer": {"type": "bytes"},
+        "training": {"steps": 12},
+        "checkpoint": {"every": 6},
+        **sections,
+    }
+    file = folder / "run.yml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def lines(run: Path, *names: str) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in names} for record in records if all(name in record for name in names)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """The same run with tasks and without, on two data parallel ranks."""
+    made = {}
+    for name, evaluation in (("with", {"tasks": TASKS}), ("without", {})):
+        folder = tmp_path_factory.mktemp(name)
+        file = configuration(folder, evaluation=evaluation, run={"dir": str(folder / "run")})
+        done = deepy("--ranks", 2, ROOT / "train.py", file, folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        made[name] = folder / "run"
+    return made
+
+
+def test_training_is_bitwise_the_same_with_tasks(runs):
+    numbers = [lines(run, "step", "loss", "grad_norm", "batch_hash") for run in runs.values()]
+    assert len(numbers[0]) == 12 and numbers[0] == numbers[1]
+    last = [open_checkpoint(run / "checkpoints" / "step_00000012") for run in runs.values()]
+    differences = compare_tensors(*last)
+    assert differences and all(each.equal for each in differences)
+
+
+def test_results_are_in_metrics_and_ledger(runs):
+    found = lines(runs["with"], "step", "tasks")
+    assert [record["step"] for record in found] == [6, 12]
+    assert list(found[0]["tasks"]) == ["deepy_induction"]
+    assert set(found[1]["tasks"]) == {"deepy_induction", "deepy_copy"}
+    ledger = [json.loads(line) for line in (runs["with"] / "ledger.jsonl").read_text().splitlines()]
+    entries = [entry for entry in ledger if entry["event"] == "tasks"]
+    hashes = {record["step"] + 1: record["batch_hash"] for record in lines(runs["with"], "step", "loss", "batch_hash")}
+    assert [entry["batch_hash"] for entry in entries] == [hashes[6], hashes[12]]
+
+
+def test_every_checkpoint_on_another_layout_scores_what_the_run_did(runs):
+    run = runs["with"]
+    words = (ROOT / "evaluate.py", run.parent / "run.yml", "parallel.pipeline=2", "zero.stage=0")
+    options = ("--tasks", "deepy_induction", "--limit", "4", "--all-checkpoints")
+    before = (run / "metrics.jsonl").read_bytes(), (run / "ledger.jsonl").read_bytes()
+    done = deepy("--ranks", 2, *words, *options, folder=run.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    in_run = {record["step"]: record["tasks"] for record in lines(run, "step", "tasks")}
+    for step in (6, 12):
+        results = json.loads((run / "evaluations" / f"step_{step:08d}.json").read_text())
+        for metric in ("acc", "acc_norm"):
+            assert results["results"]["deepy_induction"][f"{metric},none"] == in_run[step]["deepy_induction"][metric]
+    assert (run / "evaluations" / "curves.png").stat().st_size > 1000
+    assert before == ((run / "metrics.jsonl").read_bytes(), (run / "ledger.jsonl").read_bytes())
+    again = deepy("--ranks", 1, ROOT / "evaluate.py", run.parent / "run.yml", *options, folder=run.parent)
+    assert again.returncode == 0 and "2 of 2 checkpoints have their results already" in again.stdout + again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tasks", "deepy_indction"), "did you mean deepy_induction"),
+        (("--tasks", "deepy_copy", "--limit", "0"), "it must be a share below 1 or a number of documents"),
+        (("--tasks", "deepy_copy", "--checkpoint", "nowhere"), "--checkpoint nowhere does not exist"),
+        (("--tasks", "deepy_copy", "tokenizer.type=none"), None),
+        ((), "--tasks"),
+    ],
+)
+def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
+    file = configuration(tmp_path, run={"dir": str(tmp_path / "run")})
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    done = deepy(ROOT / "evaluate.py", file, *words, folder=tmp_path)
+    assert done.returncode == 2
+    if said:
+        assert said in done.stderr
+    assert not (tmp_path / "run" / "logs").exists()
