@@ -126,6 +126,18 @@ _GEMMA = {
     "embedding": {"tied": True, "multiplier": 32**0.5},
 }
 MODELS |= {
+    "qwen2_moe": {
+        **_LLAMA,
+        "layers": "attention/mlp (attention/moe) x2",
+        "attention": {"heads": 4, "qkv_bias": True},
+        "moe": {"experts": 4, "hidden_size": 24, "shared_size": 16, "shared_gate": True},
+    },
+    "qwen3_moe": {
+        **_LLAMA,
+        "layers": "attention/mlp (attention/moe) x2",
+        "attention": {"heads": 4, "qk_norm": "head"},
+        "moe": {"experts": 4, "hidden_size": 24, "router": {"normalize": True}},
+    },
     "qwen2": {**_LLAMA, "attention": {"heads": 4, "kv_heads": 2, "qkv_bias": True}},
     "smollm3": {
         **_LLAMA,

@@ -44,10 +44,14 @@ BOTH = {
     "mixtral": rotary(MODELS["mixtral"], base=300.0),
     "olmoe": rotary(MODELS["olmoe"], base=300.0),
     "gpt_neox": rotary(MODELS["gpt_neox"], base=300.0, fraction=0.75),
-    **{name: MODELS[name] for name in ("qwen2", "smollm3", "granite", "glm4", "gemma2", "gpt2")},
+    **{
+        name: MODELS[name]
+        for name in ("qwen2", "qwen2_moe", "qwen3_moe", "smollm3", "granite", "glm4", "gemma2", "gpt2")
+    },
     "olmo3": rotary(MODELS["olmo3"], base=700.0, scaling=YARN) | {"variants": NEAR},
     "phi3": rotary(MODELS["phi3"], base=700.0, fraction=0.5),
-    "gemma3_text": rotary(MODELS["gemma3_text"], base=5000.0, scaling={"type": "linear", "factor": 8.0}),
+    "gemma3_text": rotary(MODELS["gemma3_text"], base=5000.0, scaling={"type": "linear", "factor": 8.0})
+    | {"variants": {"sliding": {"window": 5, "rotary": {"base": 70.0, "scaling": {"type": "none", "factor": 1.0}}}}},
     "rwkv": MODELS["rwkv"],
     "mamba": {"layers": "mamba x2", "norm": {"type": "rmsnorm"}, "mamba": {"state_size": 8}},
     "mamba2": {
@@ -112,7 +116,7 @@ def test_settings_stand_where_version_4_looks(name: str, tmp_path: Path) -> None
     assert rope or not own
     if own:
         scaling = own.get("scaling")
-        assert found["rope_theta"] == own["base"] == rope["rope_theta"]
+        assert found["rope_theta"] == own.get("base", 10000.0) == rope["rope_theta"]
         assert (found["rope_scaling"] or {}).get("rope_type") == (scaling and scaling["type"])
         assert (found["rope_scaling"] or {}).get("factor") == (scaling and scaling["factor"])
         assert found.get("partial_rotary_factor", 1.0) == own.get("fraction", 1.0)
@@ -128,7 +132,7 @@ def test_settings_stand_where_version_4_looks(name: str, tmp_path: Path) -> None
     limits = BOTH[name].get("mamba2", {})
     assert back.mamba2.most_step == limits.get("most_step")
     if own:
-        assert back.attention.rotary.base == own["base"]
+        assert back.attention.rotary.base == own.get("base", 10000.0)
 
 
 @pytest.mark.parametrize(

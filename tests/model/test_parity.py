@@ -150,6 +150,27 @@ CASES |= {
     "qwen3_moe not normalised": hf.Qwen3MoeConfig(
         **{**EXPERTS, "num_experts_per_tok": 3}, num_experts=8, moe_intermediate_size=8, norm_topk_prob=False
     ),
+    "qwen3_moe some layers dense": hf.Qwen3MoeConfig(
+        **{**EXPERTS, "num_hidden_layers": 4},
+        num_experts=4,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "qwen2_moe": hf.Qwen2MoeConfig(
+        **EXPERTS, num_experts=4, moe_intermediate_size=12, shared_expert_intermediate_size=28
+    ),
+    "qwen2_moe some layers dense, no biases": hf.Qwen2MoeConfig(
+        **{**EXPERTS, "num_hidden_layers": 3},
+        num_experts=5,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=16,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+    ),
     "olmoe": hf.OlmoeConfig(**EXPERTS, num_experts=8, eos_token_id=1, pad_token_id=None),
     "olmoe normalised, gelu": hf.OlmoeConfig(
         **{**EXPERTS, "num_experts_per_tok": 4},

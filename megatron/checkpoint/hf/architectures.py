@@ -215,20 +215,41 @@ MIXTRAL = Architecture(
     window="all",
 )
 
+_QWEN_MOE = (
+    *experts("moe_intermediate_size", "num_experts"),
+    NORMALIZE,
+    Field("mlp.hidden_size", "intermediate_size"),
+    activation("hidden_act"),
+)
+_QWEN_MOE_FIXED = {**MOE_FIXED, "mlp.gated": True, "mlp.bias": False}
+QWEN2_MOE = Architecture(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    tables.QWEN2_MOE,
+    fields=(
+        *_QWEN_MOE,
+        Field("moe.shared_size", "shared_expert_intermediate_size"),
+        Field("attention.qkv_bias", "qkv_bias"),
+    ),
+    fixed={
+        **{key: value for key, value in _QWEN_MOE_FIXED.items() if key != "moe.shared_size"},
+        "moe.shared_gate": True,
+        "attention.output_bias": False,
+    },
+    required={"use_sliding_window": False},
+    block="attention/moe",
+    hybrid=hybrids.SPARSE,
+)
+
 QWEN3_MOE = Architecture(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     tables.QWEN3_MOE,
-    fields=(
-        *experts("moe_intermediate_size", "num_experts"),
-        NORMALIZE,
-        Field("attention.head_dim", "head_dim", optional=True),
-        QKV_BIAS,
-        OUTPUT_BIAS,
-    ),
-    fixed={**MOE_FIXED, "attention.qk_norm": "head"},
-    required={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    fields=(*_QWEN_MOE, Field("attention.head_dim", "head_dim", optional=True), QKV_BIAS, OUTPUT_BIAS),
+    fixed={**_QWEN_MOE_FIXED, "attention.qk_norm": "head"},
+    required={"use_sliding_window": False},
     block="attention/moe",
+    hybrid=hybrids.SPARSE,
 )
 
 OLMOE = Architecture(
@@ -428,6 +449,7 @@ ARCHITECTURES = {
         MAMBA,
         MAMBA2,
         MIXTRAL,
+        QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
         ZAMBA,

@@ -56,6 +56,12 @@ class Hybrid:
         return [self.blocks[without_variants(block)] for block in model.blocks]
 
 
+def runs_of(blocks: list[str]) -> str:
+    """A pattern of these blocks, each run of equal ones written once."""
+    runs = ((block, len(list(run))) for block, run in itertools.groupby(blocks))
+    return " ".join(f"({block}) x{count}" if count > 1 else block for block, count in runs)
+
+
 def without_variants(block: Block) -> str:
     return re.sub(r"@\w+", "", str(block))
 
@@ -163,3 +169,27 @@ OLMO_HYBRID = Hybrid(
     _olmo_settings,
     _olmo_links,
 )
+
+
+# -- Qwen's mixtures of experts: attention with experts or, in some layers, with an MLP --------------------------------
+
+
+class _Sparse(Hybrid):
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        dense = set(theirs.mlp_only_layers or ())
+        blocks = [
+            "attention/mlp" if index in dense or (index + 1) % theirs.decoder_sparse_step else "attention/moe"
+            for index in range(theirs.num_hidden_layers)
+        ]
+        return runs_of(blocks)
+
+
+def _sparse_values(_theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
+    return {}, []
+
+
+def _sparse_settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [index for index, kind in enumerate(kinds) if kind == "dense"]}
+
+
+SPARSE = _Sparse({"attention/moe": "sparse", "attention/mlp": "dense"}, _sparse_values, _sparse_settings)

@@ -154,7 +154,13 @@ def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
     length = sequence_length or longest(theirs)
     try:
         model = model_values(theirs)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:  # a list that is no list, a name that is missing
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # a list that is none, a zero
         raise CheckpointError(
             folder / CONFIG, f"a setting has another form than in {theirs.model_type}: {error!r}"
         ) from error

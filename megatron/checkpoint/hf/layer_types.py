@@ -5,7 +5,6 @@ Our base options are those of the layers without a window; the others are varian
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.config.sections.rotary import RotaryScaling
 from megatron.config.variants import options_of
 
-from .hybrids import Hybrid
+from .hybrids import Hybrid, runs_of
 from .rope import rope_parameters, rope_values
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -60,8 +59,7 @@ class ByLayer(Hybrid):
         words = (
             block.replace("attention", f"attention@{name}" if name else "attention") for name in self._names(theirs)
         )
-        runs = ((word, len(list(run))) for word, run in itertools.groupby(words))
-        return " ".join(f"({word}) x{count}" if count > 1 else word for word, count in runs)
+        return runs_of(list(words))
 
     def _names(self, theirs: PreTrainedConfig) -> list[str]:
         """The variant of each layer; "" is none."""

@@ -67,7 +67,16 @@ def _experts(theirs: str, gate: str, up: str, down: str) -> tuple[Link, ...]:
 
 LLAMA_MIXER = tuple(link for link in LLAMA_COMMON + PRE_NORMS if ".mlp." not in str(link.ours))
 MIXTRAL = (*LLAMA_MIXER, *_experts(f"{_LLAMA}.block_sparse_moe", "w1", "w3", "w2"))
-QWEN3_MOE = OLMOE = (*LLAMA_MIXER, *QK_NORMS, *_experts(f"{_LLAMA}.mlp", "gate_proj", "up_proj", "down_proj"))
+OLMOE = (*LLAMA_MIXER, *QK_NORMS, *_experts(f"{_LLAMA}.mlp", "gate_proj", "up_proj", "down_proj"))
+_DENSE = tuple(link for link in LLAMA_COMMON if ".mlp." in str(link.ours))
+QWEN3_MOE = (*OLMOE, *_DENSE)
+_SHARED = f"{_LLAMA}.mlp.shared_expert"
+QWEN2_MOE = (
+    *(link for link in QWEN3_MOE if link not in QK_NORMS),
+    Link(f"{_OURS}.moe.shared.gate_up", (f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"), Fused()),
+    Link(f"{_OURS}.moe.shared.down", f"{_SHARED}.down_proj"),
+    Link(f"{_OURS}.moe.shared.gate", f"{_LLAMA}.mlp.shared_expert_gate"),
+)
 
 GPT2 = (
     Link("embedding.tokens", "transformer.wte"),
