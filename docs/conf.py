@@ -27,6 +27,9 @@ myst_heading_anchors = 4  # what a link's #fragment may name, spelled as GitHub 
 nb_execution_mode = "off"  # the notebook's outputs are stored; tests/test_site.py executes it
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+default_role = "code"  # single backticks of docstrings
+highlight_language = "none"  # of blocks that name no language
 napoleon_use_ivar = True
 pygments_style, pygments_dark_style = "friendly", "monokai"
 

@@ -1,4 +1,4 @@
-"""The Python API, for notebooks and scripts of one process: `import megatron.api as deepy`.
+"""The Python API, for notebooks and scripts of one process: `import megatron.api as deepy` ::
 
     resolved = deepy.resolve("test/tiny_llama", "run.dir=runs/notebook")  as the command line resolves it
     run = deepy.train(resolved)                                           train here, in this process
