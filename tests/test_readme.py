@@ -27,7 +27,8 @@ from tests.paths import ROOT
 README = ROOT / "README.md"
 MARK = r"<!-- (?P<mark>file|run|fails|prints|hosts)(?:: (?P<detail>[^\n]*?))? -->\n"
 BLOCK = re.compile(rf"(?:{MARK})?```(?P<kind>\w*)\n(?P<text>.*?)```", re.DOTALL)
-NOT_RUN = ("make quickstart", "make test", ". .venv/bin/activate")  # tests/test_quickstart.py, and what runs this test
+NOT_RUN = ("make quickstart", "make test", ". .venv/bin/activate", "pip install", "deepy train")
+# Those are tests/test_quickstart.py, what runs this test, and tests/test_package.py.
 SMALL = """\
 model: {layers: "(attention/mlp) x2", hidden_size: 48}
 training: {steps: 6, sequence_length: 16, global_batch_size: 4, micro_batch_size: 1}
