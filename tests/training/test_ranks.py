@@ -56,11 +56,11 @@ def test_two_ranks_are_one_process(tmp_path):
         for key in ("step", "batch_hash", "tokens"):
             assert a.get(key) == b.get(key)
         if "loss" in a:
-            assert b["loss"] == pytest.approx(a["loss"], rel=1e-6) and b["lr"] == a["lr"]
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["lr"] == a["lr"]
             assert b["tflops"] == pytest.approx(b["tokens_per_second"] * 1000 / 1e12 / 2)
         else:
             for name in ("a", "b"):
-                assert b["validation"][name]["loss"] == pytest.approx(a["validation"][name]["loss"], rel=1e-6)
+                assert b["validation"][name]["loss"] == pytest.approx(a["validation"][name]["loss"], rel=1e-5)
                 assert b["validation"][name]["tokens"] == a["validation"][name]["tokens"]
     hashes = batch_hashes(tmp_path / "two" / "ledger.jsonl")
     assert hashes == batch_hashes(tmp_path / "one" / "ledger.jsonl") and len(set(hashes.values())) == 8

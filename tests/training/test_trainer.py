@@ -65,7 +65,7 @@ def test_metrics_are_those_of_a_plain_loop(tmp_path):
     assert (outcome.step, outcome.finished) == (12, True)
     assert [line["step"] for line in training] == list(range(12))
     for line, (loss, norm, lr) in zip(training, rows, strict=True):
-        assert line["loss"] == pytest.approx(loss, rel=1e-6)
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert line["lr"] == pytest.approx(lr, rel=1e-12)
         assert line["tokens"] == (line["step"] + 1) * 4 * 8
@@ -93,8 +93,8 @@ def test_validation_is_the_mean_over_labels(tmp_path):
     each, mask = torch.cat(losses), torch.cat(masks)
     expected = float((each * mask).sum() / mask.sum())
     found = validation[-1]["validation"]["b"]
-    assert found["loss"] == pytest.approx(expected, rel=1e-6) and found["tokens"] == mask.sum()
-    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-6)
+    assert found["loss"] == pytest.approx(expected, rel=1e-5) and found["tokens"] == mask.sum()
+    assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
     assert found["loss"] < validation[0]["validation"]["b"]["loss"]
     order = [("loss" in r, r["step"]) for r in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert order.index((False, 5)) == order.index((True, 4)) + 1
