@@ -11,6 +11,7 @@ from .frozen import thaw
 from .origins import Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, shown
 from .resolution import Resolved
+from .schema import using
 from .structure import nearest, nearest_key
 from .tree import get
 
@@ -93,6 +94,11 @@ def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
     Raises:
         ConfigError: the schema has no such key.
     """
+    with using(tuple(resolved.config.model.extensions) if resolved else ()):
+        return _explain(name, resolved)
+
+
+def _explain(name: str, resolved: Resolved | None) -> list[Explanation]:
     path = parse_path(name)
     key = lookup(path)
     if key is None or key.section:

@@ -10,6 +10,7 @@ from typing import Any
 from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
+from .extensions import extensions_of
 from .facts import Facts
 from .files import gather, run_name
 from .flat import translate_flat
@@ -18,7 +19,7 @@ from .frozen import thaw
 from .layers import Source, merge
 from .origins import DEFAULT, Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, listing
-from .schema import Config
+from .schema import Config, current_schema, using
 from .sections.layout import LaunchSection
 from .sections.recipe import OptimizerSection
 from .shorthand import normalise
@@ -106,6 +107,18 @@ def combine(
     Raises:
         ConfigError: with all problems of all sources.
     """
+    with using(extensions_of(sources)):
+        return _combine(sources, ranks, check_inputs, name, notes, tuple(map(os.fspath, files)))
+
+
+def _combine(
+    sources: list[Source],
+    ranks: int | None,
+    check_inputs: bool,
+    name: str,
+    notes: tuple[str, ...],
+    files: tuple[str, ...],
+) -> Resolved:
     merged, overridden = merge([normalise(source) for source in sources])
     _add_default_members(merged)
     config, found, unknown = check(merged.values, merged.origin)
@@ -119,10 +132,10 @@ def combine(
     view = View(thaw(given), name, ranks)
     derived = derive(view)
     derived.update(complete_variants(view, given))
-    config = Config.model_validate(view.values)
+    config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    facts = Facts(config, ranks, origin, tuple(map(os.fspath, files)))
+    facts = Facts(config, ranks, origin, files)
     ruled = [*rules.broken(facts, inputs=check_inputs), *(former_runs(facts) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):

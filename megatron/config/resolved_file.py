@@ -12,10 +12,11 @@ from pathlib import Path as File
 from typing import Any
 
 from .catalog import Path, dotted
+from .extensions import extensions_of
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
 from .resolution import Resolved
-from .schema import Config
+from .schema import Config, using
 from .structure import check
 from .yaml_source import read_file
 
@@ -146,7 +147,8 @@ def read_resolved(path: str | os.PathLike) -> Config:
     source = read_file(name)
     if source.problems:
         raise ConfigError(source.problems)
-    config, problems, _ = check(source.values, source.origin)
+    with using(extensions_of([source])):
+        config, problems, _ = check(source.values, source.origin)
     if problems:
         raise ConfigError(problems)
     saved = _HASH.search(File(name).read_text(encoding="utf-8"))

@@ -1,0 +1,3 @@
+"""A package outside of deepy that adds to it. `EXTENSION` says what, by role and name; nothing is imported here."""
+
+EXTENSION = {"kind": {"retention": "my_lab.retention.options:KIND"}}

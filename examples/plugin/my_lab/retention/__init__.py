@@ -1,0 +1,1 @@
+"""Retention: attention whose weights decay with distance and are not normalised."""

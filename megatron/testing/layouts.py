@@ -1,0 +1,131 @@
+"""Losses and gradients of a layout against those of one process of plain PyTorch, without engine or DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config import Config, resolve
+from megatron.config.variants import overlay
+
+from .noise import batch, noise, part_of
+from .ranks import on_ranks
+
+# One step of SGD whose momentum starts at 0: the momentum after it is the gradient, to the last bit.
+RECIPE = {
+    "optimizer": {"type": "sgd", "lr": 1e-3, "momentum": 0.9, "weight_decay": 0.0, "gradient_clipping": 1e9},
+    "data": {"synthetic": "copy"},
+}
+
+
+def check_layouts(values: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]], bound: float = 1e-5) -> None:
+    """Loss and gradients of one step are on each layout those of one process.
+
+    Args:
+        values: a configuration, fp32, without dropout; its batch must fit all layouts. The optimizer's section is
+            replaced.
+        layouts: what differs, such as {"parallel": {"tensor": 2}}; "ranks" is the number of processes, or else the
+            smallest that the layout needs.
+        bound: largest relative error of the loss, and of each gradient in the Euclidean norm. What fp32 differs from
+            float64 in one process, ten times, is added to it: that is rounding, which layouts do in other orders.
+
+    Raises:
+        AssertionError: with the layout, and each tensor whose gradient differs.
+    """
+    values = overlay(dict(values), RECIPE)
+    loss, wanted = one_process(values, torch.float32)
+    exact_loss, exact = one_process(values, torch.float64)
+    for layout in layouts:
+        own = {name: section for name, section in layout.items() if name != "ranks"}
+        config = overlay(values, own)
+        ranks = layout.get("ranks") or _smallest(own)
+        answers = on_ranks(ranks, on_this_rank, config, ranks)
+        found = _assembled([answer[1] for answer in answers])
+        wrong = [] if found.keys() == wanted.keys() else [f"tensors {sorted(found.keys() ^ wanted.keys())}"]
+        error, room = abs(answers[0][0] / loss - 1), bound + 10 * abs(loss / exact_loss - 1)
+        wrong += [f"loss: {answers[0][0]} instead of {loss}"] if not error <= room else []
+        for name in found.keys() & wanted.keys():
+            size, spread = np.linalg.norm(wanted[name]), np.linalg.norm(wanted[name] - exact[name])
+            error = np.linalg.norm(found[name] - wanted[name])
+            if size == 0:
+                wrong.append(f"{name}: its gradient is 0, so this proves nothing of it")
+            elif not error <= bound * size + 10 * spread:
+                wrong.append(f"{name}: the gradient's relative error is {error / size:.1e}")
+        assert not wrong, f"{dict(layout)} on {ranks} ranks:\n  " + "\n  ".join(wrong)
+
+
+def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss over all labels and its gradient by logical name, flattened, in plain PyTorch."""
+    from megatron.model.stack import build_model
+
+    config = resolve(values)
+    model = build_model(config, dtype=dtype).train()
+    for parameter in dict.fromkeys(model.parameters()):
+        begun = parameter.detach().float() + torch.from_numpy(noise(parameter.logical))
+        parameter.data = begun.to(dtype)
+    drawn, M = batch(config), config.training.micro_batch_size
+    labels, total = drawn["tokens"][:, 1:].numel(), 0.0
+    for begin in range(0, drawn["tokens"].shape[0], M):
+        rows = slice(begin, begin + M)
+        sides = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
+        stream = model.stream(drawn["tokens"][rows, :-1], **sides)
+        logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels
+        loss.backward()
+        total += loss.item()
+    return total, {p.logical.name: p.grad.double().numpy().reshape(-1) for p in dict.fromkeys(model.parameters())}
+
+
+def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]]:
+    """One step of the engine: the mean loss over all ranks, and this rank's fragments of the gradient."""
+    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+
+    config = resolve(values, ranks=ranks)
+    prepare_deepspeed(torch.device("cpu"))
+    engine = build_engine(config, Mesh.build(Layout.of(config, ranks)), "cpu")
+    for fragment in engine.state.masters():
+        shard = part_of(noise(fragment.tensor), fragment.tensor, fragment.tensor_rank, fragment.tensor_ranks)
+        fragment.data.add_(torch.from_numpy(shard[fragment.start : fragment.start + fragment.data.numel()]))
+    engine.state.refresh()
+    result = engine.step(_own(config, engine.mesh.data.rank, engine.mesh.data.size), config.optimizer.lr)
+    sums = torch.tensor([float(result.loss) * float(result.tokens), float(result.tokens)], dtype=torch.float64)
+    torch.distributed.all_reduce(sums)
+    gradients = [
+        (each.tensor, each.tensor_rank, each.tensor_ranks, each.start, each.data.numpy().copy())
+        for each in engine.state.fragments()
+        if each.state == "momentum_buffer"
+    ]
+    return float(sums[0] / sums[1]), gradients
+
+
+def _own(config: Config, rank: int, ranks: int):
+    """A data parallel rank's part of the step, as the loader gives it."""
+    from megatron.data.batch import StepBatch
+
+    drawn, M = batch(config), config.training.micro_batch_size
+    passes = config.training.global_batch_size // (M * ranks)
+    rows = torch.tensor([[(a * ranks + rank) * M + b for b in range(M)] for a in range(passes)])
+    sides = {name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions")}
+    return StepBatch(step=0, tokens=drawn["tokens"][rows], sample_ids=rows, hash=0, **sides)
+
+
+def _smallest(layout: Mapping[str, Any]) -> int:
+    """The ranks of one replica, and two of those where only the data axis can be cut."""
+    parallel = layout.get("parallel", {})
+    inner = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
+    return max(inner, 2)
+
+
+def _assembled(ranks: list[list[tuple]]) -> dict[str, np.ndarray]:
+    """Whole logical tensors from the fragments of all ranks."""
+    found: dict[str, np.ndarray] = {}
+    for tensor, rank, count, begin, data in (fragment for own in ranks for fragment in own):
+        places = np.arange(int(np.prod(tensor.shape))).reshape(tensor.shape)
+        where = part_of(places, tensor, rank, count)[begin : begin + len(data)]
+        found.setdefault(tensor.name, np.full(places.size, np.nan))[where] = data
+    return found

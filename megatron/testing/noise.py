@@ -1,0 +1,39 @@
+"""Weights and batches that tests draw: functions of names and steps alone, so that all layouts have the same."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.config import Config
+from megatron.parallel.shard import LogicalTensor
+
+
+def noise(tensor: LogicalTensor) -> np.ndarray:
+    """What is added to a tensor's initial values, fp32 of the logical shape: no matrix is left at 0."""
+    generator = np.random.default_rng(zlib.crc32(tensor.name.encode()))
+    return generator.normal(0.0, 0.1, tensor.shape).astype(np.float32)
+
+
+def part_of(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) -> np.ndarray:
+    """A tensor parallel rank's shard of a logical tensor's values, flattened."""
+    for dim, spans in enumerate(tensor.spans(rank, ranks)):
+        values = np.concatenate([values.take(range(span.start, span.stop), axis=dim) for span in spans], axis=dim)
+    return values.reshape(-1)
+
+
+def batch(config: Config) -> dict[str, Any]:
+    """All samples of one step: tokens [B, S + 1], and, where the run has them, documents and positions [B, S]."""
+    B, S = config.training.global_batch_size, config.training.sequence_length
+    draw = torch.Generator().manual_seed(config.training.seed)
+    found: dict[str, Any] = {"tokens": torch.randint(0, config.model.vocab_size, (B, S + 1), generator=draw)}
+    found["documents"] = found["positions"] = None
+    if config.data.reset_attention_at_eod:
+        starts = torch.rand(B, S, generator=draw) < 0.2
+        place = torch.arange(S).expand(B, S)
+        found["documents"] = starts.int().cumsum(-1).int()
+        found["positions"] = (place - torch.where(starts, place, 0).cummax(-1).values).int()
+    return found
