@@ -20,7 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 BUNDLE = "megatron/_bundle"  # megatron/installation.py finds it
-FOLDERS = ("tools", "configs", "eval_tasks")
+FOLDERS = ("tools", "configs")
 PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?P<extras>\[[\w,-]+\])?==(?P<version>[\w.]+)(?P<marker>\s*;[^#]+)?")
 
 

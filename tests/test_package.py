@@ -77,13 +77,13 @@ def test_the_wheel_holds_the_scripts_and_nothing_of_the_tests(built):
     names = set(zipfile.ZipFile(wheel(built)).namelist())
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in tracked:
-        if name.startswith("megatron/"):
+        if name.startswith(("megatron/", "eval_tasks/")):
             assert name in names
-        if name.startswith(("tools/", "configs/", "eval_tasks/")) or ("/" not in name and name.endswith(".py")):
+        if name.startswith(("tools/", "configs/")) or ("/" not in name and name.endswith(".py")):
             assert f"megatron/_bundle/{name}" in names, name
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "tests/" in name]
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"megatron", "deepy"}
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"megatron", "eval_tasks", "deepy"}
     (sdist,) = built.glob("deepy-*.tar.gz")
     held = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
     assert {"LICENSE", "README.md", "CITATION.cff", "tests/test_package.py", "docs/data.md", "deepy.py"} <= held

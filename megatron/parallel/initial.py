@@ -132,7 +132,9 @@ def _draw(init: Init, stream: np.random.Generator, shape: tuple[int, ...]) -> np
 
 
 def _fill_orthogonal(out: np.ndarray, tensor: LogicalTensor, gain: float, seed: int, spans: list[list[Span]]) -> None:
-    """Each fused matrix, and each expert's, gets orthonormal rows or columns, whichever are fewer (Saxe et al. 2013)."""
+    """Each fused matrix, and each expert's, gets orthonormal rows or columns, whichever are fewer (Saxe et al.
+    2013).
+    """
     rows = 1 if tensor.stacked else 0  # the dimension along which matrices are fused
     shape, matrices = tensor.shape[rows:], tensor.matrices or (tensor.shape[rows],)
     number = 0
