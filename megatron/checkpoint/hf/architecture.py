@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
+
+from megatron.config import Config
 
 from .hybrids import Hybrid
 from .links import Link
@@ -62,6 +64,8 @@ class Architecture:
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
         hybrid: what it has beside, where its layers are of several kinds.
+        reads: what else their configuration says: our options (dotted, below `model`), and what is not computed here.
+        writes: what else their configuration needs of ours.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Architecture:
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     hybrid: Hybrid | None = None
+    reads: Callable[[Any], tuple[dict[str, Any], list[str]]] = lambda theirs: ({}, [])
+    writes: Callable[[Config], dict[str, Any]] = lambda config: {}
 
     @property
     def blocks(self) -> tuple[str, ...]:

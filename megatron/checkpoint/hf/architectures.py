@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import hybrids, jamba, llamas, tables, zamba, zaya
+from . import hybrids, jamba, llamas, singular, tables, zamba, zaya
 from .architecture import Architecture, Field
 from .fields import (
     ACTIVATIONS,
@@ -201,6 +201,8 @@ MAMBA2 = Architecture(
     block="mamba2",
     prefix="backbone.",
     buffers=(),
+    reads=singular.read_mamba2,
+    writes=singular.write_mamba2,
 )
 
 
@@ -422,6 +424,8 @@ RWKV = Architecture(
     block="rwkv4/rwkv4_ffn",
     prefix="rwkv.",
     buffers=(),
+    reads=singular.read_rwkv,
+    writes=singular.write_rwkv,
 )
 
 ZAYA = Architecture(
@@ -433,6 +437,7 @@ ZAYA = Architecture(
     rotary="none",
     block="cca/moe",
     hybrid=zaya.HYBRID,
+    reads=singular.read_zaya,
 )
 
 ARCHITECTURES = {

@@ -6,7 +6,6 @@ configuration, that one back to a section, and every option that then computes s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +26,6 @@ from .hybrids import without_variants
 from .links import Dims
 from .rope import rope_parameters, rope_values
 from .same import differences
-from .versions import unlimited
 
 
 def known(name: Any) -> Architecture:
@@ -96,14 +94,10 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
         for ours, value in more.items():
             _put(values, ours, value)
         problems += found
-    if architecture.name == "rwkv" and theirs.attention_hidden_size != theirs.hidden_size:
-        problems.append(f"attention_hidden_size={theirs.attention_hidden_size} is not hidden_size={theirs.hidden_size}")
-    if architecture.name == "zaya":
-        _put(values, "residual.fp32", True)  # theirs has no option for it
-    if architecture.name == "mamba2":
-        _put(values, "mamba2.least_step", float(theirs.time_step_limit[0]))
-        most = theirs.time_step_limit[1]
-        _put(values, "mamba2.most_step", None if unlimited(most) else float(most))
+    more, found = architecture.reads(theirs)
+    for ours, value in more.items():
+        _put(values, ours, value)
+    problems += found
     if problems:
         raise CheckpointError(theirs.model_type, problems)
     return values
@@ -218,12 +212,7 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
     if architecture.hybrid is not None:
         settings["max_position_embeddings"] = config.training.sequence_length
         settings.update(architecture.hybrid.settings(model, architecture.hybrid.kinds(model)))
-    if architecture.name == "rwkv":  # halving the stream now and then changes no logits, but weights in place
-        settings.update(rescale_every=0, context_length=config.training.sequence_length)
-    if architecture.name == "mamba2":
-        inner, most = dims_of(model).mamba2[0], model.mamba2.most_step
-        settings["num_heads"] = inner // model.mamba2.head_dim
-        settings["time_step_limit"] = (model.mamba2.least_step, math.inf if most is None else most)
+    settings.update(architecture.writes(config))
     try:
         theirs = CONFIG_MAPPING[architecture.name](**settings)
         training = {"steps": 1, "sequence_length": config.training.sequence_length}
