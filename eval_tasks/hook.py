@@ -7,7 +7,9 @@ from megatron.config.sections.output import TaskOptions
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import Engine
 from megatron.engine.scoring import Scorer
-from megatron.training.trainer import StepReport, Trainer
+from megatron.training.exchange import StepReport
+from megatron.training.hook import Hook, Parts
+from megatron.training.trainer import Trainer
 from megatron.training.world import World
 
 from .harness import run_tasks
@@ -15,7 +17,7 @@ from .results import numbers
 from .select import Request
 
 
-class Tasks:
+class Tasks(Hook):
     """Runs `evaluation.tasks`, each every so many steps, and after the last step where it has no interval."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
@@ -23,6 +25,12 @@ class Tasks:
         self._tokenizer = build_tokenizer(config.tokenizer)
         texts = config.training.micro_batch_size
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+
+    @classmethod
+    def of(cls, parts: Parts) -> Tasks | None:
+        if not parts.config.evaluation.tasks or parts.engine is None or parts.world is None:
+            return None
+        return cls(parts.config, parts.engine, parts.world)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         due = [task for task in self._tasks if self._due(task, trainer)]

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from .registry import ADDED, INSIDE
 from .schema import Config, current_schema
 from .sections.base import Derived, Section
 from .tree import ANY, Path
@@ -44,7 +45,7 @@ class Key:
         default: `PydanticUndefined` if the key is required.
         derived, rule: the formula that fills it in, and what works it out (None where only a start can).
         section: whether it is a group of keys.
-        limits: bounds, such as {"gt": 0}.
+        limits: bounds, such as {"gt": 0}; for a name of the registry also its role and its other words.
     """
 
     path: tuple[str, ...]
@@ -103,6 +104,9 @@ def _limits(field: FieldInfo) -> dict[str, Any]:
         for name in ("gt", "ge", "lt", "le", "min_length"):
             if getattr(constraint, name, None) is not None:
                 found[name] = getattr(constraint, name)
+    extra = field.json_schema_extra or {}
+    if "role" in extra:
+        found |= {"role": extra["role"], "words": extra["words"]}
     return found
 
 
@@ -173,6 +177,10 @@ def parse_path(name: str) -> Path:
 def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
     """A type in words: "a whole number above 0", "one of adamw, lion, sgd, muon"."""
     bare, limits = without_none(annotation), limits or {}
+    if "role" in limits:
+        names = [*limits["words"], *(INSIDE[limits["role"]] if limits["role"] not in ADDED else ())]
+        path = "an import path (package.module:name)"
+        return f"one of {', '.join(names)}, or {path}" if names else path
     origin, arguments = get_origin(bare), get_args(bare)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))

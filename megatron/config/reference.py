@@ -57,7 +57,7 @@ def markdown() -> str:
     parts = [_HEAD]
     for name, field in Config.model_fields.items():
         parts.append(f"## {name}\n\n{field.description}\n")
-        keys = (key for key in catalog().values() if key.path[0] == name and len(key.path) > 1)
+        keys = (key for key in catalog().values() if key.path[0] == name)
         rows = [_row(key) for key in keys if not key.section]
         if rows:
             parts.append("\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n")

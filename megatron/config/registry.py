@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-KIND = "kind"
+from .problems import UserError
+
+KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
 
 # By role, then by name. What is added inside the tree is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -44,22 +46,51 @@ INSIDE: dict[str, dict[str, str]] = {
         "mlp": "megatron.kinds.mlp.options:KIND",
         "moe": "megatron.kinds.moe.options:KIND",
     },
-    "optimizer": {},
-    "schedule": {},
+    OPTIMIZER: {  # see megatron.engine.optimizers.contract
+        "adamw": "megatron.engine.optimizers.adamw:AdamW",
+        "lion": "megatron.engine.optimizers.lion:Lion",
+        "sgd": "megatron.engine.optimizers.sgd:SGD",
+        "muon": "megatron.engine.optimizers.muon:Muon",
+    },
+    SCHEDULE: {  # see megatron.training.schedule
+        "constant": "megatron.training.schedule:constant",
+        "linear": "megatron.training.schedule:linear",
+        "cosine": "megatron.training.schedule:cosine",
+        "wsd": "megatron.training.schedule:wsd",
+        "inverse_sqrt": "megatron.training.schedule:inverse_sqrt",
+        "infinite": "megatron.training.schedule:infinite",
+    },
     "objective": {},
-    "hook": {"tasks": "eval_tasks.hook:Tasks"},
-    "metric": {},
+    HOOK: {  # in the order in which they act; see megatron.training.hook
+        "closing": "megatron.training.hooks.closing:Closing",  # speaks last: ends go backwards
+        "record": "megatron.training.hooks.record:Record",
+        "guard": "megatron.training.hooks.guard:Guard",
+        "stop": "megatron.training.hooks.stop:Stop",
+        "profile": "megatron.training.hooks.profile:Profile",
+        "log": "megatron.training.hooks.log:Log",
+        "experts": "megatron.training.hooks.experts:DeadExperts",
+        "evaluate": "megatron.training.hooks.evaluate:Evaluate",
+        "tasks": "eval_tasks.hook:Tasks",
+        "samples": "megatron.training.hooks.samples:Samples",
+        "checkpoint": "megatron.training.hooks.checkpoint:Checkpoint",
+    },
+    METRIC: {  # see megatron.report.sink
+        "jsonl": "megatron.report.jsonl:MetricsFile",
+        "tensorboard": "megatron.report.tensorboard:TensorBoard",
+        "wandb": "megatron.report.weights_and_biases:WeightsAndBiases",
+    },
     "data_source": {},
     "architecture": {},
-    "runner": {},
+    RUNNER: {},
     # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {"evaluate": "eval_tasks.check:before_start", "train": "eval_tasks.check:before_training"},
 }
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+ADDED = {HOOK: "hooks", METRIC: "logging.sinks"}  # roles whose names inside have keys of their own, and where others go
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-class RegistryError(ValueError):
+class RegistryError(UserError):
     """A name or an extension that cannot be used.
 
     Attributes:
@@ -137,7 +168,7 @@ def load(path: str) -> Any:
     Raises:
         RegistryError: no such module or attribute, or the module fails when it is imported.
     """
-    if not _PATH.fullmatch(path):
+    if not PATH.fullmatch(path):
         raise RegistryError(f"{path!r} must be an import path", "write it as package.module:attribute")
     module, _, attribute = path.partition(":")
     found = _imported(module)
@@ -175,7 +206,7 @@ def _declared(module: str, roles: tuple[str, ...]) -> Iterable[tuple[str, str, s
         if not isinstance(table, Mapping):
             raise RegistryError(f"EXTENSION[{role!r}] of {module} must map names to import paths", "mend it there")
         for name, path in table.items():
-            if not (isinstance(name, str) and name.isidentifier() and isinstance(path, str) and _PATH.fullmatch(path)):
+            if not (isinstance(name, str) and name.isidentifier() and isinstance(path, str) and PATH.fullmatch(path)):
                 rule = f"EXTENSION[{role!r}][{name!r}] of {module} must give a plain name an import path"
                 raise RegistryError(rule, "write it as package.module:attribute")
             yield role, name, path

@@ -15,7 +15,7 @@ from .sections.base import Section, key
 from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
 from .sections.model import ModelSection
-from .sections.output import CheckpointSection, EvaluationSection, LoggingSection, RunSection
+from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection
 from .sections.recipe import OptimizerSection, ScheduleSection, TrainingSection
 
 
@@ -36,6 +36,7 @@ class Config(Section):
     evaluation: EvaluationSection = key(EvaluationSection, "How the run is judged while it trains.")
     logging: LoggingSection = key(LoggingSection, "What the run tells.")
     launch: LaunchSection = key(LaunchSection, "Where the run's processes start.")
+    hooks: list[HookSection] = key(list, "Hooks from packages of yours: import paths, or {type, options}.")
     deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into what the engine writes.")
 
 

@@ -26,7 +26,19 @@ def normalise(source: Source) -> Source:
     for index, phase in enumerate(_list(get(source.values, ("data", "phases"), None))):
         if isinstance(phase, dict):
             _sources(source, ("data", "phases", index, "sources"))
+    for path in (("hooks",), ("logging", "sinks")):
+        _additions(source, path)
     return source
+
+
+def _additions(source: Source, path: Path) -> None:
+    """An import path, a list of them or one {type, options} as a list of {type, options}."""
+    value = get(source.values, path, None)
+    if isinstance(value, str) or (isinstance(value, dict) and "type" in value):
+        _move(source, path, [value], (*path, 0))
+    for index, item in enumerate(_list(get(source.values, path, None))):
+        if isinstance(item, str):
+            _move(source, (*path, index), {"type": item}, (*path, index, "type"))
 
 
 def _list(value: Any) -> list:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .append import AppendFile
+from .sink import SinkParts
 
 
 def plain(value: Any) -> Any:
@@ -48,6 +49,10 @@ class MetricsFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file = AppendFile(self.path)
+
+    @classmethod
+    def of(cls, parts: SinkParts) -> MetricsFile:
+        return cls(parts.folder / "metrics.jsonl")
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write((encode(record) + "\n").encode())

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config import Config
+
 from .jsonl import supersede
 from .ledger import Ledger
 from .sinks import Sinks, open_sinks
 
 
 def open_run(
-    config, *, rank: int, start: int, settings: Mapping[str, Any] | None = None
+    config: Config, *, rank: int, start: int, settings: Mapping[str, Any] | None = None
 ) -> tuple[Sinks, Ledger | None]:
     """The sinks and the ledger of a run that goes on from `start` completed updates.
 

@@ -1,21 +1,16 @@
-"""Where metrics go. A sink takes records (see `jsonl`) and is closed at the end; only rank 0 has sinks."""
+"""Where metrics go: the sinks that a run asks for, and the console. Only rank 0 has sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.added import build_added
+from megatron.config.registry import INSIDE, METRIC, load
 
 from .console import Console
-from .jsonl import MetricsFile
-
-
-class Sink(Protocol):
-    """Takes one record per logged step or evaluation."""
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from .sink import Sink, SinkParts
 
 
 class Sinks:
@@ -48,7 +43,7 @@ class Sinks:
             sink.close()
 
 
-def open_sinks(config, *, start: int = 0, rank: int = 0, settings: Mapping[str, Any] | None = None) -> Sinks:
+def open_sinks(config: Config, *, start: int = 0, rank: int = 0, settings: Mapping[str, Any] | None = None) -> Sinks:
     """The sinks that `config.logging` asks for, in `config.run.dir`; on ranks above 0 none, and a silent console.
 
     Call `jsonl.supersede` first where a run goes on from a checkpoint.
@@ -58,21 +53,13 @@ def open_sinks(config, *, start: int = 0, rank: int = 0, settings: Mapping[str, 
         settings: the resolved configuration as plain values, for Weights & Biases.
 
     Raises:
+        UserError: a sink of the user's cannot be made.
         ModuleNotFoundError: TensorBoard or Weights & Biases is asked for and not installed.
     """
     if rank:
         return Sinks([], Console("quiet", total=config.training.steps))
-    folder, logging = Path(config.run.dir), config.logging
-    sinks: list[Sink] = [MetricsFile(folder / "metrics.jsonl")]
-    if logging.tensorboard:
-        from .tensorboard import TensorBoard
-
-        sinks.append(TensorBoard(folder / "tensorboard", start))
-    if logging.wandb.mode != "disabled":
-        from .weights_and_biases import WeightsAndBiases
-
-        run = config.run
-        sinks.append(
-            WeightsAndBiases(logging.wandb, folder, name=run.name, notes=run.notes, settings=settings, start=start)
-        )
-    return Sinks(sinks, Console(logging.console, total=config.training.steps))
+    parts = SinkParts(config, start, settings)
+    found = [load(path).of(parts) for path in INSIDE[METRIC].values()]
+    added = build_added(config, "logging.sinks", METRIC, config.logging.sinks, parts.folder, kind=Sink)
+    sinks = [sink for sink in (*found, *added) if sink is not None]
+    return Sinks(sinks, Console(config.logging.console, total=config.training.steps))

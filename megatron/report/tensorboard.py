@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .sink import SinkParts
 from .tags import tagged
 
 
@@ -21,6 +22,10 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, so only where it is wanted
 
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start or None)
+
+    @classmethod
+    def of(cls, parts: SinkParts) -> TensorBoard | None:
+        return cls(parts.folder / "tensorboard", parts.start) if parts.config.logging.tensorboard else None
 
     def write(self, record: Mapping[str, Any]) -> None:
         for name, value in tagged(record).items():

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.sections.output import WandbOptions
+
+from .sink import SinkParts
 from .tags import tagged
 
 
@@ -30,7 +33,7 @@ class WeightsAndBiases:
 
     def __init__(
         self,
-        options,
+        options: WandbOptions,
         folder: Path,
         *,
         name: str | None = None,
@@ -78,6 +81,13 @@ class WeightsAndBiases:
         if back:
             return wandb.init(**common, id=_new_id())
         return wandb.init(**common, id=self._known["id"], resume="allow" if common["mode"] == "online" else None)
+
+    @classmethod
+    def of(cls, parts: SinkParts) -> WeightsAndBiases | None:
+        options, run = parts.config.logging.wandb, parts.config.run
+        if options.mode == "disabled":
+            return None
+        return cls(options, parts.folder, name=run.name, notes=run.notes, settings=parts.settings, start=parts.start)
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._tokens = record.get("tokens", self._tokens)

@@ -15,14 +15,11 @@ import torch
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.finite import faults
 from megatron.checkpoint.lock import sole_writer
-from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
-from megatron.config.registry import registry_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import build_engine
-from megatron.engine.protocol import Engine
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
@@ -31,10 +28,11 @@ from megatron.report.run import open_run
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
-from .hooks import Checkpoint, ValidationSet, standard_hooks
+from .hook import Parts, ValidationSet
+from .hooks import hooks_of
 from .resume import contents, data_changes, find, load, tokens_read
 from .samples import sampler
-from .trainer import Hook, Outcome, Trainer
+from .trainer import Outcome, Trainer
 from .world import World, join, leave
 
 
@@ -96,16 +94,19 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     validation = _validation_sets(config, world)
     tokens = tokens_read(source, config)
     inside = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger)
-    inspect = partial(faults, compute=DTYPES[config.precision.compute])
-    saving = Checkpoint(SavePolicy.of(config.checkpoint), saver, inside, inspect)
-    hooks = standard_hooks(
-        config,
-        flops_per_token=costs.training_flops,
-        validation=validation,
-        facts=source.facts,
-        checkpoint=saving,
-        generate=sampler(config, engine, say),
-        tasks=_tasks(config, engine, world),
+    hooks = hooks_of(
+        Parts(
+            config,
+            flops_per_token=costs.training_flops,
+            validation=validation,
+            saver=saver,
+            contents=inside,
+            inspect=partial(faults, compute=DTYPES[config.precision.compute]),
+            generate=sampler(config, engine, say),
+            facts=source.facts,
+            engine=engine,
+            world=world,
+        )
     )
     try:
         return Trainer(
@@ -126,13 +127,6 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         sinks.close()
         if ledger is not None:
             ledger.close()
-
-
-def _tasks(config: Config, engine: Engine, world: World) -> Hook | None:
-    """The hook that runs `evaluation.tasks`, if there are any."""
-    if not config.evaluation.tasks:
-        return None
-    return registry_of(tuple(config.model.extensions)).load("hook", "tasks")(config, engine, world)
 
 
 @contextmanager

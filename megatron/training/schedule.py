@@ -12,6 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.config import Config
+from megatron.config.added import imported
+from megatron.config.registry import SCHEDULE
+from megatron.config.sections.recipe import ScheduleSection
 
 # Share of the way from the peak (1) to the floor (0) that is left after a share r of a decay; all go from 1 to 0.
 DECAYS = {
@@ -33,7 +39,7 @@ class Span:
     decay: int
 
     @classmethod
-    def of(cls, config) -> Span:
+    def of(cls, config: Config) -> Span:
         """Raises ValueError where the configuration was not resolved and has no end or no decay length."""
         schedule = config.schedule
         if schedule.steps is None:
@@ -45,7 +51,7 @@ class Span:
         return cls(schedule.start, length, _warmup(config, length), cooldown, decay)
 
 
-def _warmup(config, length: int) -> float:
+def _warmup(config: Config, length: int) -> float:
     schedule = config.schedule
     if schedule.warmup_tokens is not None:
         tokens_per_step = config.training.global_batch_size * config.training.sequence_length
@@ -55,11 +61,30 @@ def _warmup(config, length: int) -> float:
     return float(schedule.warmup_steps or 0)
 
 
+class Shape(Protocol):
+    """A function that `schedule.type` names: one of this file, or one from a user's package.
+
+    The warmup comes before it and the last rate stays after it; both are the schedule's business. It must be a function
+    of its arguments alone, so that a resumed run goes on as if it had never stopped.
+    """
+
+    def __call__(self, n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+        """The learning rate of step n of the schedule, counted from `schedule.start`, at least 0.
+
+        Args:
+            n: from `span.warmup` to `span.length`.
+            peak: the rate at the end of the warmup; the result must be proportional to it.
+            span: the lengths of the schedule.
+            options: the section `schedule`; `options.options` has what a user's own schedule needs.
+        """
+
+
 class Schedule:
     """The learning rate of each step of a resolved `Config`, whose rules made sure that the schedule's parts fit."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: Config) -> None:
         self.options = config.schedule
+        self._shape: Shape = imported(config, "schedule.type", SCHEDULE, config.schedule.type)
         self.peak = config.optimizer.lr
         self.span = Span.of(config)
 
@@ -90,44 +115,7 @@ class Schedule:
         if n < self.span.warmup:
             initial = self.options.initial_lr_ratio
             return peak * (initial + (1 - initial) * n / self.span.warmup)
-        return getattr(self, f"_{self.options.type}")(n, peak)
-
-    def _fall(self, shape: str, share: float, peak: float) -> float:
-        low = self.options.min_lr_ratio * peak
-        return low + (peak - low) * DECAYS[shape](share)
-
-    def _share(self, n: float) -> float:
-        """How much of the time after the warmup has passed."""
-        return (n - self.span.warmup) / max(self.span.length - self.span.warmup, 1e-9)
-
-    def _constant(self, n: int, peak: float) -> float:
-        return peak
-
-    def _linear(self, n: int, peak: float) -> float:
-        return self._fall("linear", self._share(n), peak)
-
-    def _cosine(self, n: int, peak: float) -> float:
-        return self._fall("cosine", self._share(n), peak)
-
-    def _wsd(self, n: int, peak: float) -> float:
-        begin = self.span.length - self.span.decay
-        return peak if n <= begin else self._fall(self.options.decay_shape, (n - begin) / self.span.decay, peak)
-
-    def _inverse_sqrt(self, n: int, peak: float) -> float:
-        return max(peak * math.sqrt(self.span.warmup / n), self.options.min_lr_ratio * peak)
-
-    def _infinite(self, n: int, peak: float) -> float:
-        span, options = self.span, self.options
-        constant, begin = options.constant_lr_ratio * peak, span.length - span.decay
-        if n > begin:
-            return constant * (options.min_lr_ratio / options.constant_lr_ratio) ** ((n - begin) / span.decay)
-        if n >= span.warmup + span.cooldown:
-            return constant
-        x = (n - span.warmup) / span.cooldown
-        if options.cooldown_shape == "cosine":
-            return constant + (peak - constant) * DECAYS["cosine"](x)
-        # The paper's inverse square root has a free steepness; with this one it is 1 / sqrt(1 + a x), unscaled.
-        return peak / math.sqrt(1 + (1 / options.constant_lr_ratio**2 - 1) * x)
+        return self._shape(n, peak, self.span, self.options)
 
     def _neox(self, n: int, peak: float) -> float:
         """GPT-NeoX since August 2023, and its first update since May 2026: that of step 1 instead of 0.
@@ -138,7 +126,7 @@ class Schedule:
         warmup, floor = self.span.warmup, self.options.min_lr_ratio * peak
         if 0 < warmup and n <= warmup:
             return peak * max(1, n) / warmup
-        share = self._share(n)
+        share = _share(n, self.span)
         rates = {
             "constant": peak,
             "linear": peak * (1 - share),
@@ -165,7 +153,54 @@ class Schedule:
         return max(rates[self.options.type], self.options.min_lr_ratio * peak)
 
 
-def curve(config, points: int = 2000) -> list[tuple[int, float]]:
+def _fall(shape: str, share: float, peak: float, options: ScheduleSection) -> float:
+    low = options.min_lr_ratio * peak
+    return low + (peak - low) * DECAYS[shape](share)
+
+
+def _share(n: float, span: Span) -> float:
+    """How much of the time after the warmup has passed."""
+    return (n - span.warmup) / max(span.length - span.warmup, 1e-9)
+
+
+# The shapes after the warmup: the rate of step n of the schedule (warmup <= n <= length), by the contract of `Shape`.
+
+
+def constant(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    return peak
+
+
+def linear(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    return _fall("linear", _share(n, span), peak, options)
+
+
+def cosine(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    return _fall("cosine", _share(n, span), peak, options)
+
+
+def wsd(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    begin = span.length - span.decay
+    return peak if n <= begin else _fall(options.decay_shape, (n - begin) / span.decay, peak, options)
+
+
+def inverse_sqrt(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    return max(peak * math.sqrt(span.warmup / n), options.min_lr_ratio * peak)
+
+
+def infinite(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    low, begin = options.constant_lr_ratio * peak, span.length - span.decay
+    if n > begin:
+        return low * (options.min_lr_ratio / options.constant_lr_ratio) ** ((n - begin) / span.decay)
+    if n >= span.warmup + span.cooldown:
+        return low
+    x = (n - span.warmup) / span.cooldown
+    if options.cooldown_shape == "cosine":
+        return low + (peak - low) * DECAYS["cosine"](x)
+    # The paper's inverse square root has a free steepness; with this one it is 1 / sqrt(1 + a x), unscaled.
+    return peak / math.sqrt(1 + (1 / options.constant_lr_ratio**2 - 1) * x)
+
+
+def curve(config: Config, points: int = 2000) -> list[tuple[int, float]]:
     """About `points` pairs (step, learning rate) that show the schedule from its start to the last step.
 
     The steps around every corner (end of the warmup, of the cooldown, start of the decay) are always among them.

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from megatron.config import Config
+from megatron.data.batch import StepBatch
 from megatron.engine.protocol import Engine, StepDropped
+from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
 
 from .clock import Clock
 from .early_stop import Looks
 from .exchange import WISHES, Exchange, StepReport
+from .hook import Hook
 from .schedule import Schedule
 
 
@@ -27,35 +32,11 @@ class Outcome:
     finished: bool
 
 
-class Hook:
-    """One concern of a run. A subclass defines the methods it needs.
+class Batches(Protocol):
+    """What the trainer needs of a loader."""
 
-    Each is called on all ranks, for the hooks in their order.
-
-    `step` is the number of the update, from 0; after it `step + 1` updates are done.
-    """
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Before the first step."""
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        """The batch is there, the engine has not seen it."""
-
-    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
-        """A step's numbers have arrived, of all ranks. On an accelerator that is one step after the step itself, unless
-        somebody called `trainer.settle()`."""
-
-    def during_step(self, trainer: Trainer, step: int) -> None:
-        """Between micro-batches of a slow step; who wishes to stop here may have the step dropped. No collectives."""
-
-    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
-        """The step was dropped for these wishes: the state is that of before it, and the run ends."""
-
-    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        """The update is done. Reading a number of `report` waits for the device."""
-
-    def on_end(self, trainer: Trainer) -> None:
-        """The loop is over, also after an error (`trainer.error`): no collectives then. The last hook comes first."""
+    def step(self, step: int) -> StepBatch:
+        """This rank's part of the batch of an update."""
 
 
 class Trainer:
@@ -76,11 +57,11 @@ class Trainer:
 
     def __init__(
         self,
-        config,
+        config: Config,
         *,
         engine: Engine,
-        loader,
-        mesh,
+        loader: Batches,
+        mesh: Mesh,
         hooks: Sequence[Hook],
         sinks: Sinks,
         tokens: Callable[[int], int],
@@ -132,7 +113,7 @@ class Trainer:
             self._call("on_end", reverse=True)
         return self._outcome()
 
-    def _step(self, step: int, batch) -> StepReport:
+    def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
         begin = time.monotonic()
         result = self.engine.step(batch, lr, Looks(self, step, self._pace))
@@ -198,16 +179,14 @@ class Trainer:
         if self.speaks:
             self.sinks.say(text)
 
-    def note(self, event: str, **facts) -> None:
+    def note(self, event: str, **facts: Any) -> None:
         """An entry in the ledger, on rank 0."""
         if self.ledger is not None:
             self.ledger.write(event, **facts)
 
-    def _call(self, point: str, *arguments, reverse: bool = False) -> None:
+    def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:
         for hook in reversed(self.hooks) if reverse else self.hooks:
-            method = getattr(hook, point, None)
-            if method is not None:
-                method(self, *arguments)
+            getattr(hook, point)(self, *arguments)
 
     def _outcome(self) -> Outcome:
         if self.completed >= self.steps:

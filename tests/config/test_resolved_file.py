@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 
 import pytest
 import yaml
@@ -128,3 +130,17 @@ def test_defaults_are_valid_values():
     """`validate_default` is off for speed: the schema's defaults pass the schema all the same."""
     config = resolve(BASE)
     assert Config.model_validate(config.model_dump()) == config
+
+
+def test_a_file_from_before_a_key_existed_is_read_and_one_that_lost_a_key_is_not(tmp_path):
+    path, config = tmp_path / "config.yml", resolved(optimizer={"lr": 0.25}).config
+    content = _plain(config.model_dump())
+    del content["optimizer"]["options"]  # as the version before wrote it, with the hash of that
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    head = f"# hash: {hashlib.sha256(text.encode()).hexdigest()}\n"
+    path.write_text(head + yaml.safe_dump(content))
+    assert read_resolved(path) == config
+    del content["optimizer"]["epsilon"]
+    path.write_text(head + yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match="its values do not give its hash"):
+        read_resolved(path)

@@ -9,7 +9,7 @@ from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_check
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.report.ledger import read_ledger
-from megatron.training.hooks import Checkpoint
+from megatron.training.hooks.checkpoint import Checkpoint
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
 

@@ -15,7 +15,9 @@ from megatron.report.jsonl import read_lines
 from megatron.report.ledger import hash_text, read_ledger
 from megatron.training.clock import Clock
 from megatron.training.exchange import Exchange
-from megatron.training.hooks import Log, NonFinite
+from megatron.training.hook import Hook
+from megatron.training.hooks.guard import NonFinite
+from megatron.training.hooks.log import Log
 from tests.training.settings import settings
 from tests.training.toy import ToyLoader, elsewhere, run, toy_trainer
 
@@ -31,7 +33,7 @@ def config(tmp_path, steps=10, **sections):
     return settings(steps, **base)
 
 
-class Act:
+class Act(Hook):
     """Does something before a given step."""
 
     def __init__(self, step: int, action) -> None:

@@ -13,6 +13,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import batch_hashes
+from megatron.training.hook import Hook
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
 from tests.workers import run as on_ranks
@@ -29,7 +30,7 @@ def config(folder, **sections) -> Config:
     )
 
 
-class SignalOnRankOne:
+class SignalOnRankOne(Hook):
     def before_step(self, trainer, step):
         if step == 2 and trainer.mesh.rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)

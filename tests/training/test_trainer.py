@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from megatron.report.jsonl import read_lines
 from megatron.report.ledger import batch_hashes, hash_text, read_ledger
+from megatron.training.hook import Hook
 from tests.training.settings import settings
 from tests.training.toy import ToyEngine, ToyLoader, elsewhere, run, toy_trainer
 
@@ -182,7 +183,7 @@ def test_logging_every_n_steps_and_the_last(tmp_path):
     assert len(batch_hashes(tmp_path / "run" / "ledger.jsonl")) == 12
 
 
-class Probe:
+class Probe(Hook):
     """Writes down when it is called."""
 
     def __init__(self, calls: list, name: str) -> None:
@@ -229,7 +230,7 @@ def test_on_an_accelerator_numbers_come_one_step_later(tmp_path):
 
 
 def test_errors_reach_the_ledger_and_the_hooks(tmp_path):
-    class Breaks:
+    class Breaks(Hook):
         def after_step(self, trainer, step, report):
             if step == 2:
                 raise OSError("no space left")

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
 from megatron.engine.optimizers import build_optimizer, set_learning_rate
 from megatron.engine.protocol import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import LogicalTensor, Role
 from megatron.report.run import open_run
-from megatron.training.hooks import Checkpoint, ValidationSet, standard_hooks
+from megatron.training.hook import Parts, ValidationSet
+from megatron.training.hooks import hooks_of
 from megatron.training.trainer import Outcome, Trainer
 
 VOCABULARY = 13
@@ -146,14 +146,17 @@ def toy_trainer(config, *, start: int = 0, mesh: Mesh | None = None, more=(), **
     sinks, ledger = open_run(config, rank=mesh.rank, start=start)
     place = {"rank": mesh.at.data, "ranks": mesh.layout.data}
     held_out = [ValidationSet(name, ToyLoader(config, **place, seed=seed), 3) for name, seed in (("a", 1), ("b", 2))]
-    inspect = options.get("inspect", lambda _: [])
-    hooks = standard_hooks(
-        config,
-        flops_per_token=1000.0,
-        validation=held_out,
-        checkpoint=Checkpoint(SavePolicy.of(config.checkpoint), saver, lambda step: (["fragments"], step), inspect),
-        generate=options.get("generate"),
-        facts={"data": "toy"},
+    hooks = hooks_of(
+        Parts(
+            config,
+            flops_per_token=1000.0,
+            validation=held_out,
+            saver=saver,
+            contents=lambda step: (["fragments"], step),
+            inspect=options.get("inspect", lambda _: []),
+            generate=options.get("generate"),
+            facts={"data": "toy"},
+        )
     )
     trainer = Trainer(
         config,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from ..facts import Facts
 from ..problems import Problem
-from . import data, deepspeed, launch, layout, model, output, recipe, schedule
+from . import data, deepspeed, launch, layout, model, names, output, recipe, schedule
 
-MODULES = (model, layout, recipe, schedule, data, output, launch, deepspeed)
+MODULES = (names, model, layout, recipe, schedule, data, output, launch, deepspeed)
 
 
 def broken(facts: Facts, inputs: bool) -> list[Problem]:

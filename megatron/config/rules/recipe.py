@@ -9,6 +9,7 @@ from pathlib import Path as File
 from ..facts import Facts
 from ..kernels import installed
 from ..problems import Problem
+from ..registry import INSIDE, OPTIMIZER
 from ..schema import Config
 
 
@@ -149,7 +150,7 @@ def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
         "muon_momentum": ("muon",),
     }
     kind = facts.config.optimizer.type
-    for name, kinds in users.items():
+    for name, kinds in users.items() if kind in INSIDE[OPTIMIZER] else ():  # another may read any of them
         if kind not in kinds and facts.given(f"optimizer.{name}"):
             yield facts.warning(
                 f"optimizer.{name}",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..facts import Facts
 from ..problems import Problem
+from ..registry import INSIDE, SCHEDULE
 
 WARMUPS = ("warmup_steps", "warmup_tokens", "warmup_fraction")
 
@@ -76,7 +77,7 @@ def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
         "cooldown_shape": ("infinite",),
         "constant_lr_ratio": ("infinite",),
     }
-    for name, kinds in users.items():
+    for name, kinds in users.items() if facts.config.schedule.type in INSIDE[SCHEDULE] else ():
         if facts.config.schedule.type not in kinds and facts.given(f"schedule.{name}"):
             yield facts.warning(
                 f"schedule.{name}",

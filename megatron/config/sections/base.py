@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..frozen import freeze
+from ..registry import ADDED, INSIDE
 
 
 class Section(BaseModel):
@@ -42,7 +43,14 @@ class Derived:
 
 
 def key(
-    default: Any, sentence: str, *, unit: str | None = None, derived: str | Derived | None = None, **limits: Any
+    default: Any,
+    sentence: str,
+    *,
+    unit: str | None = None,
+    derived: str | Derived | None = None,
+    role: str | None = None,
+    words: tuple[str, ...] = (),
+    **limits: Any,
 ) -> Any:
     """Declare a key.
 
@@ -51,12 +59,24 @@ def key(
         sentence: one sentence that says what the key means.
         unit: the unit of the value ("tokens", "seconds", "bytes", ...), shown in the docs.
         derived: for keys whose default is None: what fills them in; only text where a start or the machine does it.
+        role: for keys whose value is a name in the registry, or an import path: the table that it is looked up in.
+        words: further values of such a key that mean something else.
         limits: pydantic constraints (`gt`, `ge`, `le`, `lt`, `min_length`, ...).
     """
     formula = derived.formula if isinstance(derived, Derived) else derived
-    extra = {name: value for name, value in (("unit", unit), ("derived", formula)) if value}
+    extra: dict[str, Any] = {name: value for name, value in (("unit", unit), ("derived", formula)) if value}
+    if role:
+        names = [*words, *(INSIDE[role] if role not in ADDED else ())]
+        path = {"pattern": "^[A-Za-z_]\\w*(\\.\\w+)*:\\w+$"}
+        extra |= {"role": role, "words": list(words), "anyOf": [{"enum": names}, path] if names else [path]}
     factory = {"default_factory": default} if callable(default) else {"default": default}
     field = Field(**factory, description=sentence, json_schema_extra=extra or None, **limits)
     if isinstance(derived, Derived):
         field.metadata.append(derived)  # pydantic keeps what it does not know
     return field
+
+
+class Addition(Section):
+    """Something from a user's package that a run has beside what is inside, with its options."""
+
+    options: dict[str, Any] = key(dict, "Keyword arguments that it is made with.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from .base import Derived, Section, key
+from ..registry import HOOK, METRIC
+from .base import Addition, Derived, Section, key
 
 
 def _run_name(own: dict[str, Any], at: Any) -> str:
@@ -115,6 +116,10 @@ class ProfileOptions(Section):
     memory: bool = key(False, "Also write a memory snapshot (GPU).")
 
 
+class SinkSection(Addition):
+    type: str = key(..., "What takes the records.", role=METRIC)
+
+
 class LoggingSection(Section):
     every: int = key(1, "Log a training line every n steps.", unit="steps", gt=0)
     console: Literal["auto", "live", "plain", "quiet"] = key(
@@ -127,3 +132,8 @@ class LoggingSection(Section):
     )
     profile: ProfileOptions = key(ProfileOptions, "torch profiler window.")
     curve: bool = key(True, "Draw loss.png at the end.")
+    sinks: list[SinkSection] = key(list, "Further places where metrics go: import paths, or {type, options}.")
+
+
+class HookSection(Addition):
+    type: str = key(..., "What is called beside the steps.", role=HOOK)

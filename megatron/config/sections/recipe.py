@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ..registry import OPTIMIZER, SCHEDULE
 from .base import Derived, Section, key
 from .layout import ActivationCheckpointing
 
@@ -97,10 +98,11 @@ ParameterRole = Literal[
 
 
 class OptimizerSection(Section):
-    type: Literal["adamw", "lion", "sgd", "muon"] = key(
+    type: str = key(
         "adamw",
         "Optimizer; muon updates hidden matrices (orthogonalised in bf16, in fp32 runs in fp32) and leaves the rest to "
         "AdamW.",
+        role=OPTIMIZER,
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
@@ -118,12 +120,11 @@ class OptimizerSection(Section):
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
         "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.",
     )
+    options: dict[str, Any] = key(dict, "Further options, for an optimizer from a package of yours.")
 
 
 class ScheduleSection(Section):
-    type: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt", "infinite"] = key(
-        "cosine", "Shape of the learning rate after the warmup."
-    )
+    type: str = key("cosine", "Shape of the learning rate after the warmup.", role=SCHEDULE)
     warmup_steps: int | None = key(None, "Linear warmup, in steps.", unit="steps", ge=0)
     warmup_tokens: int | None = key(None, "Linear warmup, in tokens.", unit="tokens", ge=0)
     warmup_fraction: float | None = key(None, "Linear warmup, as a share of schedule.steps.", ge=0, le=1)
@@ -153,3 +154,4 @@ class ScheduleSection(Section):
         "Reproduce GPT-NeoX's learning rates, step for step: neox, those of today's version; neox-v1, those of 1.0 "
         "(Pythia, GPT-NeoX-20B).",
     )
+    options: dict[str, Any] = key(dict, "Further options, for a schedule from a package of yours.")

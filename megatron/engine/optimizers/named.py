@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from megatron.config import Config
+from megatron.config.added import imported
+from megatron.config.problems import UserError
+from megatron.config.registry import OPTIMIZER
 
 from .contract import Optimizer
 
-OPTIMIZERS = {
-    "adamw": "megatron.engine.optimizers.adamw:AdamW",
-    "lion": "megatron.engine.optimizers.lion:Lion",
-    "sgd": "megatron.engine.optimizers.sgd:SGD",
-    "muon": "megatron.engine.optimizers.muon:Muon",
-}
-
 
 def optimizer_class(config: Config) -> type[Optimizer]:
-    """The class that `optimizer.type` names."""
-    module, _, name = OPTIMIZERS[config.optimizer.type].partition(":")
-    return getattr(import_module(module), name)
+    """The class that `optimizer.type` names.
+
+    Raises:
+        UserError: it cannot be imported, or lacks a method of the contract.
+    """
+    found = imported(config, "optimizer.type", OPTIMIZER, config.optimizer.type)
+    missing = [name for name in ("build", "state_names", "step") if not callable(getattr(found, name, None))]
+    if missing:
+        raise UserError(
+            f"optimizer.type = {config.optimizer.type!r} must have {', '.join(missing)}: "
+            "see megatron.engine.optimizers.contract.Optimizer"
+        )
+    return found

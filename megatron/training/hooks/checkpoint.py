@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.finite import faults
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts, Saver
+from ..trainer import Trainer
 from .guard import NonFinite
 
 
-class Saver(Protocol):
-    """What is used of `megatron.checkpoint.saver.Saver`; all ranks call every method."""
-
-    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float: ...
-
-    def poll(self) -> list[Saved]: ...
-
-    def close(self) -> list[Saved]: ...
-
-
-class Checkpoint:
+class Checkpoint(Hook):
     """Decides when to save; how is the saver's business.
 
     Weights are saved once per step at most, only after the numbers of their last step were seen to be finite, and only
@@ -53,34 +45,40 @@ class Checkpoint:
         self._saved_step: int | None = None
         self._time_is_up = False
 
-    def on_start(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Checkpoint | None:
+        if parts.saver is None or parts.contents is None:
+            return None
+        return cls(SavePolicy.of(parts.config.checkpoint), parts.saver, parts.contents, parts.inspect)
+
+    def on_start(self, trainer: Trainer) -> None:
         self._saved_at = trainer.clock.total
         if trainer.start:
             self._saved_step = trainer.start
         else:
             self._save_if_due(trainer)
 
-    def before_step(self, trainer, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         minutes = self._policy.minutes
         if minutes is not None and trainer.speaks and trainer.clock.total - self._saved_at >= 60 * minutes:
             trainer.wish("save")  # clocks differ, so rank 0's decides
 
-    def on_numbers(self, trainer, report) -> None:
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         self._time_is_up = self._time_is_up or "save" in report.wishes
 
-    def after_step(self, trainer, step: int, report) -> None:
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         self._tell(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
-    def on_drop(self, trainer, step: int, wishes: set[str]) -> None:
+    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
         self._tell(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
             self._tell(trainer, self._saver.close())
 
-    def _save_if_due(self, trainer) -> None:
+    def _save_if_due(self, trainer: Trainer) -> None:
         stopping = trainer.last and trainer.completed < trainer.steps
         reason = self._policy.due(
             trainer.completed,
@@ -99,7 +97,7 @@ class Checkpoint:
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
         trainer.note("checkpoint", step=trainer.completed, reason=reason, stall_seconds=stall)
 
-    def _refuse_broken(self, trainer, fragments: list[Fragment]) -> None:
+    def _refuse_broken(self, trainer: Trainer, fragments: list[Fragment]) -> None:
         found = self._inspect(fragments)
         ranks = int(trainer.exchange.sum([float(bool(found))])[0])
         if not ranks:
@@ -117,7 +115,7 @@ class Checkpoint:
             step=max(trainer.completed - 1, 0),
         )
 
-    def _tell(self, trainer, ended: list[Saved]) -> None:
+    def _tell(self, trainer: Trainer, ended: list[Saved]) -> None:
         for saved in ended:
             trainer.note(
                 "checkpoint_written",

@@ -7,8 +7,11 @@ from pathlib import Path
 from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
 from megatron.report.experts import save_expert_load
 
+from ..hook import Hook, Parts
+from ..trainer import Trainer
 
-class Closing:
+
+class Closing(Hook):
     """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error.
 
     Args:
@@ -20,7 +23,12 @@ class Closing:
     def __init__(self, folder: str | Path, name: str, *, curve: bool = True) -> None:
         self._folder, self._name, self._curve = Path(folder), name, curve
 
-    def on_end(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Closing:
+        config = parts.config
+        return cls(config.run.dir, config.run.name or Path(config.run.dir).name, curve=config.logging.curve)
+
+    def on_end(self, trainer: Trainer) -> None:
         metrics = self._folder / "metrics.jsonl"
         if not trainer.speaks or not metrics.exists():
             return

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..exchange import Exchange
+from megatron.engine.protocol import Engine
 
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """A named set: batches 0 ... `batches`-1 of `loader`, the same ones each time."""
-
-    name: str
-    loader: Any
-    batches: int
+from ..exchange import Exchange, StepReport
+from ..hook import Hook, Parts, ValidationSet
+from ..trainer import Trainer
 
 
 def perplexity(loss: float) -> float:
@@ -29,7 +22,7 @@ def _double(number: torch.Tensor | float) -> torch.Tensor | float:
     return number.detach().double() if isinstance(number, torch.Tensor) else number
 
 
-def evaluate(engine, exchange: Exchange, which: ValidationSet) -> dict[str, float]:
+def evaluate(engine: Engine, exchange: Exchange, which: ValidationSet) -> dict[str, float]:
     """Loss of a set: the mean over its labels, however they fall into batches and ranks. All ranks call it.
 
     Returns:
@@ -44,7 +37,7 @@ def evaluate(engine, exchange: Exchange, which: ValidationSet) -> dict[str, floa
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
 
 
-class Evaluate:
+class Evaluate(Hook):
     """Evaluates every set every n steps, and before the first and after the last step if asked to.
 
     Args:
@@ -55,16 +48,21 @@ class Evaluate:
     def __init__(self, sets: Sequence[ValidationSet], *, every: int | None, at_start: bool, at_end: bool) -> None:
         self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
 
-    def on_start(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Evaluate:
+        options = parts.config.evaluation
+        return cls(parts.validation, every=options.every, at_start=options.at_start, at_end=options.at_end)
+
+    def on_start(self, trainer: Trainer) -> None:
         if self._at_start and trainer.start == 0:
             self._evaluate(trainer)
 
-    def after_step(self, trainer, step: int, report) -> None:
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         due = self._every is not None and trainer.completed % self._every == 0
         if due or (self._at_end and trainer.completed == trainer.steps):
             self._evaluate(trainer)
 
-    def _evaluate(self, trainer) -> None:
+    def _evaluate(self, trainer: Trainer) -> None:
         if not self._sets:
             return
         trainer.settle()

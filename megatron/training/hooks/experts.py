@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
 IDLE = 0.01  # of an even share of the tokens
 FEWEST = 20  # tokens of an even share; with fewer, an expert may have none by chance
 PATIENCE = 3  # records in a row
 
 
-class DeadExperts:
+class DeadExperts(Hook):
     """A line where experts have had less than a hundredth of an even share in three records, and when they are back.
 
     Args:
@@ -23,7 +27,12 @@ class DeadExperts:
         self._idle: dict[tuple[str, int], int] = {}  # (layer, expert) -> records in a row
         self._told: set[tuple[str, int]] = set()
 
-    def after_step(self, trainer, step: int, report) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> DeadExperts:
+        training = parts.config.training
+        return cls(parts.config.logging.every, training.global_batch_size * training.sequence_length)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if step % self._every:
             return
         text = self.look(report.result.extras.get("moe", {}))

@@ -6,6 +6,10 @@ import math
 
 from megatron.report.ledger import hash_text
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
 SKIPS_IN_A_ROW = 50  # as GPT-NeoX: by then the loss scale has fallen to its floor and nothing will change
 
 
@@ -21,7 +25,7 @@ class NonFinite(RuntimeError):
         self.step = step
 
 
-class Guard:
+class Guard(Hook):
     """Raises on every rank at the first step whose loss or gradient norm is not finite.
 
     Steps that the engine skipped (fp16 overflow) are part of dynamic loss scaling and pass, up to 50 in a row. A step
@@ -35,7 +39,11 @@ class Guard:
         self._skipped = 0
         self._good = "none before it in this process"
 
-    def on_numbers(self, trainer, report) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Guard:
+        return cls()
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if report.result.unlabelled:
             trainer.say(
                 f"step {report.step}: no label of its batch counts ({_samples(trainer, report.step)}), so nothing was "
@@ -59,7 +67,7 @@ class Guard:
         norm = "" if report.grad_norm is None else f", gradient norm {report.grad_norm:.4g}"
         self._good = f"loss {report.loss:.4f}{norm} at step {report.step}"
 
-    def _text(self, trainer, report, what: str) -> str:
+    def _text(self, trainer: Trainer, report: StepReport, what: str) -> str:
         return (
             f"the {what} at step {report.step} (learning rate {report.lr:.4g}, batch {hash_text(report.batch_hash)}, "
             f"{_samples(trainer, report.step)}). Last good step: {self._good}. "
@@ -70,6 +78,6 @@ class Guard:
         )
 
 
-def _samples(trainer, step: int) -> str:
+def _samples(trainer: Trainer, step: int) -> str:
     size = trainer.config.training.global_batch_size
     return f"samples {step * size} to {(step + 1) * size - 1}"

@@ -10,6 +10,10 @@ import torch
 from megatron.report.ledger import hash_text
 from megatron.report.peaks import device_peak
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -22,7 +26,7 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Log:
+class Log(Hook):
     """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last.
 
     A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
@@ -49,13 +53,23 @@ class Log:
         self._pace: float | None = None
         self._peak = None
 
-    def on_start(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Log:
+        logging = parts.config.logging
+        return cls(
+            logging.every,
+            flops_per_token=parts.flops_per_token,
+            compute=parts.config.precision.compute,
+            peak_tflops=logging.peak_tflops,
+        )
+
+    def on_start(self, trainer: Trainer) -> None:
         self._peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
         if self._peak.tflops is None:
             trainer.say(f"MFU is not shown: {self._peak.source}")
         trainer.clock.lap()
 
-    def after_step(self, trainer, step: int, report) -> None:
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         self._steps += 1
         if step % self._every and not trainer.last:
             return
@@ -81,7 +95,7 @@ class Log:
                 **report.result.extras,
             })
 
-    def _speeds(self, trainer, seconds: float) -> dict[str, float]:
+    def _speeds(self, trainer: Trainer, seconds: float) -> dict[str, float]:
         training = trainer.config.training
         rate = training.global_batch_size * training.sequence_length / max(seconds, 1e-9)
         speeds = {"tokens_per_second": rate}
@@ -92,7 +106,7 @@ class Log:
                 speeds["peak_tflops"] = self._peak.tflops
         return speeds
 
-    def _eta(self, trainer, seconds: float) -> float | None:
+    def _eta(self, trainer: Trainer, seconds: float) -> float | None:
         """Seconds to the end of the run, from a running mean without the first lap, which compiles and warms up."""
         first = trainer.completed <= trainer.start + 1
         if not first:

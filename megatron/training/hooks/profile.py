@@ -7,8 +7,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
+from megatron.config.sections.output import ProfileOptions
 
-class Profile:
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+
+class Profile(Hook):
     """Profiles steps `start` ... `start + steps - 1` on some ranks.
 
     Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto) and, with `memory` on a GPU,
@@ -19,11 +25,15 @@ class Profile:
         folder: the run's directory.
     """
 
-    def __init__(self, options, folder: str | Path) -> None:
+    def __init__(self, options: ProfileOptions, folder: str | Path) -> None:
         self._options, self._folder = options, Path(folder) / "profile"
         self._profiler = None
 
-    def before_step(self, trainer, step: int) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Profile:
+        return cls(parts.config.logging.profile, parts.config.run.dir)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
         options = self._options
         inside = options.start is not None and options.start <= step < options.start + options.steps
         if self._profiler is not None or not inside or trainer.mesh.rank not in options.ranks:
@@ -38,15 +48,15 @@ class Profile:
         )
         self._profiler.start()
 
-    def after_step(self, trainer, step: int, report) -> None:
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if self._profiler is not None and step >= self._options.start + self._options.steps - 1:
             self._write(trainer)
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, trainer: Trainer) -> None:
         if self._profiler is not None:
             self._write(trainer)
 
-    def _write(self, trainer) -> None:
+    def _write(self, trainer: Trainer) -> None:
         profiler, self._profiler = self._profiler, None
         if trainer.exchange.device.type == "cuda":
             torch.cuda.synchronize(trainer.exchange.device)

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
 
-class Record:
+
+class Record(Hook):
     """Writes the ledger on rank 0.
 
     Args:
@@ -19,7 +23,11 @@ class Record:
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         self._facts = dict(facts or {})
 
-    def on_start(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Record:
+        return cls(parts.facts)
+
+    def on_start(self, trainer: Trainer) -> None:
         layout = trainer.mesh.layout
         trainer.note(
             "resume" if trainer.start else "start",
@@ -33,11 +41,11 @@ class Record:
             **self._facts,
         )
 
-    def on_numbers(self, trainer, report) -> None:
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if trainer.ledger is not None:
             trainer.ledger.batch(report.step, report.batch_hash)
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
             finished = trainer.completed >= trainer.steps
             trainer.note("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.sections.output import SampleOptions
 from megatron.report.jsonl import MetricsFile
 
+from ..exchange import StepReport
+from ..hook import Generate, Hook, Parts
+from ..trainer import Trainer
 
-class Samples:
+
+class Samples(Hook):
     """Continues the prompts of `evaluation.samples` every n steps; rank 0 prints them and keeps them in samples.jsonl.
 
     Args:
@@ -17,10 +21,16 @@ class Samples:
         folder: the run's directory.
     """
 
-    def __init__(self, options, generate: Callable[[list[str], object, int], list[str]], folder: str | Path) -> None:
+    def __init__(self, options: SampleOptions, generate: Generate, folder: str | Path) -> None:
         self._options, self._generate, self._folder = options, generate, Path(folder)
 
-    def after_step(self, trainer, step: int, report) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Samples | None:
+        if parts.generate is None:
+            return None
+        return cls(parts.config.evaluation.samples, parts.generate, parts.config.run.dir)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         every = self._options.every
         if every is None or trainer.completed % every or not self._options.prompts:
             return

@@ -6,10 +6,14 @@ import threading
 
 from megatron.checkpoint.policy import STOP_SIGNALS, StopSignals
 
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
 SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
-class Stop:
+class Stop(Hook):
     """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have heard of it.
 
     The checkpoint hook, which comes later in the list, then saves. A second signal acts as without us.
@@ -22,13 +26,17 @@ class Stop:
         self._minutes = minutes
         self._signals: StopSignals | None = None
 
-    def on_start(self, trainer) -> None:
+    @classmethod
+    def of(cls, parts: Parts) -> Stop:
+        return cls(parts.config.training.stop_after)
+
+    def on_start(self, trainer: Trainer) -> None:
         # Python gives signals to the main thread only; whoever runs us in another has its own way to stop.
         if threading.current_thread() is threading.main_thread():
             self._signals = StopSignals()
             self._signals.__enter__()
 
-    def before_step(self, trainer, step: int) -> None:
+    def before_step(self, trainer: Trainer, step: int) -> None:
         if self._signals is not None and self._signals.received is not None:
             trainer.wish(self._signals.received)
         if self._minutes is not None and trainer.speaks and trainer.clock.total >= 60 * self._minutes:
@@ -36,20 +44,20 @@ class Stop:
 
     during_step = before_step
 
-    def on_numbers(self, trainer, report) -> None:
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         self._stop(trainer, report.wishes)
 
-    def on_drop(self, trainer, step: int, wishes: set[str]) -> None:
+    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
         self._stop(trainer, wishes)
 
-    def _stop(self, trainer, wishes: set[str]) -> None:
+    def _stop(self, trainer: Trainer, wishes: set[str]) -> None:
         for name in SIGNALS:
             if name in wishes:
                 trainer.stop(f"signal {name}")
         if "wall time" in wishes:
             trainer.stop(f"training.stop_after: {self._minutes:g} minutes")
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, trainer: Trainer) -> None:
         if self._signals is not None:
             self._signals.__exit__()
             self._signals = None

@@ -1,0 +1,105 @@
+"""What happens beside the steps of a run, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.checkpoint import Fragment, Meta
+from megatron.checkpoint.finite import faults
+from megatron.checkpoint.saver import Saved
+from megatron.config import Config
+from megatron.config.sections.output import SampleOptions
+from megatron.engine.protocol import Engine
+
+from .exchange import StepReport
+
+if TYPE_CHECKING:
+    from .trainer import Batches, Trainer
+    from .world import World
+
+Generate = Callable[[list[str], SampleOptions, int], list[str]]
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A named set: batches 0 ... `batches`-1 of `loader`, the same ones each time."""
+
+    name: str
+    loader: Batches
+    batches: int
+
+
+class Saver(Protocol):
+    """What is used of `megatron.checkpoint.saver.Saver`; all ranks call every method."""
+
+    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float: ...
+
+    def poll(self) -> list[Saved]: ...
+
+    def close(self) -> list[Saved]: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What hooks are made of.
+
+    Attributes:
+        config: of the run.
+        flops_per_token: operations of forward and backward per token, over the whole model.
+        validation: the sets to evaluate.
+        saver, contents: how to save, and (completed updates) -> what; None in a run without checkpoints.
+        inspect: what is wrong with the values of fragments, in sentences.
+        generate: (prompts, options, step) -> one continuation per prompt; None where nothing can generate.
+        facts: for the ledger's first line.
+        engine, world: of the run; None where it has none of ours.
+    """
+
+    config: Config
+    flops_per_token: float | None = None
+    validation: Sequence[ValidationSet] = ()
+    saver: Saver | None = None
+    contents: Callable[[int], tuple[Iterable[Fragment], Meta]] | None = None
+    inspect: Callable[[list[Fragment]], list[str]] = faults
+    generate: Generate | None = None
+    facts: Mapping[str, Any] | None = None
+    engine: Engine | None = None
+    world: World | None = None
+
+
+class Hook:
+    """One concern of a run. A subclass defines the methods that it needs; each is called on all ranks.
+
+    `step` is the number of the update, from 0; after it `step + 1` updates are done. A hook sees the run through the
+    trainer: its `config`, `engine` (whose `model` a plain engine has), `mesh`, `sinks`, `clock`. It must do the same
+    collectives on every rank, or none. One from a user's package is listed in `hooks`, and made with its `options` as
+    keyword arguments; one inside is a line of the registry, and made by `of`.
+    """
+
+    @classmethod
+    def of(cls, parts: Parts) -> Hook | None:
+        """The hook for a run, None if the run has no use for it."""
+        raise NotImplementedError(f"{cls.__name__} is made with its options, not from a run")
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """The batch is there, the engine has not seen it."""
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        """A step's numbers have arrived, of all ranks. On an accelerator that is one step after the step itself, unless
+        somebody called `trainer.settle()`."""
+
+    def during_step(self, trainer: Trainer, step: int) -> None:
+        """Between micro-batches of a slow step; who wishes to stop here may have the step dropped. No collectives."""
+
+    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
+        """The step was dropped for these wishes: the state is that of before it, and the run ends."""
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        """The update is done. Reading a number of `report` waits for the device."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """The loop is over, also after an error (`trainer.error`): no collectives then. The last hook comes first."""
