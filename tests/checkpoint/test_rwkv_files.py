@@ -13,7 +13,7 @@ from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.training.text import load_model
 from tests.checkpoint.test_hf_tools import checkpoint_of, tool
 from tests.float64 import FP32
-from tests.model import rwkv_reference as reference
+from tests.kinds.rwkv import rwkv_reference as reference
 from tests.model.parity import named, relative
 
 LOW = {"decay_rank": 3, "rate_rank": 4, "value_rank": 2, "gate_rank": 5}

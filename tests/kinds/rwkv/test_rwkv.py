@@ -13,9 +13,9 @@ from megatron.model.stack import build_model
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
+from tests.kinds.rwkv.test_rwkv_parity import randomised
 from tests.model.parity import named, relative
 from tests.model.test_recomputation import Allocations
-from tests.model.test_rwkv_parity import randomised
 from tests.workers import run
 
 S, V, H = 24, 37, 24

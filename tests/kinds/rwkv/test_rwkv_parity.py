@@ -13,7 +13,7 @@ from megatron.checkpoint.hf.rwkv import steps_of
 from megatron.config import resolve
 from megatron.model.stack import Model, build_model
 from tests.float64 import DOUBLE, EXACT
-from tests.model import rwkv_reference as reference
+from tests.kinds.rwkv import rwkv_reference as reference
 from tests.model.parity import named, relative
 
 V, H, S = 29, 24, 13
