@@ -23,6 +23,7 @@ from megatron.worker.place import StartError
 from .fetch import local_path
 from .retreat import MOST, of_run
 from .upcycle import mapped, upcycle
+from .vocabulary import MEAN, extend, extended
 from .world import World
 
 # Differences between a checkpoint's configuration and the run's that say nothing about what is trained.
@@ -159,7 +160,7 @@ def load(source: Source, world: World, engine) -> int:
         resume(source.checkpoint, world, engine)
         return source.checkpoint.step
     if source.weights is not None:
-        initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map)
+        initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map, engine.config)
     return 0
 
 
@@ -177,15 +178,27 @@ def resume(checkpoint, world: World, engine) -> None:
     state.refresh()
 
 
-def initialize(checkpoint: Checkpoint, world: World, engine, mapping: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see
-    `upcycle`).
+def initialize(
+    checkpoint: Checkpoint,
+    world: World,
+    engine,
+    mapping: Mapping[str, str] = MappingProxyType({}),
+    config: Config | None = None,
+) -> None:
+    """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`),
+    and tables of tokens with new rows as the configuration says (see `vocabulary`).
     """
     masters, made = mapped(checkpoint, engine.state.masters(), mapping)
-    wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made]
+    tables, known = [], 0
+    if config is not None:
+        say = print if world.speaks else lambda _: None
+        masters, tables, known = extended(checkpoint, masters, config, say)
+    wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made + tables]
     checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
     checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
     upcycle(checkpoint, made)
+    if tables:
+        extend(checkpoint, tables, known, config.checkpoint.initialize_vocabulary == MEAN)
     engine.state.refresh()
 
 

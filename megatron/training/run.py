@@ -33,6 +33,7 @@ from .hooks import hooks_of
 from .resume import contents, data_changes, find, load, tokens_read
 from .samples import sampler
 from .trainer import Outcome, Trainer
+from .vocabulary import INITIAL
 from .world import World, join, leave
 
 
@@ -73,7 +74,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         source = find(config, world, say, place.attempt)
     for line in data_changes(source.checkpoint.meta, config, loader.plan) if source.checkpoint else ():
         say(line)
-    values = source.new or bool(config.checkpoint.initialize_map)  # a map may leave tensors their initial values
+    # a map, and rows of new tokens, may leave tensors their initial values
+    values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
     engine = build_engine(config, world.mesh, world.device, values=values)
     with _mistakes(place):
         first = load(source, world, engine)

@@ -84,13 +84,13 @@ def fill(target: Fragment, dense: Tensor, source: object) -> None:
     """Write this range of a shard of the target's tensor, made of the stored tensor `dense`."""
     tensor = target.tensor
     if tuple(dense.shape) == tensor.shape:
-        flat = _shard(dense, tensor, 0, target).reshape(-1)
+        flat = shard_of(dense, tensor, 0, target).reshape(-1)
         target.data.copy_(flat[target.start : target.start + len(target.data)])
         return
     block = prod(tensor.local_shape(target.tensor_rank, target.tensor_ranks)[1:])  # elements of one expert
     first, last = target.start // block, -(-(target.start + len(target.data)) // block)
     for expert in range(first, last):
-        own = _shard(_expert(dense, tensor, expert, source), tensor, 1, target).reshape(-1)
+        own = shard_of(_expert(dense, tensor, expert, source), tensor, 1, target).reshape(-1)
         begin, end = max(target.start, expert * block), min(target.start + len(target.data), (expert + 1) * block)
         target.data[begin - target.start : end - target.start] = own[begin - expert * block : end - expert * block]
 
@@ -111,7 +111,7 @@ def _expert(dense: Tensor, tensor: LogicalTensor, expert: int, source: object) -
     raise CheckpointError(source, f"{tensor.name} {tensor.shape} cannot be made of a tensor {tuple(dense.shape)}")
 
 
-def _shard(whole: Tensor, tensor: LogicalTensor, skipped: int, target: Fragment) -> Tensor:
+def shard_of(whole: Tensor, tensor: LogicalTensor, skipped: int, target: Fragment) -> Tensor:
     """The target's tensor parallel shard of a whole tensor that lacks the first `skipped` dimensions."""
     for dim, spans in enumerate(tensor.spans(target.tensor_rank, target.tensor_ranks)[skipped:]):
         whole = torch.cat([whole.narrow(dim, span.start, span.length) for span in spans], dim)

@@ -143,6 +143,13 @@ def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
 
 def map_has_its_source(facts: Facts) -> Iterator[Problem]:
     checkpoint = facts.config.checkpoint
+    if checkpoint.initialize_vocabulary != "same" and checkpoint.initialize_from is None:
+        yield facts.problem(
+            "checkpoint.initialize_vocabulary",
+            "checkpoint.initialize_from",
+            rule="rows are added to those of other weights",
+            fix="give checkpoint.initialize_from, or use initialize_vocabulary: same",
+        )
     if checkpoint.initialize_map and checkpoint.initialize_from is None:
         yield facts.problem(
             "checkpoint.initialize_map",

@@ -66,6 +66,11 @@ class CheckpointSection(Section):
         "('layers.*.moe.router.weight: "
         "new'); `*` is a word.",
     )
+    initialize_vocabulary: Literal["same", "mean", "initial"] = key(
+        "same",
+        "With initialize_from: the rows of new tokens. same: there are none. mean: each starts as the mean of the "
+        "known ones. initial: by model.init. Known tokens must have the ids that they had.",
+    )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
