@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,12 +26,22 @@ class Facts:
         ranks: processes of the whole run; None if unknown (rules about the layout of data then say nothing).
         origin: where the value at a path came from.
         files: the configuration files, as the user named them.
+        here: whether a start would be now and, if the configuration does not say otherwise, on this machine; not so
+            where a job script is made.
     """
 
     config: Config
     ranks: int | None
     origin: Callable[[Path], Origin] = field(repr=False)
     files: tuple[str, ...] = ()
+    here: bool = True
+
+    @property
+    def starts_here(self) -> bool:
+        """Whether the ranks surely run on this machine."""
+        launch = self.config.launch
+        local = launch.hostfile is None and launch.runner in ("auto", "local") and "SLURM_JOB_ID" not in os.environ
+        return local and self.here
 
     @property
     def inner(self) -> int:

@@ -75,6 +75,7 @@ def load(
     *,
     ranks: int | None = None,
     check_inputs: bool = True,
+    here: bool = True,
 ) -> Resolved:
     """The configuration of a run from its files and overrides.
 
@@ -83,14 +84,16 @@ def load(
         overrides: `key.path=value`, merged last.
         ranks: processes of the whole run. None takes `launch.ranks`; if that is not set either, the number is not
             known, and what depends on the data parallel size is neither derived nor checked.
-        check_inputs: also check what a start needs: data, tokenizer and checkpoint files.
+        check_inputs: also check what a start needs: data, tokenizer and checkpoint files, folders to write into.
+        here: False where the run will start later and elsewhere, in a scheduler's job: what this machine has (GPUs,
+            folders, programs) says nothing then.
 
     Raises:
         ConfigError: with all problems.
     """
     sources, notes = translate_flat(gather(files, overrides))
     name = run_name(files[0]) if files else "run"
-    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes, files=files)
+    return combine(sources, ranks=ranks, check_inputs=check_inputs, name=name, notes=notes, files=files, here=here)
 
 
 def combine(
@@ -101,6 +104,7 @@ def combine(
     name: str = "run",
     notes: tuple[str, ...] = (),
     files: Sequence[str | os.PathLike] = (),
+    here: bool = True,
 ) -> Resolved:
     """Merge sources left to right, fill in defaults and derived keys, and check everything.
 
@@ -108,7 +112,7 @@ def combine(
         ConfigError: with all problems of all sources.
     """
     with using(extensions_of(sources)):
-        return _combine(sources, ranks, check_inputs, name, notes, tuple(map(os.fspath, files)))
+        return _combine(sources, ranks, check_inputs, name, notes, tuple(map(os.fspath, files)), here)
 
 
 def _combine(
@@ -118,6 +122,7 @@ def _combine(
     name: str,
     notes: tuple[str, ...],
     files: tuple[str, ...],
+    here: bool,
 ) -> Resolved:
     merged, overridden = merge([normalise(source) for source in sources])
     _add_default_members(merged)
@@ -135,7 +140,7 @@ def _combine(
     config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    facts = Facts(config, ranks, origin, files)
+    facts = Facts(config, ranks, origin, files, here)
     ruled = [*rules.broken(facts, inputs=check_inputs), *(former_runs(facts) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):

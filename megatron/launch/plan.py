@@ -92,15 +92,27 @@ def make_plan(
     taken = script_arguments(script, words)
     taken = replace(taken, overrides=(*taken.overrides, *overrides))
     launch = launch_section(taken.files, taken.overrides)
-    return _plan(script, taken, some_hosts(launch) if later else choose(launch, environment), environment)
+    choice = some_hosts(launch) if later else choose(launch, environment)
+    return _plan(script, taken, choice, environment, here=not later)
 
 
 def _plan(
-    script: str, taken: Arguments, choice: Choice, environment: Mapping[str, str], extra: Sequence[str] = ()
+    script: str,
+    taken: Arguments,
+    choice: Choice,
+    environment: Mapping[str, str],
+    extra: Sequence[str] = (),
+    *,
+    here: bool = True,
 ) -> Plan:
-    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for."""
+    """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for; `here` as in
+    `config.load`."""
     resolved = configuration.load(
-        taken.files, [*taken.overrides, *extra], ranks=choice.ranks, check_inputs=Path(script).name not in WITHOUT_DATA
+        taken.files,
+        [*taken.overrides, *extra],
+        ranks=choice.ranks,
+        check_inputs=Path(script).name not in WITHOUT_DATA,
+        here=here,
     )
     _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch

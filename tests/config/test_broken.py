@@ -23,7 +23,7 @@ from tools.config import main
 def folder(tmp_path, monkeypatch):
     """A working directory with base.yml and the files that the cases name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron.config.rules.recipe.machine_has_gpu", lambda: False)
+    monkeypatch.setattr("megatron.config.machine.has_gpu", lambda: False)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "base.yml").write_text(BASE)
     (tmp_path / "other.yml").write_text("extends: nothing.yml\n")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path as File
 
+from .. import machine
 from ..facts import Facts
 from ..problems import Problem
 
@@ -92,10 +93,53 @@ def job_scripts_can_hold_their_values(facts: Facts) -> Iterator[Problem]:
             yield facts.problem("launch.batch.resources", rule=rule, fix="see `kubectl describe node`")
 
 
+def environment_can_be_set(facts: Facts) -> Iterator[Problem]:
+    """The names and values that an operating system takes."""
+    for name, value in facts.config.launch.environment.items():
+        wrong = not name or "=" in name or "\0" in name
+        if wrong or "\0" in value:
+            what = "names of variables must not be empty, nor have '=' or a NUL in them" if wrong else None
+            yield facts.problem_at(
+                ("launch", "environment", name),
+                rule=what or "values of variables must not have a NUL in them",
+                fix="write NAME: value, one line per variable" if wrong else "remove the NUL (\\0)",
+            )
+
+
+def device_is_here(facts: Facts) -> Iterator[Problem]:
+    if facts.config.launch.device == "cuda" and facts.starts_here and not machine.has_gpu():
+        yield facts.problem(
+            "launch.device",
+            rule="this machine must have an NVIDIA or AMD GPU, and it has none",
+            fix="use device: auto or cpu, or name hosts that have GPUs (launch.hostfile)",
+        )
+
+
+def ranks_can_be_started(facts: Facts) -> Iterator[Problem]:
+    """The interpreter and the folder that every rank starts with, where they are on this machine."""
+    launch = facts.config.launch
+    if not facts.starts_here:
+        return
+    folder = launch.working_directory or "."
+    if not File(folder).is_dir():
+        yield facts.problem(
+            "launch.working_directory",
+            rule="must be a folder that exists",
+            fix=f"check the path (it is seen from {File.cwd()}), or leave it out: ranks start in the current folder",
+        )
+    if launch.python is not None and not machine.program(launch.python, folder):
+        yield facts.problem(
+            "launch.python",
+            rule="must be a program that can be started, and there is none of this name",
+            fix="give the path of a Python interpreter, or leave it out: ranks use the launcher's own",
+        )
+
+
 RULES = (
+    environment_can_be_set,
     job_scripts_can_hold_their_values,
     hosts_are_chosen_one_way,
     runner_has_its_hosts,
     secrets_stay_out_of_the_configuration,
 )
-INPUT_RULES = (launch_files_exist,)
+INPUT_RULES = (launch_files_exist, device_is_here, ranks_can_be_started)

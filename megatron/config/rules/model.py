@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..facts import Facts
+from ..frozen import thaw
 from ..pattern import PatternError
 from ..problems import Problem
 from ..structure import nearest
 from ..tokenizer_size import SizeUnknown, tokenizer_size
+from ..tree import leaves
 
 
 def pattern_is_readable(facts: Facts) -> Iterator[Problem]:
@@ -98,7 +100,21 @@ def tokenizer_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
         )
 
 
+LARGEST = 2**31 - 1
+
+
+def sizes_can_be_counted(facts: Facts) -> Iterator[Problem]:
+    """Token files and kernels number tokens and channels with 32 bits."""
+    for path, value in leaves(thaw(facts.config.model.model_dump())):
+        whole = ("model", *path)
+        if isinstance(value, int) and value > LARGEST and facts.origin(whole).given:
+            yield facts.problem_at(
+                whole, rule=f"sizes of a model must be at most {LARGEST:,}", fix="give a smaller number"
+            )
+
+
 RULES = (
+    sizes_can_be_counted,
     pattern_is_readable,
     shared_norm_has_two_branches,
     channel_scales_join_one_branch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path as File
 
+from .. import machine
 from ..facts import Facts
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
@@ -166,6 +167,22 @@ def map_has_its_source(facts: Facts) -> Iterator[Problem]:
             )
 
 
+def folders_can_be_written(facts: Facts) -> Iterator[Problem]:
+    """Before the first save finds out, perhaps after hours. Folders of other hosts are theirs."""
+    config = facts.config
+    if not facts.starts_here:
+        return
+    base = File(config.launch.working_directory or ".")
+    broken = machine.why_not_writable(base / config.run.dir)
+    if broken:
+        fix = f"choose another folder, or mend this one (the path is seen from {base.absolute()})"
+        yield facts.problem("run.dir", rule=f"must be a folder that the run can write into, and {broken}", fix=fix)
+    own = machine.why_not_writable(base / config.checkpoint.dir)
+    if own and own != broken:  # else it is inside run.dir
+        fix = f"choose another folder, or mend this one (the path is seen from {base.absolute()})"
+        yield facts.problem("checkpoint.dir", rule=f"must be a folder that the run can write into, and {own}", fix=fix)
+
+
 RULES = (
     one_way_to_start,
     map_has_its_source,
@@ -173,4 +190,10 @@ RULES = (
     resuming_needs_optimizer_state,
     profiled_steps_are_run,
 )
-INPUT_RULES = (resume_exists, other_programs_checkpoints_are_recognised, initial_weights_exist, urls_can_be_opened)
+INPUT_RULES = (
+    resume_exists,
+    other_programs_checkpoints_are_recognised,
+    initial_weights_exist,
+    urls_can_be_opened,
+    folders_can_be_written,
+)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path as File
 
+from .. import machine
 from ..facts import Facts
 from ..kernels import installed
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
-from ..schema import Config
 
 
 def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
@@ -44,6 +42,19 @@ def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
     )
 
 
+def samples_can_be_counted(facts: Facts) -> Iterator[Problem]:
+    training = facts.config.training
+    total = training.steps * (training.global_batch_size or 1) * training.sequence_length
+    if total >= 2**63:
+        yield facts.problem(
+            "training.global_batch_size",
+            "training.steps",
+            "training.sequence_length",
+            rule=f"the tokens of a run must be fewer than 2^63 (64-bit numbers count them), and here are {total:.1e}",
+            fix="use a smaller batch, or fewer steps",
+        )
+
+
 def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
     if facts.config.precision.compute == "fp16" and facts.config.launch.device == "cpu":
         yield facts.problem(
@@ -56,8 +67,8 @@ def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
 
 def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
     config = facts.config
-    here = config.launch.device == "auto" and starts_here(config)
-    if config.precision.compute == "fp16" and here and not machine_has_gpu():
+    here = config.launch.device == "auto" and facts.starts_here
+    if config.precision.compute == "fp16" and here and not machine.has_gpu():
         yield facts.problem(
             "precision.compute",
             "launch.device",
@@ -80,28 +91,17 @@ def kernels_are_here(facts: Facts) -> Iterator[Problem]:
             rule=f"{wanted} has kernels for {' and '.join(able)}: the pattern must have one of these",
             fix="use kernels: auto",
         )
-    elif config.launch.device == "cpu" or (starts_here(config) and not machine_has_gpu()):
+    elif config.launch.device == "cpu" or (facts.starts_here and not machine.has_gpu()):
         yield facts.problem(
             "model.kernels",
             "launch.device",
             rule=f"{wanted} needs a GPU",
             fix="use kernels: auto, which takes torch on CPUs",
         )
-    elif starts_here(config) and not installed(wanted):
+    elif facts.starts_here and not installed(wanted):
         yield facts.problem(
             "model.kernels", rule=f"{wanted} is not installed", fix=f"{next(iter(able.values()))}, or use kernels: auto"
         )
-
-
-def starts_here(config: Config) -> bool:
-    """Whether the ranks surely run on this machine."""
-    launch = config.launch
-    return launch.hostfile is None and launch.runner in ("auto", "local") and "SLURM_JOB_ID" not in os.environ
-
-
-def machine_has_gpu() -> bool:
-    """Whether this machine has the device files of an NVIDIA or AMD GPU. Importing torch to ask would take seconds."""
-    return any(File("/dev").glob("nvidia[0-9]*")) or File("/dev/kfd").exists() or File("/dev/dxg").exists()
 
 
 def accumulation_is_no_narrower_mix(facts: Facts) -> Iterator[Problem]:
@@ -225,6 +225,7 @@ def stop_comes_before_the_end(facts: Facts) -> Iterator[Problem]:
 
 
 RULES = (
+    samples_can_be_counted,
     batch_sizes_multiply_out,
     fp16_needs_a_gpu,
     accumulation_is_no_narrower_mix,

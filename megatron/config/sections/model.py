@@ -158,7 +158,7 @@ class _Stack(Section):
         "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', as in "
         "'(attention/mlp) x12'.",
     )
-    hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0)
+    hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0, le=2**20)
     vocab_size: int | None = key(
         None,
         "Rows of the embedding and of the head; never depends on the layout.",

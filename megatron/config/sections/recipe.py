@@ -36,10 +36,12 @@ def _decay_steps(own: dict[str, Any], at: Any) -> int | None:
 
 
 class TrainingSection(Section):
-    steps: int = key(..., "Optimizer steps of the whole run.", unit="steps", ge=0)
+    steps: int = key(..., "Optimizer steps of the whole run.", unit="steps", ge=0, le=10**12)
     seed: int = key(1234, "Seed of the initial weights, of dropout and of the data order.", ge=0)
-    sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0)
-    micro_batch_size: int = key(1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0)
+    sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0, le=2**31 - 1)
+    micro_batch_size: int = key(
+        1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0, le=2**20
+    )
     global_batch_size: int | None = key(
         None,
         "Samples per optimizer step over all ranks.",
@@ -104,13 +106,13 @@ class OptimizerSection(Section):
         "AdamW.",
         role=OPTIMIZER,
     )
-    lr: float = key(3e-4, "Peak learning rate.", ge=0)
+    lr: float = key(3e-4, "Peak learning rate.", ge=0, le=1000)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
     epsilon: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
     weight_decay: float = key(0.1, "Decoupled weight decay.", ge=0)
     momentum: float = key(0.9, "Momentum of sgd.", ge=0, lt=1)
     nesterov: bool = key(False, "Nesterov momentum of sgd.")
-    muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0)
+    muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0, le=1000)
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)
     gradient_clipping: float = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0

@@ -3,6 +3,16 @@
 from tests.config.broken.case import case
 
 MODEL = [
+    case("width of 1e15", f"model: {{hidden_size: {10**15}}}", "a.yml:2: model.hidden_size", "of at most 1048576"),
+    case(
+        "vocabulary of 1e18", f"model: {{vocab_size: {10**18}}}", "a.yml:2: model.vocab_size", "at most 2,147,483,647"
+    ),
+    case(
+        "MLP of 1e15",
+        f"model: {{mlp: {{hidden_size: {10**15}}}}}",
+        "a.yml:2: model.mlp.hidden_size",
+        "at most 2,147,483,647",
+    ),
     case(
         "kind unknown",
         "model: {layers: (atention/mlp) x4}",

@@ -4,6 +4,20 @@ from tests.config.broken.case import case
 
 RECIPE = [
     case(
+        "a run without end",
+        "",
+        "training.steps = 1",
+        "of at most 1000000000000",
+        arguments=(f"training.steps={10**40}",),
+    ),
+    case("learning rate of 1e30", "optimizer: {lr: 1e30}", "a.yml:2: optimizer.lr = 1e+30", "of at most 1000"),
+    case(
+        "batch beyond all numbers",
+        f"training: {{global_batch_size: {16 * 10**17}}}",
+        "a.yml:2: training.global_batch_size",
+        "must be fewer than 2^63",
+    ),
+    case(
         "batch is no multiple",
         "training: {global_batch_size: 15}",
         "a.yml:2: training.global_batch_size = 15",
@@ -270,6 +284,31 @@ DATA = [
 
 LAUNCH = [
     case(
+        "interpreter missing",
+        "launch: {python: /opt/none/bin/python}",
+        "a.yml:2: launch.python = '/opt/none/bin/python'",
+        "must be a program that can be started",
+    ),
+    case(
+        "folder to start in missing",
+        "launch: {working_directory: /nowhere/at/all}",
+        "a.yml:2: launch.working_directory = '/nowhere/at/all'",
+        "must be a folder that exists",
+    ),
+    case(
+        "name of a variable with an equals sign",
+        "launch:\n  environment: {A=B: x}",
+        "a.yml:3: launch.environment.A=B",
+        "must not be empty, nor have '=' or a NUL",
+    ),
+    case(
+        "NUL in a variable",
+        'launch:\n  environment: {A: "x\\0y"}',
+        "a.yml:3: launch.environment.A",
+        "values of variables must not have a NUL",
+    ),
+    case("no GPU", "launch: {device: cuda}", "a.yml:2: launch.device = 'cuda'", "must have an NVIDIA or AMD GPU"),
+    case(
         "hosts in and out",
         "launch: {include: a, exclude: b}",
         "a.yml:2: launch.exclude = 'b'",
@@ -298,6 +337,14 @@ LAUNCH = [
 ]
 
 OUTPUT = [
+    case(
+        "run inside a file",
+        "run: {dir: whole.bin/run}",
+        "a.yml:2: run.dir = 'whole.bin/run'",
+        "must be a folder that the run can write into",
+        "whole.bin is not a folder",
+    ),
+    case("checkpoints inside a file", "checkpoint: {dir: whole.bin}", "a.yml:2: checkpoint.dir", "is not a folder"),
     case(
         "resume missing",
         "checkpoint: {resume: runs/old}",
