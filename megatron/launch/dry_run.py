@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from megatron.config.problems import listing
 from megatron.worker import devices
 
 from . import forwarding
@@ -35,6 +36,8 @@ def describe(plan: Plan) -> str:
         lines += _host(plan, host, first)
         first += len(host.slots)
     lines += ["", "the configuration is valid for that many ranks"]
+    if plan.resolved.warnings:
+        lines += ["", listing(plan.resolved.warnings)]
     return "\n".join(lines) + "\n"
 
 

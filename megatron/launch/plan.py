@@ -8,11 +8,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron import config as configuration
 from megatron.config.arguments import ArgumentError, Arguments, split
+from megatron.config.problems import Problem
 from megatron.config.registry import registry_of
 from megatron.worker.code_version import code_now, code_version
 
@@ -114,6 +116,7 @@ def _plan(
         check_inputs=Path(script).name not in WITHOUT_DATA,
         here=here,
     )
+    resolved = replace(resolved, warnings=(*resolved.warnings, *_over_hosts(resolved, choice)))
     _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
@@ -121,6 +124,27 @@ def _plan(
     settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
     job = _specification(script, taken.own, resolved, choice, environment)
     return Plan(script, taken, resolved, choice, job, settings)
+
+
+def _over_hosts(resolved: Resolved, choice: Choice) -> list[Problem]:
+    """A warning where tensor parallel ranks, which are neighbours, are not all on one host."""
+    tensor, slots = resolved.config.parallel.tensor, [len(host.slots) for host in choice.hosts]
+    if len(slots) == 1 or all(number % tensor == 0 for number in slots):
+        return []
+    least, most = min(slots), max(slots)
+    each = str(least) if least == most else f"{least} to {most}"
+    key, blocks = "parallel.tensor", len(resolved.config.model.blocks)
+    return [
+        Problem(
+            key,
+            f"tensor parallel ranks should share a host: {tensor} do not divide the {each} ranks of a host, so the "
+            f"sums over them, several in each of {blocks} blocks and each micro-batch, cross the network",
+            f"use parallel.tensor={gcd(*slots)}, and parallel.pipeline for the rest",
+            tensor,
+            str(resolved.origins[key]),
+            fatal=False,
+        )
+    ]
 
 
 def _check_options(script: str, own: Sequence[str], config: Config) -> None:

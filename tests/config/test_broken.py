@@ -24,6 +24,8 @@ def folder(tmp_path, monkeypatch):
     """A working directory with base.yml and the files that the cases name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron.config.machine.has_gpu", lambda: False)
+    monkeypatch.setattr("megatron.config.machine.memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("megatron.config.machine.free_bytes", lambda path: 100 << 30)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "base.yml").write_text(BASE)
     (tmp_path / "other.yml").write_text("extends: nothing.yml\n")

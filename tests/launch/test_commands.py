@@ -269,6 +269,22 @@ def test_dry_run_tells_everything_but_secrets(place, capsys, monkeypatch):
     assert "WANDB_API_KEY=" in out and "hushhush" not in out and not (place / "runs").exists()
 
 
+@pytest.mark.parametrize("tensor, warned", [(1, False), (2, False), (4, True)])
+def test_tensor_parallel_ranks_on_two_hosts_are_warned_of(place, capsys, tensor, warned):
+    heads = "model.attention.heads=4"
+    words = ["--dry-run", "--hostfile", "hosts", "train.py", "a.yml", f"parallel.tensor={tensor}", heads]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert ("4 do not divide the 2 ranks of a host" in out and "use parallel.tensor=2" in out) == warned
+
+
+def test_a_job_script_asks_this_machine_for_nothing(place, capsys):
+    words = ["--ranks", "8", "train.py", "a.yml", *BATCH, "run.dir=/dev/null/run"]
+    assert main(["--print", "sbatch", *words]) == 0
+    assert main(["--dry-run", *words]) == 2
+    assert "run.dir" in capsys.readouterr().err
+
+
 BATCH = [
     "launch.batch.nodes=4",
     "launch.batch.time='12:00:00'",

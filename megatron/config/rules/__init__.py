@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from ..facts import Facts
 from ..problems import Problem
-from . import data, deepspeed, launch, layout, model, names, output, recipe, schedule
+from . import cost, data, deepspeed, launch, layout, model, names, output, recipe, schedule
 
-MODULES = (names, model, layout, recipe, schedule, data, output, launch, deepspeed)
+MODULES = (names, model, layout, recipe, schedule, data, output, launch, deepspeed, cost)
 
 
 def broken(facts: Facts, inputs: bool) -> list[Problem]:

@@ -2,7 +2,26 @@
 
 from tests.config.broken.case import case
 
+LLAMA_70B = (
+    "model:\n  hidden_size: 8192\n  vocab_size: 128256\n  layers: (attention/mlp) x80\n"
+    "  attention: {heads: 64, kv_heads: 8}\n  mlp: {hidden_size: 28672, gated: true}\n"
+)
+
 WARNED = [
+    case(
+        "70 billion parameters on each rank",
+        LLAMA_70B + "checkpoint: {at_end: false}",
+        "a.yml:5: model.layers",
+        "of 70,552,387,584 parameters take at least 788.5 GiB on each rank",
+        "this machine has 64.0 GiB for 2 of them",
+    ),
+    case(
+        "checkpoints larger than the disk",
+        "model: {vocab_size: 200000, hidden_size: 1024}\ncheckpoint: {every: 1}",
+        "checkpoint.every = 1 (a.yml:3)",
+        "100 more checkpoints of at least 5.1 GiB will be kept, 514.0 GiB in all, and 100.0 GiB are free there",
+        "give checkpoint.keep_last",
+    ),
     case(
         "sequence parallel alone",
         "parallel: {sequence: true}",

@@ -1,0 +1,127 @@
+"""Warnings with figures: a model that no rank can hold, checkpoints that fill the disk.
+
+All figures are least ones: layers whose size no short formula gives, activations and buffers come on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path as File
+
+from .. import machine
+from ..facts import Facts
+from ..problems import Problem
+
+LARGEST_GPU = 288 * 2**30  # bytes: AMD MI355X and NVIDIA B300
+MOMENTS = {"adamw": 8, "lion": 4, "muon": 4}  # bytes per parameter, at least; sgd may have none
+LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**40:,.1f} TiB" if size >= 2**40 else f"{size / 2**30:,.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters in large matrices: those of routed experts, and the others."""
+
+    dense: int
+    experts: int
+
+    @classmethod
+    def of(cls, facts: Facts) -> Weights:
+        model, dense, experts = facts.config.model, 0, 0
+        width = model.hidden_size
+        dense += (model.vocab_size or 0) * width * (1 if model.embedding.tied else 2)
+        for use in facts.layers("attention"):
+            own = use.options
+            if own.heads and own.kv_heads and own.head_dim:
+                dense += 2 * width * own.head_dim * (own.heads + own.kv_heads)
+        for use in facts.layers("mlp"):
+            dense += (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
+        for use in facts.layers("moe"):
+            one = (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
+            experts += one * use.options.experts
+        return cls(dense, experts)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def _bytes_on_a_rank(facts: Facts, weights: Weights, data: int) -> float:
+    """What weights, gradients and optimizer state take on the rank that has most of them, at least."""
+    config = facts.config
+    parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
+    sizes = {"weights": 2 if mixed else 4, "gradients": 4 if config.precision.accumulate == "fp32" else 2}
+    sizes["state"] = MOMENTS.get(config.optimizer.type, 0) + (4 if mixed else 0)
+    if zero.offload_optimizer.device != "none":
+        sizes["state"] = 0
+    if zero.offload_parameters.device != "none":
+        sizes["weights"] = 0
+    shared = {"state": zero.stage >= 1, "gradients": zero.stage >= 2, "weights": zero.stage >= 3}
+    each = sum(size / (data if shared[name] else 1) for name, size in sizes.items())
+    spread = parallel.expert if not shared["weights"] else 1  # ranks that share experts are data parallel ranks too
+    experts = weights.experts / (spread * (parallel.expert_tensor or 1))
+    fewer = sum(size / (max(data // spread, 1) if shared[name] else 1) for name, size in sizes.items())
+    return (each * weights.dense / parallel.tensor + fewer * experts) / parallel.pipeline
+
+
+def model_fits_on_a_rank(facts: Facts) -> Iterator[Problem]:
+    config, weights = facts.config, Weights.of(facts)
+    need = _bytes_on_a_rank(facts, weights, facts.data_ranks or 1)
+    on_cpu = config.launch.device == "cpu" or (facts.starts_here and not machine.has_gpu())
+    if facts.data_ranks is None or (on_cpu and not facts.starts_here):
+        return
+    memory = machine.memory_bytes() if on_cpu else LARGEST_GPU
+    together = need * (facts.ranks if on_cpu else 1)
+    if memory is None or together <= memory:
+        return
+    room = f"this machine has {gib(memory)} for {facts.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
+    yield facts.warning(
+        "model.layers",
+        "parallel.tensor",
+        "parallel.pipeline",
+        "zero.stage",
+        rule=f"weights, gradients and optimizer state of {weights.total:,} parameters take at least {gib(need)} on "
+        f"each rank, and {room}",
+        fix="share them among more ranks (parallel.tensor, parallel.pipeline, zero.stage), or use a smaller model",
+    )
+
+
+def kept_checkpoints(facts: Facts) -> int:
+    """How many checkpoints the run will have at its end, without those that only time or a signal asks for."""
+    options, last = facts.config.checkpoint, facts.config.training.steps
+    regular = last // options.every if options.every else 0
+    named = {*options.steps, *(LOG_SPACED if options.log_spaced else ()), *((last,) if options.at_end else ())}
+    total = regular + sum(step <= last and not (options.every and step and step % options.every == 0) for step in named)
+    if options.keep_last is None:
+        return total
+    for_ever = last // lcm(options.keep_every, options.every or 1) if options.keep_every else 0
+    return min(total, options.keep_last + for_ever)
+
+
+def checkpoints_fit_on_the_disk(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    if not facts.starts_here:
+        return
+    folder = File(config.launch.working_directory or ".", config.checkpoint.dir)
+    free = machine.free_bytes(folder)
+    state = MOMENTS.get(config.optimizer.type, 0) if config.checkpoint.optimizer_state else 0
+    size = Weights.of(facts).total * (4 + state)
+    there = sum(1 for _ in folder.glob("step_*")) if folder.is_dir() else 0
+    count = max(kept_checkpoints(facts) - there, 0)
+    if free is not None and count * size > free:
+        yield facts.warning(
+            "checkpoint.dir",
+            "checkpoint.every",
+            "checkpoint.keep_last",
+            rule=f"{count:,} more checkpoints of at least {gib(size)} will be kept, {gib(count * size)} in all, and "
+            f"{gib(free)} are free there",
+            fix="give checkpoint.keep_last (and keep_every), save less often, or use a larger disk",
+        )
+
+
+RULES = ()
+INPUT_RULES = (model_fits_on_a_rank, checkpoints_fit_on_the_disk)

@@ -1,0 +1,46 @@
+"""The figures of warnings about size: never above those of the layers' own counts and of what a run writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.checkpoint.policy import SavePolicy
+from megatron.config import load
+from megatron.config.facts import Facts
+from megatron.config.rules.cost import Weights, kept_checkpoints
+from megatron.model.describe import totals
+from tests.paths import ROOT
+
+
+def facts(name: str, *overrides: str) -> Facts:
+    resolved = load([ROOT / "configs" / f"{name}.yml"], overrides, ranks=8, check_inputs=False)
+    return Facts(resolved.config, 8, lambda path: resolved.origins[".".join(map(str, path))])
+
+
+@pytest.mark.parametrize(
+    "name, share", [("pythia/6.9b", 0.99), ("llama/llama3_8b", 0.999), ("test/tiny_moe", 0.5), ("test/tiny_rwkv7", 0)]
+)
+def test_never_more_than_the_layers_count(name, share):
+    at = facts(name, *([] if name.startswith("test") else ["data.synthetic=copy"]))
+    whole = totals(at.config).parameters
+    assert share * whole <= Weights.of(at).total <= whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 10},
+        {"every": 30},
+        {"every": 10, "log_spaced": "true"},
+        {"every": 10, "steps": "[5, 20, 77]", "at_end": "false"},
+        {"every": 10, "keep_last": 3},
+        {"every": 10, "keep_last": 1, "keep_every": 50},
+    ],
+)
+def test_as_many_checkpoints_as_the_policy_saves(options):
+    at = facts("test/tiny_neox", "training.steps=101", *(f"checkpoint.{key}={value}" for key, value in options.items()))
+    policy = SavePolicy.of(at.config.checkpoint)
+    saved = [step for step in range(102) if policy.due(step, last_step=101)]
+    last, always = at.config.checkpoint.keep_last, at.config.checkpoint.keep_every
+    kept = {*saved[-last if last else None :], *(step for step in saved if always and step and step % always == 0)}
+    assert kept_checkpoints(at) == len(kept)
