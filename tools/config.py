@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,7 @@ def layers(options: argparse.Namespace) -> None:
             )
         ])
     rows, total = layers_table(resolved.config), totals(resolved.config)
-    names = list(rows[0])
-    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    numeric = [isinstance(rows[0][name], (int, float)) for name in names]
-    text = [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric)
-        ).rstrip()
-        for line in cells
-    ]
+    text = _table([_shown(row, number) for row, number in _equal(rows)])
     text += [
         f"parameters: {total.parameters:,} ({total.non_embedding_parameters:,} without embeddings)"
         + (f", {total.active_parameters:,} active per token" if total.active_parameters < total.parameters else ""),
@@ -168,6 +160,51 @@ def layers(options: argparse.Namespace) -> None:
             "layers": rows,
         },
     )
+
+
+def _equal(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Layers that are the same but for their names, with their number; neighbours only."""
+    groups = groupby(rows, key=lambda row: {name: value for name, value in row.items() if name != "name"})
+    members = [list(group) for _, group in groups]
+    return [
+        (
+            {**group[0], "name": f"{group[0]['name']} ... {group[-1]['name']}"} if len(group) > 1 else group[0],
+            len(group),
+        )
+        for group in members
+    ]
+
+
+def _shown(row: dict[str, Any], number: int) -> dict[str, str | int | float | None]:
+    """A row of the table for people: bytes in units, and how many layers it stands for."""
+    shown = {"name": row["name"], "kind": row["kind"], "layers": number}
+    for name, value in row.items():
+        if name.endswith("_bytes"):
+            shown[name.removesuffix("_bytes")] = _size(value)
+        elif name not in shown:
+            shown[name] = value
+    return shown
+
+
+def _size(number: int) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number:,} B"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table; all but the first two columns are figures."""
+    names = list(rows[0])
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in cells
+    ]
 
 
 def _cell(value: Any) -> str:

@@ -27,6 +27,8 @@ from .structure import check
 from .tree import get, leaves, put
 from .variants import check_variants, complete_variants
 
+FEW = 2  # overridden values that a start tells in full
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -48,10 +50,16 @@ class Resolved:
     notes: tuple[str, ...] = ()
     ranks: int | None = None
 
-    def summary(self) -> str:
-        """What is worth saying at the start: which value won over which, notes of a translation, and warnings."""
+    def summary(self, *, short: bool = False) -> str:
+        """What is worth saying at the start: which value won over which, notes of a translation, and warnings; with
+        `short` many overridden values are only named."""
         parts = [f"note: {note}" for note in self.notes]
-        parts += [f"override: {each}" for each in self.overridden]
+        if short and len(self.overridden) > FEW:
+            names = list(dict.fromkeys(each.key for each in self.overridden))
+            named = ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")
+            parts.append(f"{len(self.overridden)} values are overridden ({named}); tools/config.py show lists them")
+        else:
+            parts += [f"override: {each}" for each in self.overridden]
         return "\n".join(parts + ([listing(self.warnings)] if self.warnings else []))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -14,15 +15,18 @@ from .status import Failure, describe, exit_status
 _START = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"(During handling of the above exception|The above exception was the direct cause)")
 _TORCH = re.compile(r"^\[rank\d+\]: ")  # torch says what we say
+YELLOW, PLAIN = "\x1b[33m", "\x1b[0m"
 LINES = 80
 PATIENCE = 0.5  # seconds
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """A line of the launcher's own, on standard error: standard output is the script's."""
+def say(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
+    """Lines of the launcher's own, on standard error: standard output is the script's. Colours are for terminals, and
+    not for those who set NO_COLOR."""
     stream = stream or sys.stderr
+    coloured = colour and stream.isatty() and not os.environ.get("NO_COLOR")
     for line in text.splitlines() or [""]:
-        stream.write(f"deepy: {line}\n")
+        stream.write(f"{colour}deepy: {line}{PLAIN}\n" if coloured else f"deepy: {line}\n")
     stream.flush()
 
 
@@ -95,12 +99,14 @@ def last_traceback(text: str) -> str:
     return "\n".join(shown if len(shown) <= LINES else [*shown[: LINES // 2], "    ...", *shown[-LINES // 2 :]])
 
 
-def report(first: Failure, others: list[Failure], seconds: float, logs: str | None) -> str:
-    """The end of a failed run, for people: traceback, who, how, why, where to read more."""
+def report(first: Failure, others: list[Failure], seconds: float, logs: str | None, *, seen: bool = False) -> str:
+    """The end of a failed run, for people: traceback (where it was `seen` as it came: its last line), who, how, why,
+    where to read more."""
     lines = []
     if first.text.strip():
         where = f"[{first.host}:{first.rank}] " if first.rank is not None else f"[{first.host}] "
-        lines += [where + line for line in last_traceback(first.text).splitlines()]
+        text = last_traceback(first.text).splitlines()
+        lines += [where + line for line in (text[-1:] if seen and first.rank is not None else text)]
     if first.rank is None:
         lines.append(f"deepy: the run failed: host {first.host} was lost after {seconds:.0f} s: {first.reason}")
     else:

@@ -13,9 +13,9 @@ from megatron.worker import network
 from megatron.worker.code_version import code_now
 from megatron.worker.job import CONFIG_ERROR
 
-from ..config.problems import ConfigError
+from ..config.problems import ConfigError, listing
 from ..report.ledger import Ledger
-from .console import report, say
+from .console import YELLOW, report, say
 from .desk import Desk
 from .hosts import HostError
 from .launcher import Launcher, Result
@@ -118,13 +118,13 @@ def start(plan: Plan, attempt: int) -> Result:
 def _announce(plan: Plan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
-    say(
-        f"runner {plan.choice.runner} ({plan.choice.reason}): {plan.choice.ranks} ranks on {where}; "
-        f"logs in {plan.job.logs}"
-    )
-    summary = plan.resolved.summary()
+    ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
+    say(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}; logs in {plan.job.logs}")
+    summary = replace(plan.resolved, warnings=()).summary(short=True)
     if summary:
         say(summary)
+    if plan.resolved.warnings:
+        say(listing(plan.resolved.warnings), colour=YELLOW)
 
 
 def _explain(plan: Plan, result: Result) -> None:
@@ -132,5 +132,6 @@ def _explain(plan: Plan, result: Result) -> None:
         say(f"stopped by a signal; exit status {result.status}")
         return
     others = [each for each in result.failures if each is not result.first]
-    sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs) + "\n")
+    seen = result.first.rank == 0 or plan.job.console == "all"  # its output went by as it came
+    sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs, seen=seen) + "\n")
     sys.stderr.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -23,25 +25,49 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
-def training_line(record: Mapping[str, Any], total: int) -> str:
-    """One training record as text; a value that is not there is left out."""
-    parts = [f"step {record['step']:>{len(str(total))}}", f"{(record['step'] + 1) / max(total, 1):6.1%}"]
-    shown = (
-        ("loss", lambda v: f"loss {v:.4f}"),
-        ("lr", lambda v: f"lr {v:.3e}"),
-        ("grad_norm", lambda v: f"grad {v:.3f}"),
-        ("tokens_per_second", lambda v: f"{short(v)} tok/s"),
-        ("tflops", lambda v: f"{v:.3g} TFLOP/s"),
-        ("mfu", lambda v: f"MFU {v:.1%} of {record['peak_tflops']:g} TFLOP/s"),
-        ("memory_bytes", lambda v: f"mem {v / 2**30:.2f} GiB"),
-        ("eta_seconds", lambda v: f"ETA {duration(v)}"),
-    )
-    parts += [form(record[name]) for name, form in shown if record.get(name) is not None]
-    if record.get("skipped"):
-        parts.append("skipped: overflow")
-    if record.get("unlabelled"):
-        parts.append("no label counts: no update")
-    return "  ".join(parts)
+BAR = 12  # columns of the progress bar
+# Left out of a line that is too narrow for all, in this order.
+LEAST_FIRST = ("memory_bytes", "tflops", "peak", "mfu", "share", "tokens_per_second", "grad_norm", "eta_seconds", "lr")
+
+
+def training_line(record: Mapping[str, Any], total: int, width: int | None = None) -> str:
+    """One training record as text; a value that is not there is left out, and so is what `width` has no room for."""
+    shown = {
+        "step": lambda v: f"step {v:>{len(str(total))}}",
+        "share": lambda v: f"{v:6.1%}",
+        "loss": lambda v: f"loss {v:.4f}",
+        "lr": lambda v: f"lr {v:.3e}",
+        "grad_norm": lambda v: f"grad {v:.3f}",
+        "tokens_per_second": lambda v: f"{short(v)} tok/s",
+        "tflops": lambda v: f"{v:.3g} TFLOP/s",
+        "mfu": lambda v: f"MFU {v:.1%}",
+        "peak": lambda v: f"of {v:g} TFLOP/s",
+        "memory_bytes": lambda v: f"mem {v / 2**30:.2f} GiB",
+        "eta_seconds": lambda v: f"ETA {duration(v)}",
+        "skipped": lambda v: "skipped: overflow",
+        "unlabelled": lambda v: "no label counts: no update",
+    }
+    values = {**record, "share": (record["step"] + 1) / max(total, 1)}
+    values["peak"] = record.get("peak_tflops") if record.get("mfu") is not None else None
+    there = [name for name in shown if values.get(name) is not None and values[name] is not False]
+    parts = {name: shown[name](values[name]) for name in there}
+    for name in LEAST_FIRST:
+        if width is None or len(_joined(parts)) <= width:
+            break
+        parts.pop(name, None)
+    return _joined(parts)
+
+
+def _joined(parts: Mapping[str, str]) -> str:
+    return "  ".join(parts.values()).replace("  of ", " of ")
+
+
+def columns_of(file: TextIO) -> int | None:
+    """Columns of the terminal behind a file, or what COLUMNS says; None where any width does."""
+    if file.isatty():
+        return shutil.get_terminal_size().columns
+    given = os.environ.get("COLUMNS", "")
+    return int(given) if given.isdigit() and int(given) else None
 
 
 def validation_line(record: Mapping[str, Any]) -> str:
@@ -87,7 +113,7 @@ class Console:
         elif self.mode == "live":
             self._show(record)
         else:
-            self.say(training_line(record, self.total))
+            self.say(training_line(record, self.total, columns_of(self.file)))
 
     def say(self, text: str) -> None:
         """Print a message; on a terminal it scrolls by above the live line."""
@@ -112,8 +138,8 @@ class Console:
 
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
-            ProgressBar(total=self.total, completed=record["step"] + 1, width=12),
-            Text(training_line(record, self.total)),
+            ProgressBar(total=self.total, completed=record["step"] + 1, width=BAR),
+            Text(training_line(record, self.total, columns_of(self.file) - BAR - 1 if self.file.isatty() else None)),
         )
         if self._live is None:
             terminal = Terminal(file=self.file, force_terminal=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from .console import duration, short
 from .figures import save_lines
 from .jsonl import read_lines
-from .plot import draw
+from .plot import Points, draw
+
+FEW = 25  # a running mean reaches this part of a curve to each side
 
 
 @dataclass
@@ -39,7 +42,10 @@ class History:
     def curves(self) -> dict[str, list[tuple[float, float]]]:
         """The training loss and the validation losses by name, as points."""
         training = [(record["step"], record["loss"]) for record in self.training if record["loss"] is not None]
-        named = {f"validation: {name}": points for name, points in self.validation.items()}
+        named = {
+            "validation" if name == "validation" else f"validation: {name}": points
+            for name, points in self.validation.items()
+        }
         return {"training": training, **named}
 
 
@@ -47,7 +53,30 @@ def save_loss_curve(history: History, path: str | Path, title: str) -> None:
     """Draw loss.png."""
     curves = history.curves()
     marked = [name for name in curves if name != "training"]
-    save_lines(path, curves, title=title, x="step", y="loss (nats per token)", marked=marked)
+    faint, named = smoothed({"training": curves.pop("training")})
+    save_lines(path, {**named, **curves}, title=title, x="step", y="loss (nats per token)", marked=marked, faint=faint)
+
+
+def smoothed(curves: dict[str, Points]) -> tuple[dict[str, Points], dict[str, Points]]:
+    """(curves as they are, curves to draw over them: running means with the number of points in their names).
+
+    A mean is taken over as many points before as after, fewer towards the ends, so that a straight line stays itself. A
+    curve of few points has no mean: it is among the latter as it is.
+    """
+    raw, means = {}, {}
+    for name, points in curves.items():
+        half = len(points) // FEW
+        if half == 0:
+            means[name] = points
+            continue
+        raw[name] = points
+        sums = [0.0, *accumulate(y for _, y in points)]
+        reach = [min(half, index, len(points) - 1 - index) for index in range(len(points))]
+        means[f"{name} (mean of {2 * half + 1})"] = [
+            (x, (sums[index + each + 1] - sums[index - each]) / (2 * each + 1))
+            for index, ((x, _), each) in enumerate(zip(points, reach))
+        ]
+    return raw, means
 
 
 def terminal_loss_curve(history: History, *, width: int = 72, height: int = 14) -> str:

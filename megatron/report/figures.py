@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,14 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
 
 
 def save_lines(
-    path: str | Path, series: dict[str, Points], *, title: str, x: str, y: str, marked: Sequence[str] = ()
+    path: str | Path,
+    series: dict[str, Points],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    marked: Sequence[str] = (),
+    faint: Mapping[str, Points] | None = None,
 ) -> None:
     """Draw curves into a PNG file, which appears whole or not at all.
 
@@ -63,6 +70,7 @@ def save_lines(
         series: curves by name, each a sequence of (x, y).
         x, y: labels of the axes.
         marked: names of the curves that are drawn with a mark at each point, on top of the others.
+        faint: curves to draw pale below all others, the n-th in the colour of the n-th of `series`, without a name.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -72,12 +80,14 @@ def save_lines(
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, points in series.items():
+    for number, points in enumerate((faint or {}).values()):
+        axes.plot([px for px, _ in points], [py for _, py in points], linewidth=0.8, alpha=0.3, color=f"C{number}")
+    for number, (name, points) in enumerate(series.items()):
         xs, ys = [px for px, _ in points], [py for _, py in points]
         if name in marked:
-            axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.2, label=name, zorder=3)
+            axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.2, label=name, zorder=3, color=f"C{number}")
         else:
-            axes.plot(xs, ys, linewidth=0.9, label=name)
+            axes.plot(xs, ys, linewidth=1.2, label=name, color=f"C{number}")
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if len(series) > 1:

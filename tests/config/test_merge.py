@@ -52,6 +52,11 @@ def test_later_files_win_and_overrides_last(write):
         "training.seed = 6 (argument training.seed=6) over 5 (b.yml:3)",
     ]
     assert "override: training.steps = 20 (b.yml:2) over 10 (base.yml:3)" in resolved.summary()
+    assert resolved.summary(short=True) == resolved.summary()
+    many = load(["base.yml", "b.yml"], ["training.seed=6", "training.steps=21"], ranks=1)
+    assert many.summary().count("override: ") == 3
+    short = "3 values are overridden (training.steps, training.seed); tools/config.py show lists them"
+    assert many.summary(short=True) == short
 
 
 def test_the_same_value_again_is_no_loss(write):

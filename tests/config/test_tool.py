@@ -166,8 +166,11 @@ def test_layers(tool):
     assert document["training_flops"] == 3 * sum(row["flops"] for row in document["layers"])
     status, out, _ = tool("layers", "a.yml")
     lines = out.splitlines()
-    assert status == 0 and lines[0].split() == list(document["layers"][0])
-    assert [line.split()[0] for line in lines[1:-2]] == [row["name"] for row in document["layers"]]
+    names = [name.removesuffix("_bytes") for name in document["layers"][0]]
+    assert status == 0 and lines[0].split() == [*names[:2], "layers", *names[2:]]
+    rows = [line.split("  ") for line in lines[1:-2]]
+    assert [row[0] for row in rows] == ["embedding", "layers.0 ... layers.1", "head"]
+    assert lines[2].split()[4] == "2" and "KiB" in lines[2]  # two equal layers on one line
     assert lines[-2].startswith(f"parameters: {document['parameters']:,} (")
     assert lines[-1] == (
         f"FLOPs per token: {document['forward_flops']:,} forward, {document['training_flops']:,} forward and backward"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import signal
 
 import pytest
 
-from megatron.launch.console import last_traceback, report
+from megatron.launch.console import YELLOW, last_traceback, report, say
 from megatron.launch.hints import hint
 from megatron.launch.status import HOST_LOST, STOPPED, Failure, describe, exit_status, outcome, signal_of
 
@@ -204,3 +205,23 @@ def test_other_words_for_a_lost_peer(text):
 
 def test_a_failure_of_its_own_is_no_complaint():
     assert outcome([fail(10.0, 0, 1, text="ValueError: no"), fail(10.1, 3, -9)], [])[1].rank == 0
+
+
+def test_what_went_by_already_is_not_shown_again():
+    first = fail(4.0, 0, 1, text=CHAIN)
+    whole, short = (report(first, [], 12.0, None, seen=seen) for seen in (False, True))
+    last = last_traceback(CHAIN).splitlines()[-1]
+    assert whole.count("Traceback") >= 1 and short.count("Traceback") == 0
+    assert short.splitlines()[0] == f"[h0:0] {last}" and "first failure: rank 0" in short
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        say("a warning", stream, colour=YELLOW)
+    assert terminal.getvalue() == "\x1b[33mdeepy: a warning\x1b[0m\n" and pipe.getvalue() == "deepy: a warning\n"

@@ -92,3 +92,28 @@ def test_quiet_is_quiet():
     console.say("x")
     console.close()
     assert out.getvalue() == ""
+
+
+def test_a_narrow_line_leaves_out_the_least_important():
+    whole = training_line(RECORD, 1000)
+    assert training_line(RECORD, 1000, len(whole)) == whole
+    for width in range(24, len(whole)):
+        line = training_line(RECORD, 1000, width)
+        assert len(line) <= width and line.startswith("step ") and "loss " in line
+    assert "mem " not in training_line(RECORD, 1000, len(whole) - 1)
+    assert "ETA" in training_line(RECORD, 1000, 80) and "lr " in training_line(RECORD, 1000, 80)
+    assert "skipped: overflow" in training_line({**RECORD, "skipped": True}, 1000, 60)
+    assert (
+        training_line({"step": 0, "loss": 0.0, "lr": 0.0}, 10).split()
+        == "step 0 10.0% loss 0.0000 lr 0.000e+00".split()
+    )
+
+
+def test_columns_of_a_pipe(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    file = io.StringIO()
+    Console("auto", 1000, file).write(RECORD)
+    monkeypatch.setenv("COLUMNS", "60")
+    Console("auto", 1000, file).write(RECORD)
+    wide, narrow = file.getvalue().splitlines()
+    assert len(narrow) <= 60 < len(wide)

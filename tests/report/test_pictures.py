@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
-from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
+from megatron.report.curve import History, save_loss_curve, smoothed, summary, terminal_loss_curve
 from megatron.report.figures import save_lines
 from megatron.report.jsonl import MetricsFile
 from megatron.report.plot import draw
@@ -75,3 +75,19 @@ def test_closing_words(tmp_path):
     assert "5.0000 (step 0) -> 0.4050 (step 49)" in text
     assert "2.0500 (code, after 40 steps; best 2.0500 after 40)" in text and "125 tokens/s" in text
     assert "no step was logged" in summary(History(), seconds=0, reason="stopped")
+
+
+def test_running_means():
+    """A straight line stays itself, noise shrinks, and few points are left alone."""
+    line = [(x, 2.0 * x) for x in range(100)]
+    raw, means = smoothed({"training": line})
+    assert raw == {"training": line} and list(means) == ["training (mean of 9)"]
+    assert all(abs(y - 2 * x) < 1e-9 for x, y in means["training (mean of 9)"])
+    _, means = smoothed({"noise": [(x, (-1.0) ** x) for x in range(100)]})
+    assert max(abs(y) for _, y in means["noise (mean of 9)"][4:-4]) < 0.12
+    assert smoothed({"few": line[:10]}) == ({}, {"few": line[:10]})
+
+
+def test_the_only_validation_set_has_one_name():
+    history = History(validation={"validation": [(1, 2.0)], "code": [(1, 2.0)]})
+    assert list(history.curves()) == ["training", "validation", "validation: code"]
