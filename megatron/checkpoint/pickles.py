@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from .errors import CheckpointError
 
 _WANTED = re.compile(r"GLOBAL ([\w.]+)|type ([\w.]+) (?:was|is) not")
 
 
-def load_tensors(path: Path) -> Any:
+class Inert:
+    """Stands for an object of another program's class: what it was made of and its attributes, and no code of it."""
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+def load_tensors(path: Path, inert: Collection[str] = ()) -> Any:
     """The content of a file, mapped and not read. No code in it is run.
 
+    Args:
+        inert: modules and packages whose classes and functions may be named in the file: objects of theirs become
+            `Inert`. Nothing of theirs is imported.
+
     Raises:
-        CheckpointError: it is damaged, or has anything but tensors and plain values.
+        CheckpointError: it is damaged, or has anything but tensors, plain values and what `inert` names.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with safe_globals([(Inert, name) for name in _named(path, inert)]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         # torch's own text advises to load such a file with weights_only=False, which would run what is in it.
         found = _WANTED.search(str(error))
@@ -34,3 +56,9 @@ def load_tensors(path: Path) -> Any:
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         said = str(error).strip() or type(error).__name__
         raise CheckpointError(path, f"it cannot be read: {said.splitlines()[0]}") from error
+
+
+def _named(path: Path, inert: Collection[str]) -> list[str]:
+    """Full names of what the file asks for in the modules and packages of `inert`."""
+    wanted = get_unsafe_globals_in_checkpoint(path) if inert else []
+    return [name for name in wanted if any(name.startswith(f"{each}.") for each in inert)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 _STEP = re.compile(r"global_step(\d+)")
@@ -33,9 +35,19 @@ def _is_one(path: Path) -> bool:
     return path.is_dir() and any(next(path.glob(pattern), None) for pattern in _FILES)
 
 
-def advice(step: Path) -> str:
-    """What to do with such a folder."""
+def advice(step: Path, files: Sequence[str] = (), weights: bool = False) -> str:
+    """What to do with such a folder.
+
+    Args:
+        files: of the run's configuration, if they are known.
+        weights: whether only the weights are wanted.
+    """
+    given = shlex.join(files) if files else "YOUR.yml"
+    command = f"python tools/checkpoint/from_neox.py {shlex.quote(str(step))} OUT --config {given}"
+    own = "and a checkpoint.dir (GPT-NeoX's save) of its own"
+    if weights:
+        return f"to start from its weights: {command} --weights, then checkpoint.initialize_from=OUT {own}"
     return (
-        f"write its weights as a checkpoint that can be started from: python tools/checkpoint/from_neox.py {step} OUT "
-        "--config YOUR.yml, then checkpoint.initialize_from=OUT, with a checkpoint.dir of its own"
+        f"to go on from it: {command}, then checkpoint.resume=OUT {own}; with --weights, "
+        "checkpoint.initialize_from=OUT starts anew from its weights"
     )

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Write one of GPT-NeoX's own checkpoints as one that a run can be initialised from (checkpoint.initialize_from).
+"""Write one of GPT-NeoX's own checkpoints as one that a run goes on from, or starts from with its weights.
 
-python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --verify
+python tools/checkpoint/from_neox.py checkpoints/global_step1000 OUT --config configs/70M.yml
+python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --weights --verify
 python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --hf FOLDER
 
-The layer files of any tensor parallel size, of both versions. The Hugging Face model that is made on the way is kept
-with --hf; without, it is written into a temporary folder beside OUT.
+With optimizer states (ZeRO 0, 1 or 2) OUT has them, the step and the position in the data: checkpoint.resume=OUT.
+Where the folder has none, or with --weights, OUT has the weights alone: checkpoint.initialize_from=OUT. Any tensor and
+pipeline parallel size. The Hugging Face model of the weights is kept with --hf. Nothing in the files is run.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.hf.importer import import_model
-from megatron.checkpoint.hf.neox import to_folder
-from megatron.checkpoint.hf.verify import prove
+from megatron.checkpoint.hf.neox import open_run, to_checkpoint, to_folder
+from megatron.checkpoint.hf.neox_optimizer import has_optimizer
+from megatron.checkpoint.hf.verify import Proof, prove
 from megatron.config import ConfigError
 
 
@@ -33,32 +36,51 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the global_stepN folder")
     parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
-    parser.add_argument("--config", type=Path, required=True, help="the run's YAML, GPT-NeoX's or ours")
+    parser.add_argument("--config", nargs="+", required=True, metavar="FILE", help="the run's YAML, GPT-NeoX's or ours")
+    parser.add_argument("--weights", action="store_true", help="take the weights alone, to start anew from them")
     parser.add_argument("--hf", type=Path, metavar="FOLDER", help="keep the Hugging Face model here; must not exist")
     parser.add_argument("--verify", action="store_true", help="run it and transformers' model on the same tokens")
     options = parser.parse_args(arguments)
     try:
-        proof = convert(options.source, options.out, options.config, options.hf, options.verify)
+        step, proof = convert(options)
     except (CheckpointError, ConfigError, OSError, ValueError) as error:
         print(f"from_neox: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.out}; a run takes it with checkpoint.initialize_from={options.out}")
+    if step is None:
+        print(f"wrote {options.out} (weights alone); a run takes it with checkpoint.initialize_from={options.out}")
+    else:
+        print(f"wrote {options.out} (step {step}); a run goes on from it with checkpoint.resume={options.out}")
     if proof:
         print(f"verified: {proof}")
     return 0 if proof is None or proof.holds else 1
 
 
-def convert(source: Path, out: Path, config: Path, keep: Path | None, verify: bool):
-    """Returns the proof, if one is wanted."""
-    if out.exists():
-        raise CheckpointError(out, "it exists already")
-    if keep is not None:
-        keep.mkdir(parents=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with nullcontext(keep) if keep else tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        to_folder(source, config, Path(folder), lambda text: print(text, file=sys.stderr))
-        import_model(Path(folder), out)
-        return prove(open_checkpoint(out), Path(folder), None) if verify else None
+def convert(options: argparse.Namespace) -> tuple[int | None, Proof | None]:
+    """Returns the step (None with weights alone) and the proof, if one is wanted."""
+    if options.out.exists():
+        raise CheckpointError(options.out, "it exists already")
+    if options.hf is not None:
+        options.hf.mkdir(parents=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    step, run = None, None
+    if not options.weights and has_optimizer(options.source):
+        run, meta = to_checkpoint(options.source, options.config, options.out, say)
+        step = meta.step
+        if not (options.hf or options.verify):
+            return step, None
+    run = run or open_run(options.source, options.config, say)
+    beside = tempfile.TemporaryDirectory(dir=options.out.parent, prefix=f".{options.out.name}.")
+    with nullcontext(options.hf) if options.hf else beside as folder:
+        to_folder(run, Path(folder))
+        if step is None:
+            import_model(Path(folder), options.out)
+        # Masters have more digits than the weights that were made of them.
+        dtype = None if step is None else run.dtype
+        return step, prove(open_checkpoint(options.out), Path(folder), dtype) if options.verify else None
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,38 @@
-"""GPT-NeoX's own checkpoints (`layer_XX-model_YY-model_states.pt`) as a Hugging Face folder.
+"""GPT-NeoX's own checkpoints: as a Hugging Face folder (weights), or as one of ours that a run goes on from.
 
-Each pipeline layer is a file per tensor parallel rank. Column-parallel matrices are cut along rows, row-parallel ones
-along columns. Rows of query_key_value are ordered by head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so
-shards below each other are the whole. Layers are recognised by what they hold, not by their numbers, among which are
-layers without parameters; version 2 later renamed the matrices of the MLP.
+Column-parallel matrices are cut along rows, row-parallel ones along columns. Rows of query_key_value are ordered by
+head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so shards below each other are the whole. `neox_files` and
+`neox_optimizer` read the files.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from megatron.config import Config, load
-from megatron.config.paths import UnsafeName, inside
+from megatron.config import Resolved, load, to_yaml
 
 from ..errors import CheckpointError
-from ..pickles import load_tensors
+from ..fragment import MASTER, WEIGHT, FragmentSpec
+from ..meta import Meta
+from ..writer import write_tensors
 from .architectures import GPT_NEOX
-from .config import hf_config
+from .config import dims_of, hf_config
+from .convert import match, plan
+from .importer import logical_tensors
+from .neox_files import Shard, layers_of
+from .neox_optimizer import EMBEDDING, OptimizerStates, Place, read_optimizer
 from .written import INDEX
 
-FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RENAMED = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
 ROWS = (
-    "word_embeddings.weight",
+    EMBEDDING,
     "final_linear.weight",
     "attention.query_key_value.weight",
     "attention.query_key_value.bias",
@@ -41,74 +44,22 @@ OUTPUT_BIASES = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
 NORMS = tuple(
     f"{norm}.{part}" for norm in ("input_layernorm", "post_attention_layernorm", "norm") for part in ("weight", "bias")
 )
-BUFFERS = ("attention.rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
 OUTSIDE = {
     "word_embeddings.": "gpt_neox.embed_in.",
     "norm.": "gpt_neox.final_layer_norm.",
     "final_linear.": "embed_out.",
 }
+ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1")
+Say = Callable[[str], None]
 
 
-def layers_of(folder: Path) -> dict[int, list[Path]]:
-    """The files of each layer, by rank.
-
-    Raises:
-        CheckpointError: there are none, or a rank's file is lost.
-    """
-    found: dict[int, dict[int, Path]] = {}
-    for path in folder.iterdir() if folder.is_dir() else []:
-        if match := FILE.fullmatch(path.name):
-            found.setdefault(int(match[1]), {})[int(match[2])] = _checked(folder, path.name)
-    if not found:
-        raise CheckpointError(
-            folder,
-            "it has no layer_XX-model_YY-model_states.pt; give the global_stepN folder of a "
-            "run with pipe_parallel_size of at least 1",
-        )
-    ranks = max(rank for files in found.values() for rank in files) + 1
-    lost = [
-        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt is lost"
-        for layer, files in sorted(found.items())
-        for rank in range(ranks)
-        if rank not in files
-    ]
-    if lost:
-        raise CheckpointError(folder, lost)
-    return {layer: [files[rank] for rank in range(ranks)] for layer, files in sorted(found.items())}
-
-
-def _checked(folder: Path, name: str) -> Path:
-    try:
-        return inside(folder, name)
-    except UnsafeName as error:
-        raise CheckpointError(folder, str(error)) from error
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, under their first names. No code in it is run.
-
-    Raises:
-        CheckpointError: it is damaged, or has anything but tensors.
-    """
-    values = load_tensors(path)
-    if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
-        raise CheckpointError(path, "it has something other than tensors")
-    return {_first_name(name): value for name, value in values.items() if name not in BUFFERS}
-
-
-def _first_name(name: str) -> str:
-    for new, old in RENAMED.items():
-        if name.startswith(new):
-            return old + name.removeprefix(new)
-    return name
-
-
-def merge(name: str, shards: list[Tensor], parallel_residual: bool, say: Callable[[str], None]) -> Tensor:
-    """One tensor from its shards.
+def merge(name: str, shards: list[Tensor], parallel_residual: bool, say: Say, state: str = WEIGHT) -> Tensor:
+    """One tensor from its shards: a weight, or an optimizer's state of it.
 
     Every rank has all of an output bias. With the parallel residual each adds its own before the sum over the ranks, so
-    that the sum is what the model computes with; otherwise one is added after it. Norms (and such a bias) should be the
-    same on all ranks; where training let them drift, their mean is taken, as GPT-NeoX's own converter does, and said.
+    that the sum is what the model computes with; otherwise one is added after it. The gradient of the sum is that of
+    each, so that moments are never summed. Norms (and such a bias) should be the same on all ranks; where training let
+    them drift, their mean is taken, as GPT-NeoX's own converter does, and said.
 
     Raises:
         KeyError: no such tensor is known.
@@ -117,86 +68,240 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, say: Callabl
         return torch.cat(shards)
     if name in COLUMNS:
         return torch.cat(shards, dim=1)
-    if name in OUTPUT_BIASES and parallel_residual:
+    if name in OUTPUT_BIASES and parallel_residual and state in (WEIGHT, MASTER):
         return torch.stack([shard.float() for shard in shards]).sum(0).to(shards[0].dtype)
     if name not in NORMS + OUTPUT_BIASES:
         raise KeyError(name)
     if all(shard.equal(shards[0]) for shard in shards):
         return shards[0]
     values = torch.stack([shard.float() for shard in shards])
-    say(f"{name} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}; their mean was taken")
+    what = name if state == WEIGHT else f"{name} ({state})"
+    say(f"{what} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}; their mean was taken")
     return values.mean(0).to(shards[0].dtype)
 
 
-def configuration(folder: Path, config: Path, vocabulary: int) -> Config:
-    """Our configuration of GPT-NeoX's, with the number of rows that its embedding really has."""
-    overrides = ["parallel.tensor=1", "parallel.pipeline=1", f"model.vocab_size={vocabulary}"]
-    resolved = load([str(config)], overrides, ranks=1, check_inputs=False).config
-    held = resolved.model.vocab_size
-    if held != vocabulary:
-        raise CheckpointError(folder, f"the embedding has {vocabulary} rows, but the configuration makes it {held}")
-    return resolved
+@dataclass(frozen=True)
+class Run:
+    """A checkpoint of GPT-NeoX with the configuration of its run.
+
+    Attributes:
+        folder: global_stepN.
+        layers: the weights, by layer and tensor parallel rank.
+        places: where each tensor stands, by its Hugging Face name.
+        resolved: our configuration on one rank.
+        theirs: Hugging Face's.
+        say: hears what was done to tensors that differ between ranks.
+    """
+
+    folder: Path
+    layers: dict[int, list[Shard]]
+    places: dict[str, Place]
+    resolved: Resolved
+    theirs: PreTrainedConfig
+    say: Say
+
+    def whole(self, place: Place, shards: list[Tensor], state: str = WEIGHT) -> Tensor:
+        """One tensor from its shards."""
+        number, name = place
+        parallel = self.resolved.config.model.residual.form == "parallel"
+        return merge(name, shards, parallel, lambda text: self.say(f"layer {number}: {text}"), state).contiguous()
+
+    def weights(self, place: Place) -> list[Tensor]:
+        """The shards of a weight."""
+        return [shard.read()[place[1]] for shard in self.layers[place[0]]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.weights(next(iter(self.places.values())))[0].dtype
 
 
-def to_folder(source: Path, config: Path, out: Path, say: Callable[[str], None] = lambda text: None) -> None:
-    """Write a Hugging Face folder; the tensors of one layer are in memory at a time.
+def open_run(folder: Path, config: Sequence[str], say: Say, batch: int | None = None) -> Run:
+    """Read what is in a checkpoint.
 
     Args:
-        source: global_stepN.
-        config: GPT-NeoX's YAML, or ours.
-        out: an existing empty folder.
-        say: hears what was done to tensors that differ between ranks.
+        folder: global_stepN.
+        config: files of the run's configuration, GPT-NeoX's or ours.
+        batch: samples per step; None has the configuration's on one rank.
 
     Raises:
         CheckpointError: files are lost or damaged, tensors are unknown, or GPTNeoXForCausalLM cannot express the model.
         ConfigError: the configuration has mistakes.
     """
-    layers = layers_of(source)
+    layers = layers_of(folder)
     first = next(iter(layers.values()))
-    embedding = [read(path).get("word_embeddings.weight") for path in first]
+    embedding = [shard.read().get(EMBEDDING) for shard in first]
     if any(shard is None for shard in embedding):
-        raise CheckpointError(first[0], "the first layer should be the embedding, but has no word_embeddings.weight")
-    ours = configuration(source, config, sum(len(shard) for shard in embedding))
-    architecture, theirs = hf_config(ours, GPT_NEOX.name)
-    parallel, block, places, total = ours.model.residual.form == "parallel", 0, {}, 0
-    for number, files in enumerate(layers.values()):
-        tensors = _layer(files, block, parallel, say)
-        block += any(name.startswith("gpt_neox.layers.") for name in tensors)
-        again = sorted(set(tensors) & set(places))
-        if again:  # a tied head is kept where it is used, too
-            _same_embedding(files[0], again, tensors, embedding)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in places}
+        raise CheckpointError(first[0].path, f"the first layer should be the embedding, but has no {EMBEDDING}")
+    resolved = configuration(folder, config, sum(len(shard) for shard in embedding), batch)
+    _, theirs = hf_config(resolved.config, GPT_NEOX.name)
+    return Run(folder, layers, _places(folder, layers, embedding), resolved, theirs, say)
+
+
+def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: int | None = None) -> Resolved:
+    """Our configuration of GPT-NeoX's, with the number of rows that its embedding really has."""
+    overrides = [*ONE_RANK, f"model.vocab_size={vocabulary}"]
+    if batch is not None:
+        overrides += [f"training.global_batch_size={batch}", "training.accumulation=null"]
+    resolved = load(config, overrides, ranks=1, check_inputs=False)
+    held = resolved.config.model.vocab_size
+    if held != vocabulary:
+        raise CheckpointError(folder, f"the embedding has {vocabulary} rows, but the configuration makes it {held}")
+    return resolved
+
+
+def _places(folder: Path, layers: dict[int, list[Shard]], embedding: list[Tensor]) -> dict[str, Place]:
+    """Where each tensor stands, by its Hugging Face name; blocks are numbered as they come."""
+    found: dict[str, Place] = {}
+    problems, block = [], 0
+    for number, shards in layers.items():
+        tensors = [shard.read() for shard in shards]
+        differing = sorted(set().union(*tensors) - set.intersection(*map(set, tensors)))
+        problems += [f"{shards[0].path.name}: layer {number}'s {name} is not on all ranks" for name in differing]
+        names = {_whole_name(name, block): name for name in tensors[0]}
+        problems += [
+            f"{shards[0].path.name}: {name} has no counterpart in {GPT_NEOX.class_name}"
+            for name in names.values()
+            if name not in ROWS + COLUMNS + OUTPUT_BIASES + NORMS
+        ]
+        for again in sorted(set(names) & set(found)):  # a tied head is kept where it is used, too
+            tied = [shard.get(EMBEDDING) for shard in tensors]
+            if names[again] != EMBEDDING or not all(map(torch.equal, tied, embedding)):
+                problems.append(f"{shards[0].path.name}: {again} is in an earlier layer, too")
+        block += any(name.startswith("gpt_neox.layers.") for name in names)
+        found = {name: (number, own) for name, own in names.items()} | found
+    if problems:
+        raise CheckpointError(folder, problems)
+    return found
+
+
+def _whole_name(name: str, block: int) -> str:
+    prefix = next((prefix for prefix in OUTSIDE if name.startswith(prefix)), None)
+    return f"gpt_neox.layers.{block}.{name}" if prefix is None else OUTSIDE[prefix] + name.removeprefix(prefix)
+
+
+def to_folder(run: Run, out: Path) -> None:
+    """Write a Hugging Face folder of the weights; the tensors of one layer are in memory at a time.
+
+    Args:
+        out: an existing empty folder.
+    """
+    files, total = {}, 0
+    for number, layer in enumerate(run.layers):
+        own = {name: place for name, place in run.places.items() if place[0] == layer}
+        tensors = {name: run.whole(place, run.weights(place)) for name, place in own.items()}
         if tensors:
             file = f"model-{number:05d}.safetensors"
             save_file(tensors, out / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, file)
+            files |= dict.fromkeys(tensors, file)
             total += sum(tensor.nbytes for tensor in tensors.values())
-    (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}), encoding="utf-8")
-    theirs.save_pretrained(out)
+    (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}), encoding="utf-8")
+    run.theirs.save_pretrained(out)
 
 
-def _layer(files: list[Path], block: int, parallel: bool, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """The whole tensors of a layer under their Hugging Face names; those of a block get its number."""
-    shards = [read(path) for path in files]
-    differing = sorted(set().union(*shards) - set.intersection(*map(set, shards)))
-    if differing:
-        raise CheckpointError(files[0].parent, [f"{files[0].name}: {name} is not on all ranks" for name in differing])
-    made = {}
+def to_checkpoint(folder: Path, config: Sequence[str], out: Path, say: Say) -> tuple[Run, Meta]:
+    """Write masters, optimizer states, step and position in the data: a checkpoint that a run goes on from.
 
-    def tell(text: str) -> None:
-        say(f"{files[0].name}: {text}")
+    One tensor is in memory at a time. The masters are compared with the weights, which must be what they round to.
 
-    for name in shards[0]:
-        try:
-            tensor = merge(name, [shard[name] for shard in shards], parallel, tell)
-        except KeyError:
-            raise CheckpointError(files[0], f"{name} has no counterpart in {GPT_NEOX.class_name}") from None
-        prefix = next((prefix for prefix in OUTSIDE if name.startswith(prefix)), None)
-        whole = f"gpt_neox.layers.{block}.{name}" if prefix is None else OUTSIDE[prefix] + name.removeprefix(prefix)
-        made[whole] = tensor.contiguous()
-    return made
+    Raises:
+        CheckpointError: as of `open_run`; or states are lost, or are not those of these weights.
+    """
+    optimizer = read_optimizer(folder, layers_of(folder))
+    iteration, batch = _progress(folder, optimizer)
+    run = open_run(folder, config, say, batch)
+    _same_model(run, optimizer)
+    tensors = logical_tensors(run.resolved)
+    model = run.resolved.config.model
+    steps = plan(GPT_NEOX, tensors, len(model.blocks), dims_of(model))
+    there = match(
+        GPT_NEOX, steps, run.places, read=lambda name: run.whole(run.places[name], run.weights(run.places[name]))
+    )
+    step_of = {name: step for step in steps for name in step.ours}
+    items = [
+        (FragmentSpec.whole(tensors[name], state), torch.float32)
+        for state in optimizer.states
+        for step in steps
+        for name in step.ours
+    ]
+
+    def whole(name: str, state: str) -> Tensor:
+        place = run.places[there[name]]
+        shards = optimizer.shards(place, state)
+        weights = run.weights(place)
+        _fit(run, place, state, shards, weights)
+        return run.whole(place, shards, state)
+
+    def values(number: int) -> Iterator[Tensor]:
+        spec = items[number][0]
+        name, state = spec.tensor.name, spec.state
+        made = dict(step_of[name].from_hf(lambda theirs: whole(theirs, state)))
+        yield made[name].float().flatten()
+
+    training = run.resolved.config.training
+    samples = iteration * training.global_batch_size
+    meta = Meta(
+        step=iteration,
+        config=to_yaml(run.resolved),
+        optimizer={"step": optimizer.step},
+        loss_scaler=optimizer.scaler,
+        data={"samples": samples, "tokens": samples * training.sequence_length},
+        extra={"imported": "GPT-NeoX"},
+    )
+    write_tensors(out, items, values, meta)
+    if optimizer.step != iteration:
+        say(
+            f"{iteration - optimizer.step:g} of {iteration} steps were without an update (overflow of fp16 gradients); "
+            "GPT-NeoX's learning rate is as many steps behind, here it follows the step"
+        )
+    return run, meta
 
 
-def _same_embedding(file: Path, names: list[str], tensors: dict[str, Tensor], embedding: list[Tensor]) -> None:
-    if names != ["gpt_neox.embed_in.weight"] or not tensors[names[0]].equal(torch.cat(embedding)):
-        raise CheckpointError(file, [f"{name} is in an earlier layer, too" for name in names])
+def _progress(folder: Path, optimizer: OptimizerStates) -> tuple[int, int | None]:
+    """The run's step and its samples per step (None in files that do not say).
+
+    Raises:
+        CheckpointError: the files do not say the step.
+    """
+    engine = optimizer.engine
+    number = next((engine[key] for key in ("iteration", "total_iters", "global_steps") if key in engine), None)
+    if not isinstance(number, int):
+        raise CheckpointError(folder, "mp_rank_00_model_states.pt does not say the iteration")
+    steps, samples = engine.get("global_steps"), engine.get("global_samples")
+    exact = isinstance(steps, int) and isinstance(samples, int) and steps > 0 and samples % steps == 0
+    return number, samples // steps if exact else None
+
+
+def _same_model(run: Run, optimizer: OptimizerStates) -> None:
+    """What the run itself recorded of its model; most of it shows in no tensor's shape, like the number of heads."""
+    recorded = optimizer.engine.get("args")
+    ours = {
+        "num_layers": run.theirs.num_hidden_layers,
+        "hidden_size": run.theirs.hidden_size,
+        "num_attention_heads": run.theirs.num_attention_heads,
+    }
+    problems = [
+        f"{name} is {recorded[name]!r} in the checkpoint, and {value!r} in the configuration"
+        for name, value in ours.items()
+        if isinstance(recorded, dict) and recorded.get(name, value) != value
+    ]
+    if problems:
+        raise CheckpointError(run.folder, problems)
+
+
+def _fit(run: Run, place: Place, state: str, shards: list[Tensor], weights: list[Tensor]) -> None:
+    """Whether states are of these weights: of their shapes, and masters what the weights are rounded from.
+
+    Raises:
+        CheckpointError: they are not. Files of different steps, or another order of the parameters.
+    """
+    for rank, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
+        if shard.shape != weight.shape:
+            problem = f"is {tuple(shard.shape)}, the weight {tuple(weight.shape)}"
+        elif state == MASTER and not shard.to(weight.dtype).equal(weight):
+            problem = f"does not round to the weight in {str(weight.dtype).removeprefix('torch.')}"
+        else:
+            continue
+        raise CheckpointError(
+            run.folder, f"layer {place[0]}'s {place[1]} of tensor parallel rank {rank}: its {state} {problem}"
+        )

@@ -50,7 +50,7 @@ def other_programs_checkpoints_are_recognised(facts: Facts) -> Iterator[Problem]
             yield facts.problem(
                 f"checkpoint.{name}",
                 rule=f"{where} has checkpoints of GPT-NeoX ({step.name}), which are neither resumed nor written beside",
-                fix=advice(step),
+                fix=advice(step, facts.files, weights=name == "initialize_from"),
             )
 
 

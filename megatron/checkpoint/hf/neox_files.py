@@ -1,0 +1,155 @@
+"""The weights in GPT-NeoX's own checkpoints, layer by layer and tensor parallel rank by rank.
+
+With a pipeline (`pipe_parallel_size` of at least 1) each layer is a file per rank, `layer_XX-model_YY-model_states.pt`.
+Without, `mp_rank_YY_model_states.pt` has all layers of a rank, called `sequential.XX.`. Layers are recognised by what
+they hold, not by their numbers, among which are layers without parameters; version 2 later renamed the matrices of the
+MLP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.config.paths import UnsafeName, inside
+
+from ..errors import CheckpointError
+from ..pickles import load_tensors
+
+LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# Whose objects stand beside the tensors: counters, random states, addresses. They are read as plain values.
+PROGRAMS = ("deepspeed", "megatron", "numpy", "_codecs")
+
+RENAMED = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
+BUFFERS = ("attention.rotary_emb.inv_freq", "attention.masked_bias", "attention.bias")
+_SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one tensor parallel rank has of a layer, under its first names.
+
+    Attributes:
+        path: the file.
+        values: its tensors if they have been read with others, else they are read when they are asked for.
+    """
+
+    path: Path
+    values: dict[str, Tensor] | None = None
+
+    def read(self) -> dict[str, Tensor]:
+        """The tensors, mapped and not read. No code in the file is run.
+
+        Raises:
+            CheckpointError: it is damaged, or has anything but tensors.
+        """
+        values = load_tensors(self.path) if self.values is None else self.values
+        if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+            raise CheckpointError(self.path, "it has something other than tensors")
+        return {first_name(name): value for name, value in values.items() if name not in BUFFERS}
+
+
+def first_name(name: str) -> str:
+    """What a tensor of a layer was called in version 1."""
+    for new, old in RENAMED.items():
+        if name.startswith(new):
+            return old + name.removeprefix(new)
+    return name
+
+
+def layers_of(folder: Path) -> dict[int, list[Shard]]:
+    """The shards of each layer, by rank.
+
+    Raises:
+        CheckpointError: there are none, or a rank's file is lost.
+    """
+    found: dict[int, dict[int, Shard]] = {}
+    for path, layer, rank in matching(folder, LAYER):
+        found.setdefault(layer, {})[rank] = Shard(path)
+    if not found:
+        found = _without_pipeline(folder)
+    if not found:
+        raise CheckpointError(
+            folder,
+            "it has no layer_XX-model_YY-model_states.pt, and no mp_rank_YY_model_states.pt that holds the layers; "
+            "give the global_stepN folder of a run of GPT-NeoX",
+        )
+    ranks = max(rank for shards in found.values() for rank in shards) + 1
+    lost = [
+        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt is lost"
+        for layer, shards in sorted(found.items())
+        for rank in range(ranks)
+        if rank not in shards
+    ]
+    if lost:
+        raise CheckpointError(folder, lost)
+    return {layer: [shards[rank] for rank in range(ranks)] for layer, shards in sorted(found.items())}
+
+
+def _without_pipeline(folder: Path) -> dict[int, dict[int, Shard]]:
+    found: dict[int, dict[int, dict[str, Tensor]]] = {}
+    paths = model_files(folder)
+    for rank, path in enumerate(paths):
+        module = read_model_file(path).get("module")
+        for name, value in module.items() if isinstance(module, dict) else ():
+            if match := _SEQUENTIAL.fullmatch(str(name)):
+                found.setdefault(int(match[1]), {}).setdefault(rank, {})[match[2]] = value
+    return {
+        layer: {rank: Shard(paths[rank], values) for rank, values in shards.items()} for layer, shards in found.items()
+    }
+
+
+def model_files(folder: Path) -> list[Path]:
+    """`mp_rank_XX_model_states.pt` of each model parallel rank (those of one pipeline stage after another).
+
+    Raises:
+        CheckpointError: one is lost.
+    """
+    return complete(folder, {rank: path for path, rank in matching(folder, MODEL)}, "mp_rank_{:02d}_model_states.pt")
+
+
+def complete(folder: Path, files: dict[int, Path], name: str) -> list[Path]:
+    """The files by rank; `name` is that of a rank that is lost.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    lost = sorted(set(range(max(files, default=-1) + 1)) - set(files))
+    if lost:
+        raise CheckpointError(folder, [f"{name.format(rank)} is lost" for rank in lost])
+    return [files[rank] for rank in sorted(files)]
+
+
+def read_model_file(path: Path) -> dict[str, Any]:
+    """The content of a file that has more than tensors: classes of other programs become plain values.
+
+    Raises:
+        CheckpointError: it is damaged, or asks for anything else.
+    """
+    values = load_tensors(path, inert=PROGRAMS)
+    if not isinstance(values, dict):
+        raise CheckpointError(path, "it is none of the files that DeepSpeed writes")
+    return values
+
+
+def matching(folder: Path, pattern: re.Pattern) -> Collection[tuple]:
+    """Files of these names, each with the numbers in its name.
+
+    Raises:
+        CheckpointError: one leads out of the folder.
+    """
+    try:
+        return [
+            (inside(folder, path.name), *map(int, match.groups()))
+            for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
+            if (match := pattern.fullmatch(path.name))
+        ]
+    except UnsafeName as error:
+        raise CheckpointError(folder, str(error)) from error
