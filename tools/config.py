@@ -7,6 +7,7 @@
     python tools/config.py layers a.yml                            the layers with their counts
     python tools/config.py schedule a.yml                          the learning rate
     python tools/config.py convert neox1.yml neox2.yml             GPT-NeoX's flat files as native YAML
+    python tools/config.py diff a.yml runs/b                       the values in which two configurations differ
     python tools/config.py docs                                    write docs/configuration.md and its JSON schema
 
 `--json` prints one JSON document. Exit status 2: the configuration or the command line is wrong.
@@ -249,6 +250,19 @@ def convert(options: argparse.Namespace) -> None:
     _emit(options, f"wrote {options.output}" if options.output else text, {"output": options.output, "yaml": text})
 
 
+def diff(options: argparse.Namespace) -> None:
+    """The values in which two configurations differ: files, run directories, or their config.yml."""
+    from megatron.config.difference import described, differences
+
+    if len(options.arguments) != 2:
+        rule = f"two configurations are compared, and here are {len(options.arguments)}"
+        raise ConfigError([Problem("", rule, "name two files or run directories", where="command line")])
+    a, b = options.arguments
+    found = differences(*(described(each, ranks=options.ranks) for each in (a, b)))
+    text = "\n".join([f"{len(found)} values differ (- {a}, + {b})", *map(str, found)]) if found else "no value differs"
+    _emit(options, text, {"a": a, "b": b, "differences": [each.to_json() for each in found]})
+
+
 def docs(options: argparse.Namespace) -> None:
     """Write the generated documentation, or with --check see that it is up to date."""
     from megatron.config.reference import editor_schema, markdown
@@ -282,6 +296,7 @@ def _parser() -> argparse.ArgumentParser:
         ("layers", layers),
         ("schedule", schedule),
         ("convert", convert),
+        ("diff", diff),
         ("docs", docs),
     ):
         command = commands.add_parser(name, help=action.__doc__, description=action.__doc__)
