@@ -1,0 +1,27 @@
+"""Every file that the documentation names exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.paths import ROOT
+
+PAGES = ["README.md", "CONTRIBUTING.md", "eval_tasks/README.md", "examples/plugin/README.md"]
+PAGES += sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+
+# `folder/file.py` in backquotes or as a link's text, seen from the repository, from `megatron/` or from the page.
+NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|yml|md))`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page):
+    folders = (ROOT, ROOT / "megatron", (ROOT / page).parent)
+    named = set(NAMED.findall((ROOT / page).read_text(encoding="utf-8")))
+    missing = sorted(name for name in named if not any((folder / name).exists() for folder in folders))
+    assert not missing, f"{page} names files that do not exist: {', '.join(missing)}"
+
+
+def test_the_pages_name_files():
+    assert NAMED.findall((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
