@@ -132,6 +132,5 @@ def _explain(plan: Plan, result: Result) -> None:
         say(f"stopped by a signal; exit status {result.status}")
         return
     others = [each for each in result.failures if each is not result.first]
-    seen = result.first.rank == 0 or plan.job.console == "all"  # its output went by as it came
-    sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs, seen=seen) + "\n")
+    sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs) + "\n")
     sys.stderr.flush()
