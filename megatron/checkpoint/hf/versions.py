@@ -70,6 +70,8 @@ def for_both(settings: dict[str, Any]) -> dict[str, Any]:
         found |= _rope(rope)
         if found["model_type"] == "gpt_neox":
             found |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+    if found.get("model_type") == "qwen3_moe":
+        found["num_experts"] = found["num_local_experts"]  # version 4 knows no other name and would make 128 experts
     if "layers_block_type" in found:
         found["layers_block_type"] = [_LEGACY_LAYERS.get(each, each) for each in found["layers_block_type"]]
     return found
