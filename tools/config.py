@@ -274,7 +274,7 @@ def docs(options: argparse.Namespace) -> None:
         raise ConfigError([
             Problem(
                 "",
-                "the generated documentation is not what the schema says",
+                "generated documentation is out of date; run `make docs`",
                 "run python tools/config.py docs",
                 where=name,
             )

@@ -50,8 +50,8 @@ def load_tensors(path: Path, inert: Collection[str] = ()) -> Any:
         what = f" ({found[1] or found[2]})" if found else ""
         raise CheckpointError(
             path,
-            f"it was not read: it has something other than tensors{what}, and reading that can run code of whoever "
-            "made it; ask for a file of tensors alone",
+            f"it was not read: it contains objects that are not tensors{what}, and reading that can run code of "
+            "whoever made it; ask for a file of tensors alone",
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         said = str(error).strip() or type(error).__name__

@@ -195,9 +195,39 @@ def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
     if section_of(bare):
         return "a mapping with the keys " + ", ".join(section_of(bare).model_fields)
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "anything"}
-    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    bounds = " and ".join(f"{words[name]} {limit}" for name, limit in limits.items() if name in words)
+    bounds = _bounds(bare, limits, {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"})
     return " ".join(part for part in (names.get(bare, str(bare)), bounds) if part)
+
+
+def type_name(annotation: Any, limits: dict[str, Any] | None = None) -> str:
+    """A type in figures, for tables: "int > 0", "float in [0, 1)", "one of adamw, lion, sgd, muon"."""
+    bare, limits = without_none(annotation), limits or {}
+    origin, arguments = get_origin(bare), get_args(bare)
+    names = {int: "int", float: "float", str: "str", bool: "bool", Any: "any"}
+    if bare in names and "role" not in limits:
+        bounds = _bounds(bare, limits, {"gt": ">", "ge": "\u2265", "lt": "<", "le": "\u2264"})
+        return f"{names[bare]} {bounds}".strip()
+    if origin is Union:
+        return " or ".join(type_name(each) for each in arguments)
+    if origin is list:
+        return f"list of {type_name(arguments[0])}" + (", not empty" if limits.get("min_length") else "")
+    if origin is tuple:
+        return f"list of {len(arguments)} {type_name(arguments[0])}"
+    if origin is dict:
+        return f"mapping of names to {type_name(arguments[1])}"
+    return describe(annotation, limits)
+
+
+def _bounds(bare: Any, limits: dict[str, Any], words: dict[str, str]) -> str:
+    """The limits of a number: an interval where it has both ends, else its one end in `words`."""
+    low = next((name for name in ("ge", "gt") if name in limits), None)
+    high = next((name for name in ("le", "lt") if name in limits), None)
+    if low and high:
+        start, end, closed = limits[low], limits[high], low == "ge"
+        if bare is int and not closed:
+            start, closed = start + 1, True
+        return f"in {'[' if closed else '('}{start}, {end}{']' if high == 'le' else ')'}"
+    return " ".join(f"{words[name]} {limits[name]}" for name in (low, high) if name)
 
 
 def _plural(words: str) -> str:

@@ -20,6 +20,6 @@ def former_runs(facts: Facts) -> list[Problem]:
         return []
     if str(former) == facts.config.run.dir or f"{file.absolute().parent.name}/{file.name}" not in told:
         return []
-    rule = f"{former} is a run of this file, from when a run had the file's name without its folder's"
+    rule = f"must name the run to go on with: {former} is a run of this file, under its former name"
     fix = f"go on with it: run.dir={former}; or start another one: run.name=NAME"
     return [facts.problem("run.dir", rule=rule, fix=fix)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .catalog import Key, catalog, describe
+from .catalog import Key, catalog, type_name
 from .derive import AT_START
 from .explain import default_text
 from .schema import Config
@@ -48,7 +48,7 @@ def _default(key: Key) -> str:
 
 
 def _row(key: Key) -> str:
-    kind = describe(key.annotation, key.limits) + (f" ({key.unit})" if key.unit else "")
+    kind = type_name(key.annotation, key.limits) + (f" ({key.unit})" if key.unit else "")
     return f"| `{key.name}` | {_cell(kind)} | {_default(key)} | {_cell(key.sentence)} |"
 
 

@@ -73,7 +73,7 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
     if choices and path[-1] not in choices:
         return Problem(
             name,
-            f"the names in {dotted(path[:-1])} are {', '.join(choices)}",
+            f"the names in {dotted(path[:-1])} must be among {', '.join(choices)}",
             nearest(str(path[-1]), choices) or "use one of them",
             value,
             where,

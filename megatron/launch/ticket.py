@@ -77,7 +77,7 @@ def _introduce(link: socket.socket, secret: str, index: int) -> socket.socket:
         nonce = _read_line(link, until)
         link.sendall(b" ".join((who, proof(secret, b"agent " + who, nonce), mine)) + b"\n")
         if not hmac.compare_digest(_read_line(link, until), proof(secret, b"launcher", mine)):
-            raise ConnectionError("whoever listens there does not know the secret")
+            raise ConnectionError("the listener failed authentication")
         link.settimeout(None)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     except OSError:

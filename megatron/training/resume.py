@@ -116,7 +116,7 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
         )  # many models come without theirs
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
-            say(f"other than where the weights come from: {line}")
+            say(f"differs from the checkpoint the weights come from: {line}")
         return Source(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
     return Source()
 
@@ -264,8 +264,8 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet) -> list[str]:
     if told is None or meta.step > plan.steps or told == last_sample(plan, now):
         return []
     return [
-        "warning: the data have another order than those that the checkpoint has read (data.*, training.steps, "
-        "training.sequence_length or the files have changed): samples may come again or be left out"
+        "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "
+        "the files have changed); some samples may be repeated or skipped"
     ]
 
 

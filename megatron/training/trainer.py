@@ -157,7 +157,7 @@ class Trainer:
     def wish(self, wish: str) -> None:
         """Ask all ranks for something; they hear of it with the numbers of a step."""
         if wish not in WISHES:
-            raise ValueError(f"{wish!r} is no wish; there are {', '.join(WISHES)}")
+            raise ValueError(f"unknown request {wish!r}; choose from {', '.join(WISHES)}")
         self._wishes.add(wish)
 
     def stop(self, reason: str) -> None:

@@ -180,7 +180,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path, capsys) -> Non
     config.write_text(text)
     model = torch.load(source / "mp_rank_00_model_states.pt", weights_only=False)
     torch.save({**model, "more": Path("x")}, source / "mp_rank_00_model_states.pt")
-    assert "something other than tensors (pathlib" in complaint()
+    assert "objects that are not tensors (pathlib" in complaint()
     (source / "mp_rank_00_model_states.pt").write_bytes(whole[2])
     words = [str(source), str(tmp_path / "ours"), "--config", str(config), "--weights", "--verify"]
     assert tool().main(words) == 0, capsys.readouterr().err

@@ -157,6 +157,6 @@ def test_files_that_would_run_code_are_refused(tmp_path: Path, capsys) -> None:
     words = [str(source), str(tmp_path / "ours"), "--config", str(configured(tmp_path, True, 1))]
     assert tool().main(words) == 2
     assert (
-        "layer_06-model_00-model_states.pt: it was not read: it has something other than tensors"
+        "layer_06-model_00-model_states.pt: it was not read: it contains objects that are not tensors"
         in capsys.readouterr().err
     )

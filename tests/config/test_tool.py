@@ -265,8 +265,8 @@ def test_words_for_types():
     }
     assert words == {
         "zero.stage": "one of 0, 1, 2, 3",
-        "training.steps": "a whole number of at least 0 and of at most 1000000000000",
-        "model.dropout": "a number of at least 0 and below 1",
+        "training.steps": "a whole number in [0, 1000000000000]",
+        "model.dropout": "a number in [0, 1)",
         "optimizer.betas": "a list of 2 numbers",
         "parallel.pipeline_split": "one of uniform, parameters or a list of whole numbers",
         "data.split": "a list of numbers",

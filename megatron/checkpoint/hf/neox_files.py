@@ -52,7 +52,7 @@ class Shard:
         """
         values = load_tensors(self.path) if self.values is None else self.values
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
-            raise CheckpointError(self.path, "it has something other than tensors")
+            raise CheckpointError(self.path, "it contains objects that are not tensors")
         return {first_name(name): value for name, value in values.items() if name not in BUFFERS}
 
 

@@ -171,7 +171,7 @@ class Published:
     def __init__(self, path: Path):
         tensors = load_tensors(path)
         if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-            raise CheckpointError(path, "it has something other than tensors")
+            raise CheckpointError(path, "it contains objects that are not tensors")
         self.path, self.tensors = path, tensors
         self.types = {name: tensor.dtype for name, tensor in tensors.items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -35,7 +35,7 @@ def data_is_read_or_made(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "data.synthetic",
             read,
-            rule="data are either read or made, not both",
+            rule="data.synthetic must be none when data are read from files",
             fix=f"remove {read}, or use data.synthetic=none",
         )
 
@@ -45,7 +45,7 @@ def there_is_data(facts: Facts) -> Iterator[Problem]:
     if data.synthetic == "none" and not data.train and not data.phases:
         yield facts.problem(
             "data.train",
-            rule="a run needs something to read",
+            rule="must be given: a run needs training data",
             fix="give data.train the prefix of a .bin/.idx pair (tools/data/tokenize.py makes one), "
             "or data.synthetic=copy for a test",
         )
@@ -62,7 +62,7 @@ def files_exist(facts: Facts) -> Iterator[Problem]:
             reasons = {file: reason for file, reason in reasons.items() if reason}
             if reasons:
                 fix = f"check the path (it is seen from {File.cwd()}), or make the files with tools/data/tokenize.py"
-                rule = f"there is no file {' and no file '.join(reasons)}"
+                rule = f"must exist: there is no file {' and no file '.join(reasons)}"
                 if set(reasons.values()) != {MISSING}:
                     rule = "; ".join(f"{file}: {reason}" for file, reason in reasons.items())
                 yield facts.problem_at((*path, name), rule=rule, fix=fix)
@@ -74,7 +74,7 @@ def pythia_seed_fits(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "data.seed",
             "data.order",
-            rule="GPT-NeoX's shuffle takes seeds below 2**32",
+            rule="the seed of GPT-NeoX's shuffle must be below 2**32",
             fix="use a smaller seed, or data.order=stream",
         )
 
@@ -90,7 +90,7 @@ def some_source_counts(facts: Facts) -> Iterator[Problem]:
         if entries and not any(each.loss for each in entries):
             yield facts.problem_at(
                 (*path, 0, "loss"),
-                rule="some source must count in the loss: without a label there is nothing to learn or to measure",
+                rule="at least one source must count in the loss",
                 fix="give one of the sources loss: true",
             )
 
@@ -100,7 +100,7 @@ def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "data.alpha",
             "data.weighting",
-            rule="the exponent is of data.weighting: documents or tokens (or neox-documents)",
+            rule="alpha must go with data.weighting: documents, tokens or neox-documents",
             fix="give data.weighting, or remove it",
         )
 
@@ -111,7 +111,7 @@ def infilling_has_its_tokens(facts: Facts) -> Iterator[Problem]:
             "data.fim.rate",
             "tokenizer.type",
             "tokenizer.path",
-            rule="fill-in-the-middle marks documents with tokens that a tokenizer must have",
+            rule="fill-in-the-middle must have a tokenizer with its special tokens",
             fix="give tokenizer.path, or data.fim.rate=0",
         )
 
@@ -123,7 +123,7 @@ def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
     if not 1 <= len(data.split) <= 3 or min(data.split) < 0 or data.split[0] <= 0:
         yield facts.problem(
             "data.split",
-            rule="split has the shares of training, validation and test: one to three numbers of at least 0, "
+            rule="split must be the shares of training, validation and test: one to three numbers of at least 0, "
             "the first above 0",
             fix="for example [969, 30, 1]",
         )
@@ -131,14 +131,14 @@ def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "data.split",
             "data.train",
-            rule="split cuts the documents of one training source",
+            rule="split must have exactly one training source, whose documents it divides",
             fix="give data.validation its own files, or keep one source",
         )
     if data.phases:
         yield facts.problem(
             "data.split",
             "data.phases",
-            rule="split cuts one training source, and phases replace it",
+            rule="split must not go with phases: it divides one training source",
             fix="give data.validation its own files",
         )
     for name, share in (("validation", 1), ("test", 2)):
@@ -146,7 +146,7 @@ def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 "data.split",
                 f"data.{name}",
-                rule=f"{name} data are either cut off by split or given, not both",
+                rule=f"{name} data must come from split or from data.{name}, not both",
                 fix=f"use 0 as the share of {name}, or remove data.{name}",
             )
 
@@ -157,7 +157,7 @@ def phases_follow_each_other(facts: Facts) -> Iterator[Problem]:
         if after.start <= before.start:
             yield facts.problem_at(
                 ("data", "phases", index, "start"),
-                rule=f"phases start one after the other; the one before starts at {before.start}",
+                rule=f"must be above the start of the phase before, {before.start}",
                 fix=f"use more than {before.start}",
             )
     for index, phase in enumerate(phases):
@@ -166,14 +166,14 @@ def phases_follow_each_other(facts: Facts) -> Iterator[Problem]:
                 ("data", "phases", index, "start"),
                 "training.steps",
                 fatal=False,
-                rule="the run ends before this phase",
+                rule="must be below training.steps: the run ends before this phase",
                 fix=f"use a start below {steps}, or remove the phase",
             )
     if phases and phases[0].start > 0 and not facts.config.data.train:
         yield facts.problem_at(
             ("data", "phases", 0, "start"),
             "data.train",
-            rule="something is read from step 0 on",
+            rule="the first phase must start at step 0, unless data.train is given",
             fix="let the first phase start at 0, or give data.train",
         )
 
@@ -191,7 +191,7 @@ def evaluation_has_data(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "evaluation.every",
             "data.validation",
-            rule="an evaluation needs validation data",
+            rule="evaluation must have validation data",
             fix="give data.validation, or a share of validation in data.split, or remove evaluation.every",
         )
 
@@ -201,7 +201,9 @@ def named_sets_have_sources(facts: Facts) -> Iterator[Problem]:
         for name, members in getattr(facts.config.data, kind).items():
             if not members:
                 yield facts.problem_at(
-                    ("data", kind, name), rule="a named set has at least one source", fix="give it a path, or remove it"
+                    ("data", kind, name),
+                    rule="a named set must have at least one source",
+                    fix="give it a path, or remove it",
                 )
 
 
@@ -237,13 +239,13 @@ def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
     if (local or needs_file) and not File(tokenizer.path).exists():
         yield facts.problem(
             "tokenizer.path",
-            rule=f"there is no file {tokenizer.path}",
+            rule=f"must be a file that exists; there is no file {tokenizer.path}",
             fix=f"check the path (it is seen from {File.cwd()}), or make one with tools/data/train_tokenizer.py",
         )
     if tokenizer.merges is not None and not File(tokenizer.merges).is_file():
         yield facts.problem(
             "tokenizer.merges",
-            rule=f"there is no file {tokenizer.merges}",
+            rule=f"must be a file that exists; there is no file {tokenizer.merges}",
             fix=f"check the path; it is seen from {File.cwd()}",
         )
 
@@ -256,7 +258,7 @@ def samples_can_be_written(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "evaluation.samples.prompts",
             "evaluation.samples.every",
-            rule="samples continue a prompt",
+            rule="samples must have a prompt to continue",
             fix="give evaluation.samples.prompts, or remove evaluation.samples.every",
         )
     if no_tokenizer(facts):
@@ -264,7 +266,7 @@ def samples_can_be_written(facts: Facts) -> Iterator[Problem]:
             "evaluation.samples.every",
             "tokenizer.type",
             "tokenizer.path",
-            rule="samples are text, which needs a tokenizer",
+            rule="samples must have a tokenizer to be shown as text",
             fix="give tokenizer.path, or remove evaluation.samples.every",
         )
 
@@ -282,7 +284,7 @@ def a_blend_names_a_file_once(facts: Facts) -> Iterator[Problem]:
             yield facts.problem_at(
                 (*path, "path"),
                 dotted((*earlier, "path")),
-                rule="a blend names each file once",
+                rule="a blend must name each file only once",
                 fix="keep one of them, with the sum of their weights",
             )
 
@@ -298,7 +300,7 @@ def a_file_has_one_label_file(facts: Facts) -> Iterator[Problem]:
             yield facts.problem_at(
                 (*path, "labels"),
                 dotted((*earlier, "labels")),
-                rule=f"{source.path} has the same label file in all phases",
+                rule=f"{source.path} must have the same label file in all phases",
                 fix="give both the same labels, or tokenize the text into a second file",
             )
 
@@ -309,7 +311,7 @@ def infilling_has_no_labels(facts: Facts) -> Iterator[Problem]:
             yield facts.problem_at(
                 (*path, "labels"),
                 "data.fim.rate",
-                rule="fill-in-the-middle reorders documents, and a label file does not follow",
+                rule="must not go with fill-in-the-middle, which reorders documents but not their label file",
                 fix="remove labels, or use data.fim.rate=0",
             )
 
@@ -323,7 +325,7 @@ def infilling_tokens_exist(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 f"data.fim.{name}",
                 "tokenizer.path",
-                rule=f"the tokenizer has no token {token!r}",
+                rule=f"must be a token of the tokenizer, which has no token {token!r}",
                 fix=f"name one of its special tokens, or train it with --special {token!r}",
             )
 
@@ -334,7 +336,7 @@ def packing_has_its_order(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "data.packing",
             "data.order",
-            rule="best_fit packs whole documents, and the pythia order cuts them",
+            rule="best_fit must not go with the pythia order, which splits documents",
             fix="use data.order: stream (shuffled) or sequential",
         )
 

@@ -116,7 +116,7 @@ def names_are_deepspeeds(facts: Facts) -> Iterator[Problem]:
         if name not in known:
             yield facts.problem_at(
                 ("deepspeed", name),
-                rule="DeepSpeed 0.19.8 has no such option and would ignore it",
+                rule="must be an option of DeepSpeed 0.19.8, which would ignore this one",
                 fix=nearest(name, known) or "remove it, unless a newer DeepSpeed is installed",
                 fatal=False,
             )
@@ -126,13 +126,13 @@ def blocks_still_exist(facts: Facts) -> Iterator[Problem]:
     for path, fix in REMOVED.items():
         if get(facts.config.deepspeed, path, None) is not None:
             rule = "DeepSpeed 0.19.8 no longer has this and refuses to start"
-            yield facts.problem_at(("deepspeed", *path), rule=rule, fix=fix)
+            yield facts.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
 
 
 def blocks_leave_our_work_alone(facts: Facts) -> Iterator[Problem]:
     for path, (rule, fix) in REFUSED.items():
         if get(facts.config.deepspeed, path, None) is not None:
-            yield facts.problem_at(("deepspeed", *path), rule=rule, fix=fix)
+            yield facts.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
 
 
 def raw_options_agree(facts: Facts) -> Iterator[Problem]:
@@ -145,7 +145,7 @@ def raw_options_agree(facts: Facts) -> Iterator[Problem]:
             yield facts.problem_at(
                 ("deepspeed", *path),
                 key,
-                rule=f"the engine sets this from {key}, and they differ",
+                rule=f"must agree with {key}, from which the engine sets it",
                 fix=f"set {key} alone, and remove this",
             )
 

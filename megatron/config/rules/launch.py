@@ -22,7 +22,7 @@ def hosts_are_chosen_one_way(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "launch.exclude",
             "launch.include",
-            rule="hosts are either taken in or left out",
+            rule="hosts must be either included or excluded",
             fix="keep one of them: it says it all",
         )
 
@@ -33,14 +33,14 @@ def runner_has_its_hosts(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "launch.hostfile",
             "launch.runner",
-            rule="the local runner starts ranks on this machine alone",
+            rule="hostfile must not go with the local runner, which starts ranks on this machine only",
             fix="remove the hostfile, or use runner: auto",
         )
     if launch.runner in ("ssh", "pdsh") and launch.hostfile is None:
         yield facts.problem(
             "launch.runner",
             "launch.hostfile",
-            rule=f"{launch.runner} needs to know the hosts",
+            rule=f"{launch.runner} must be given the hosts",
             fix="give launch.hostfile, a file with one `name slots=N` per line",
         )
 
@@ -50,7 +50,7 @@ def launch_files_exist(facts: Facts) -> Iterator[Problem]:
         path = getattr(facts.config.launch, name)
         if path is not None and not File(path).is_file():
             fix = f"check the path; it is seen from {File.cwd()}"
-            yield facts.problem(f"launch.{name}", rule=f"there is no file {path}", fix=fix)
+            yield facts.problem(f"launch.{name}", rule=f"must be a file that exists; there is no file {path}", fix=fix)
 
 
 def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
@@ -59,9 +59,8 @@ def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
         if _SECRET.search(name):
             yield Problem(
                 f"launch.environment.{name}",
-                rule="the configuration is kept with the run, with every checkpoint and in its logs, which is no "
-                "place for a "
-                "secret",
+                rule="must not be a secret: the configuration is kept with the run, in every checkpoint and in "
+                "the logs",
                 fix="put it into a file that launch.environment_file names, or export it where the run is started "
                 "(HF_* and "
                 "WANDB_* go along to all ranks, others by launch.forward)",

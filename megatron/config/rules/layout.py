@@ -23,7 +23,7 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             key,
             *others,
-            rule=f"the run has {facts.ranks} ranks, which is no multiple of tensor * pipeline * context = {inner}",
+            rule=f"the run's {facts.ranks} ranks must be a multiple of tensor * pipeline * context = {inner}",
             fix=f"start {counts} ranks, or use sizes whose product divides {facts.ranks}",
         )
 
@@ -32,7 +32,7 @@ def context_waits(facts: Facts) -> Iterator[Problem]:
     if facts.config.parallel.context > 1:
         yield facts.problem(
             "parallel.context",
-            rule="context parallel attention is not available yet",
+            rule="must be 1: context parallel attention is not available yet",
             fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
         )
 
@@ -48,7 +48,7 @@ def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
                 "zero.offload_parameters.device",
                 "precision.compute",
                 "model.layers",
-                rule=f"{kind} has parameters that stay in fp32, and offloaded parameters all have the compute type",
+                rule=f"offloaded parameters must have the compute type, and {kind} has some that stay in fp32",
                 fix="offload the optimizer alone (zero.offload_optimizer), or use precision: fp32",
             )
 
@@ -59,7 +59,7 @@ def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "parallel.sequence",
             "parallel.tensor",
-            rule="sequence parallelism has no effect without tensor parallel ranks",
+            rule="sequence parallelism must go with tensor parallelism; alone it has no effect",
             fix="use parallel.tensor of 2 or more, or parallel.sequence=false",
         )
     elif parallel.sequence and length % parallel.tensor:
@@ -67,7 +67,7 @@ def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
             "training.sequence_length",
             "parallel.tensor",
             "parallel.sequence",
-            rule="sequence parallelism gives each tensor parallel rank the same number of tokens",
+            rule="must be a multiple of parallel.tensor for sequence parallelism",
             fix=f"use {multiples(length, parallel.tensor)} tokens, or parallel.sequence=false",
         )
 
@@ -78,7 +78,7 @@ def stages_have_layers(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "parallel.pipeline",
             "model.layers",
-            rule=f"each pipeline stage has at least one block, and the model has {blocks}",
+            rule=f"each pipeline stage must have at least one block, and the model has {blocks}",
             fix=f"use parallel.pipeline of at most {blocks}",
         )
 
@@ -93,18 +93,18 @@ def pipeline_split_adds_up(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             key,
             "parallel.pipeline",
-            rule=f"the list has one number per stage: {stages}, not {len(split)}",
+            rule=f"the list must have one number per stage: {stages}, not {len(split)}",
             fix=f"give {stages} numbers that add up to {blocks}",
         )
     elif sum(split) != blocks:
         yield facts.problem(
             key,
             "model.layers",
-            rule=f"the numbers add up to the model's {blocks} blocks, not {sum(split)}",
+            rule=f"the numbers must add up to the model's {blocks} blocks, not {sum(split)}",
             fix=_even(blocks, stages),
         )
     elif min(split) < 1:
-        yield facts.problem(key, rule="each stage has at least one block", fix=_even(blocks, stages))
+        yield facts.problem(key, rule="each stage must have at least one block", fix=_even(blocks, stages))
 
 
 def _even(blocks: int, stages: int) -> str:
@@ -116,7 +116,7 @@ def zero_2_and_3_without_pipeline(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "zero.stage",
             "parallel.pipeline",
-            rule="ZeRO 2 and 3 partition gradients that a pipeline still accumulates; DeepSpeed refuses both together",
+            rule="zero.stage must be 0 or 1 with a pipeline: ZeRO 2 and 3 partition gradients it still accumulates",
             fix="use zero.stage=1 with the pipeline, or parallel.pipeline=1 with tensor parallel ranks",
         )
 
@@ -127,7 +127,7 @@ def zero_0_needs_fp32(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "zero.stage",
             "precision.compute",
-            rule=f"DeepSpeed has no {config.precision.compute} training with fp32 gradient accumulation at ZeRO 0",
+            rule=f"zero.stage must be at least 1 for {config.precision.compute} (DeepSpeed's ZeRO 0 cannot)",
             fix="use zero.stage=1 (it also works on one rank), or precision=fp32",
         )
 
@@ -138,7 +138,7 @@ def zero_2_and_3_traffic(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "zero.stage",
             "training.accumulation",
-            rule=f"from ZeRO 2 on, gradients are reduced after every micro-batch: {count} times the traffic of ZeRO 1",
+            rule=f"zero.stage must be at most 1 to reduce gradients once per step, here with {count} times the traffic",
             fix="use zero.stage=1 if memory allows, or a larger micro_batch_size",
         )
 
@@ -149,7 +149,7 @@ def selective_recomputation_needs_whole_parameters(facts: Facts) -> Iterator[Pro
         yield facts.problem(
             "training.activation_checkpointing.mode",
             "zero.stage",
-            rule="selective recomputation mistakes what it kept where ZeRO 3 gathers parameters: gradients are wrong",
+            rule="mode must not be selective with ZeRO 3: gradients would be wrong",
             fix="use mode: full (with every: 2 or more it costs less), or zero.stage of at most 2",
         )
 
@@ -161,7 +161,7 @@ def micro_batches_fill_the_pipeline(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "training.accumulation",
             "parallel.pipeline",
-            rule=f"{count} micro-batches over {stages} stages leave each stage idle {100 * idle:.0f} % of the time",
+            rule=f"{count} micro-batches must not leave each of {stages} stages idle {100 * idle:.0f} % of the time",
             fix=f"use at least {4 * stages} micro-batches per step: "
             "a smaller micro_batch_size or a larger global_batch_size",
         )
@@ -172,7 +172,7 @@ def overlap_needs_the_plain_engine(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "zero.overlap",
             "parallel.pipeline",
-            rule="a pipeline reduces gradients once, after the last micro-batch: nothing overlaps",
+            rule="overlap must be false with a pipeline, which reduces gradients once, after the last micro-batch",
             fix="use zero.overlap=false",
         )
 
@@ -183,14 +183,14 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "zero.offload_parameters.device",
             "zero.stage",
-            rule="parameters can only be offloaded where ZeRO 3 partitions them",
+            rule="offloading parameters must go with ZeRO 3, which partitions them",
             fix="use zero.stage=3, or offload_optimizer",
         )
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         yield facts.problem(
             "zero.offload_optimizer.device",
             "zero.stage",
-            rule="optimizer state is offloaded by ZeRO 1, 2 and 3",
+            rule="offloading optimizer state must go with ZeRO 1, 2 or 3",
             fix="use zero.stage=1 or more",
         )
     for name, offload in (
@@ -202,27 +202,30 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 f"{key}.device",
                 "zero.stage",
-                rule="offloading to NVMe needs ZeRO 3",
+                rule="offloading to NVMe must go with ZeRO 3",
                 fix="use zero.stage=3, or device: cpu",
             )
         if offload.device == "nvme" and offload.path is None:
             yield facts.problem(
                 f"{key}.path",
                 f"{key}.device",
-                rule="offloading to NVMe needs a folder on the drive",
+                rule="offloading to NVMe must have a folder on the drive",
                 fix=f"give {key}.path",
             )
         if offload.device != "none" and pipeline > 1:
             yield facts.problem(
                 f"{key}.device",
                 "parallel.pipeline",
-                rule="offloading works in the engine without a pipeline",
+                rule="offloading must go without a pipeline",
                 fix="use parallel.pipeline=1, or device: none",
             )
         if offload.device == "none" and (offload.path is not None or offload.pin_memory):
             given = "path" if offload.path is not None else "pin_memory"
             yield facts.warning(
-                f"{key}.{given}", f"{key}.device", rule="nothing is offloaded", fix=f"give {key}.device: cpu or nvme"
+                f"{key}.{given}",
+                f"{key}.device",
+                rule="must go with device: cpu or nvme; nothing is offloaded",
+                fix=f"give {key}.device: cpu or nvme",
             )
 
 
@@ -232,7 +235,7 @@ def offloaded_optimizer_is_adam(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "zero.offload_optimizer.device",
             "optimizer.type",
-            rule="only AdamW has an implementation for offloaded state",
+            rule="optimizer.type must be adamw for offloaded state",
             fix="use optimizer.type=adamw, or device: none",
         )
 

@@ -27,14 +27,14 @@ def shared_norm_has_two_branches(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "model.residual.shared_norm",
             "model.residual.form",
-            rule="one norm can only feed both branches in the parallel form",
+            rule="shared_norm must go with the parallel form: only there one norm feeds both branches",
             fix="use form: parallel, or shared_norm: false",
         )
     elif residual.shared_norm and residual.norm != "pre":
         yield facts.problem(
             "model.residual.shared_norm",
             "model.residual.norm",
-            rule="post norms stand on each branch's output and cannot be shared",
+            rule="shared_norm must go with norm: pre: a post norm acts on the output of one branch",
             fix="use norm: pre, or shared_norm: false",
         )
 
@@ -45,7 +45,7 @@ def channel_scales_join_one_branch(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "model.residual.channel_scales",
             "model.residual.form",
-            rule="the vectors scale a stream and the one branch that is added to it",
+            rule="channel_scales must go with the sequential form: they scale the stream and its one branch",
             fix="use form: sequential, or channel_scales: false",
         )
 
@@ -56,7 +56,7 @@ def learned_positions_cover_the_sequence(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "model.embedding.max_positions",
             "training.sequence_length",
-            rule="there is a learned position for each token of a sequence",
+            rule="max_positions must be at least training.sequence_length",
             fix=f"use at least {length}, or leave max_positions out",
         )
 
@@ -68,9 +68,7 @@ def variants_exist(facts: Facts) -> Iterator[Problem]:
         if name not in known:
             fix = nearest(name, known) or f"add model.variants.{name} with the options that differ"
             yield facts.problem(
-                "model.layers",
-                rule=f"the pattern names the variant {name!r}, which model.variants does not have",
-                fix=fix,
+                "model.layers", rule=f"the variant {name!r} in the pattern must be defined in model.variants", fix=fix
             )
     for name in known:
         if facts.blocks and name not in named:
@@ -78,7 +76,7 @@ def variants_exist(facts: Facts) -> Iterator[Problem]:
                 ("model", "variants", name),
                 "model.layers",
                 fatal=False,
-                rule="the pattern never uses this variant",
+                rule="each variant must be used in the pattern",
                 fix=f"write kind@{name} in model.layers, or remove the variant",
             )
 
@@ -94,7 +92,7 @@ def tokenizer_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "model.vocab_size",
             "tokenizer.path",
-            rule=f"the tokenizer has {ids} ids, more than the embedding has rows",
+            rule=f"vocab_size must be at least the tokenizer's {ids} ids",
             fix=f"use at least {ids} ({-(-ids // multiple) * multiple} is a multiple of {multiple}), "
             "or leave vocab_size out",
         )
@@ -134,7 +132,7 @@ def vocabulary_is_known(facts: Facts) -> Iterator[Problem]:
                 "model.vocab_size",
                 "tokenizer.type",
                 "tokenizer.path",
-                rule=f"the vocabulary's size is not known: {reason}",
+                rule=f"the vocabulary size must be known: {reason}",
                 fix="give model.vocab_size, or a local tokenizer in tokenizer.path",
             )
 

@@ -26,7 +26,7 @@ def names_stand_for_something(facts: Facts) -> Iterator[Problem]:
             *(name for name in registry.names(role) if role not in ADDED or name not in inside),
         )
         if role in ADDED and value in inside:
-            rule = f"{value} is turned on by keys of its own, not listed in {ADDED[role]}"
+            rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
             yield facts.problem_at(path, rule=rule, fix="leave it out here")
         elif value in registry.names(role):
             continue

@@ -17,7 +17,7 @@ def one_way_to_start(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "checkpoint.initialize_from",
             "checkpoint.resume",
-            rule="a run resumes a checkpoint or takes another one's weights, not both",
+            rule="a run must either resume a checkpoint or take another one's weights, not both",
             fix="remove one of them (resume: auto goes on after an interruption, and else takes the weights)",
         )
 
@@ -29,13 +29,13 @@ def resume_exists(facts: Facts) -> Iterator[Problem]:
     if resume.lower() in ("no", "off", "false", "never", "null", "") and not File(resume or "no").exists():
         yield facts.problem(
             "checkpoint.resume",
-            rule="resume is auto, none, or the path of a checkpoint",
+            rule="resume must be auto, none, or the path of a checkpoint",
             fix="write none to start anew",
         )
     elif "://" not in resume and not File(resume).exists():  # a URL is looked at by the run itself
         yield facts.problem(
             "checkpoint.resume",
-            rule=f"there is no checkpoint {resume}",
+            rule=f"must be a checkpoint that exists; there is no checkpoint {resume}",
             fix=f"check the path (it is seen from {File.cwd()}), or use auto or none",
         )
 
@@ -49,7 +49,7 @@ def other_programs_checkpoints_are_recognised(facts: Facts) -> Iterator[Problem]
         if step is not None:
             yield facts.problem(
                 f"checkpoint.{name}",
-                rule=f"{where} has checkpoints of GPT-NeoX ({step.name}), which are neither resumed nor written beside",
+                rule=f"must not hold GPT-NeoX checkpoints: {where} has {step.name}",
                 fix=advice(step, facts.files, weights=name == "initialize_from"),
             )
 
@@ -59,7 +59,7 @@ def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
     if path is not None and "://" not in path and not File(path).exists():
         yield facts.problem(
             "checkpoint.initialize_from",
-            rule=f"there is no checkpoint or folder {path}",
+            rule=f"must be a checkpoint or a folder that exists; there is no checkpoint or folder {path}",
             fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the "
             "hub)",
         )
@@ -79,7 +79,7 @@ def urls_can_be_opened(facts: Facts) -> Iterator[Problem]:
         except (ImportError, ValueError) as error:
             yield facts.problem(
                 f"checkpoint.{name}",
-                rule=f"a URL needs the package that speaks its protocol: {error}",
+                rule=f"the package for the URL's protocol must be installed: {error}",
                 fix="install it on all hosts (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or mend the URL",
             )
 
@@ -92,23 +92,28 @@ def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
             yield facts.warning(
                 f"checkpoint.{name}",
                 "checkpoint.every",
-                rule="nothing is saved before the end",
+                rule="must go with checkpoint.every: nothing is saved before the end",
                 fix="give checkpoint.every",
             )
     if checkpoint.keep_every and checkpoint.every and checkpoint.keep_every % checkpoint.every:
         yield facts.warning(
             "checkpoint.keep_every",
             "checkpoint.every",
-            rule="only saved steps can be kept: keep_every is a multiple of every",
+            rule="keep_every must be a multiple of every: only saved steps can be kept",
             fix=f"use {-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}",
         )
     wrong = [step for step in checkpoint.steps if step < 0]
     if wrong:
-        yield facts.problem("checkpoint.steps", rule=f"steps are of at least 0, and {wrong[0]} is not", fix="remove it")
+        yield facts.problem(
+            "checkpoint.steps", rule=f"steps must be at least 0, and {wrong[0]} is not", fix="remove it"
+        )
     late = [step for step in checkpoint.steps if step > steps]
     if late:
         yield facts.warning(
-            "checkpoint.steps", "training.steps", rule=f"the run ends before step {late[0]}", fix="remove it"
+            "checkpoint.steps",
+            "training.steps",
+            rule=f"must be at most training.steps: the run ends before step {late[0]}",
+            fix="remove it",
         )
 
 
@@ -118,7 +123,7 @@ def resuming_needs_optimizer_state(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "checkpoint.optimizer_state",
             "checkpoint.resume",
-            rule="checkpoints without optimizer state cannot be resumed",
+            rule="optimizer_state must be true for checkpoints to resume from",
             fix="use optimizer_state: true, or resume: none",
         )
 
@@ -129,7 +134,7 @@ def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "logging.profile.start",
             "training.steps",
-            rule="the run ends before the profile starts",
+            rule="must be at most training.steps: the run ends before the profile starts",
             fix=f"use at most {training.steps}",
         )
     if profile.start is not None and facts.ranks is not None:
@@ -137,7 +142,7 @@ def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
         if wrong:
             yield facts.problem(
                 "logging.profile.ranks",
-                rule=f"the run has ranks 0 to {facts.ranks - 1}, and not {wrong[0]}",
+                rule=f"must be ranks of the run, 0 to {facts.ranks - 1}, and {wrong[0]} is not",
                 fix="name ranks of the run",
             )
 
@@ -148,21 +153,21 @@ def map_has_its_source(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "checkpoint.initialize_vocabulary",
             "checkpoint.initialize_from",
-            rule="rows are added to those of other weights",
+            rule="must go with checkpoint.initialize_from: rows are added to existing weights",
             fix="give checkpoint.initialize_from, or use initialize_vocabulary: same",
         )
     if checkpoint.initialize_map and checkpoint.initialize_from is None:
         yield facts.problem(
             "checkpoint.initialize_map",
             "checkpoint.initialize_from",
-            rule="the map says how tensors are made of those of another checkpoint, and there is none",
+            rule="must go with checkpoint.initialize_from: tensors are made from those of that checkpoint",
             fix="give checkpoint.initialize_from, or leave the map out",
         )
     for ours, theirs in checkpoint.initialize_map.items():
         if theirs != "new" and ours.count("*") != theirs.count("*"):
             yield facts.problem_at(
                 ("checkpoint", "initialize_map", ours),
-                rule="each * of a tensor's name stands for the same word on both sides",
+                rule="both names must have the same number of *",
                 fix="write as many * on the right as on the left, or 'new'",
             )
 

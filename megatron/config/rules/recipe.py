@@ -38,7 +38,7 @@ def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
         "training.global_batch_size",
         *keys,
         fix=fix,
-        rule=f"global_batch_size is micro_batch_size * accumulation * data parallel size, here {product}",
+        rule=f"global_batch_size must be micro_batch_size * accumulation * data parallel size, here {product}",
     )
 
 
@@ -60,7 +60,7 @@ def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "precision.compute",
             "launch.device",
-            rule="fp16 is trained on GPUs only; most CPUs have no arithmetic of it",
+            rule="fp16 must be trained on GPUs; most CPUs have no fp16 arithmetic",
             fix="use precision=bf16 or fp32",
         )
 
@@ -72,7 +72,7 @@ def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "precision.compute",
             "launch.device",
-            rule="this machine has no GPU, and fp16 is trained on GPUs only",
+            rule="fp16 must be trained on GPUs, and this machine has none",
             fix="use precision=bf16 or fp32",
         )
 
@@ -95,12 +95,14 @@ def kernels_are_here(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "model.kernels",
             "launch.device",
-            rule=f"{wanted} needs a GPU",
+            rule=f"{wanted} must have a GPU",
             fix="use kernels: auto, which takes torch on CPUs",
         )
     elif facts.starts_here and not installed(wanted):
         yield facts.problem(
-            "model.kernels", rule=f"{wanted} is not installed", fix=f"{next(iter(able.values()))}, or use kernels: auto"
+            "model.kernels",
+            rule=f"{wanted} must be installed",
+            fix=f"{next(iter(able.values()))}, or use kernels: auto",
         )
 
 
@@ -112,7 +114,7 @@ def accumulation_is_no_narrower_mix(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 f"precision.{name}",
                 "precision.compute",
-                rule=f"gradients of {compute} weights are summed in {compute} or fp32",
+                rule=f"gradients of {compute} weights must be accumulated in {compute} or fp32",
                 fix="use fp32",
             )
 
@@ -125,7 +127,7 @@ def loss_scale_needs_fp16(facts: Facts) -> Iterator[Problem]:
             yield facts.warning(
                 f"precision.loss_scale.{name}",
                 "precision.compute",
-                rule="losses are scaled in fp16 only",
+                rule="loss scaling must go with fp16",
                 fix="remove it, or use precision=fp16",
             )
             return
@@ -134,9 +136,7 @@ def loss_scale_needs_fp16(facts: Facts) -> Iterator[Problem]:
 def betas_are_shares(facts: Facts) -> Iterator[Problem]:
     if not all(0 <= beta < 1 for beta in facts.config.optimizer.betas):
         yield facts.problem(
-            "optimizer.betas",
-            rule="both betas are of at least 0 and below 1",
-            fix="AdamW for language models uses [0.9, 0.95]",
+            "optimizer.betas", rule="both betas must be in [0, 1)", fix="AdamW for language models uses [0.9, 0.95]"
         )
 
 
@@ -155,7 +155,7 @@ def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
             yield facts.warning(
                 f"optimizer.{name}",
                 "optimizer.type",
-                rule=f"{name} is an option of {', '.join(kinds)} and has no effect here",
+                rule=f"{name} must go with {', '.join(kinds)}; it has no effect here",
                 fix="remove it, or change optimizer.type",
             )
 
@@ -166,7 +166,7 @@ def nesterov_has_momentum(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "optimizer.nesterov",
             "optimizer.momentum",
-            rule="Nesterov momentum needs a momentum",
+            rule="Nesterov momentum must go with a momentum above 0",
             fix="use optimizer.momentum=0.9, or nesterov: false",
         )
 
@@ -178,14 +178,14 @@ def muon_is_exact(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "optimizer.type",
             "parallel.tensor",
-            rule="Muon orthogonalises whole matrices, which tensor parallel ranks share",
+            rule="Muon must have whole matrices, which tensor parallelism shards",
             fix="use parallel.tensor=1, or optimizer.type=adamw",
         )
     if config.optimizer.type == "muon" and config.zero.stage == 3:
         yield facts.problem(
             "optimizer.type",
             "zero.stage",
-            rule="Muon orthogonalises whole matrices, which ZeRO 3 partitions",
+            rule="Muon must have whole matrices, which ZeRO 3 partitions",
             fix="use zero.stage=1, or optimizer.type=adamw",
         )
 
@@ -208,7 +208,7 @@ def recomputation_is_on(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "training.activation_checkpointing.every",
             "training.activation_checkpointing.mode",
-            rule="`every` counts blocks of mode: full",
+            rule="`every` must go with mode: full",
             fix="use mode: full, or remove it",
         )
 
@@ -219,7 +219,7 @@ def stop_comes_before_the_end(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "training.stop_at_step",
             "training.steps",
-            rule="the run ends before this step",
+            rule="must be at most training.steps: the run ends before this step",
             fix=f"use at most {training.steps}, or remove it",
         )
 

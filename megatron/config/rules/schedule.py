@@ -18,7 +18,7 @@ def warmup_is_given_once(facts: Facts) -> Iterator[Problem]:
             given[1],
             given[0],
             *given[2:],
-            rule="the warmup is given in one way: steps, tokens or a fraction",
+            rule="the warmup must be given in one way: steps, tokens or a fraction",
             fix="keep one of them",
         )
 
@@ -40,7 +40,7 @@ def schedule_starts_before_its_end(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "schedule.start",
             "schedule.steps",
-            rule="the schedule starts before its last step",
+            rule="schedule.start must be below schedule.steps",
             fix=f"use a start below {schedule.steps}",
         )
 
@@ -64,7 +64,7 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
             *others,
             "schedule.steps",
             *keys,
-            rule=f"{listed} steps do not fit into the {length} steps of the schedule",
+            rule=f"{listed} steps must fit into the {length} steps of the schedule",
             fix=f"shorten them to {length} steps together, or raise schedule.steps",
         )
 
@@ -82,7 +82,7 @@ def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
             yield facts.warning(
                 f"schedule.{name}",
                 "schedule.type",
-                rule=f"{name} is an option of {' and '.join(kinds)} and has no effect here",
+                rule=f"{name} must go with {' or '.join(kinds)}; it has no effect here",
                 fix="remove it, or change schedule.type",
             )
 
@@ -97,7 +97,7 @@ def inverse_sqrt_has_a_warmup(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             key,
             "schedule.type",
-            rule="inverse_sqrt needs a warmup: its length is the time scale of the decay",
+            rule="inverse_sqrt must have a warmup: its length is the time scale of the decay",
             fix="give schedule.warmup_steps, for example 1 % of the steps",
         )
 
@@ -110,21 +110,21 @@ def infinite_is_complete(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "schedule.cooldown_steps",
             "schedule.type",
-            rule="infinite needs the steps of its cooldown",
+            rule="infinite must have the steps of its cooldown",
             fix="give schedule.cooldown_steps (0 goes to the constant rate at once)",
         )
     if schedule.min_lr_ratio == 0:
         yield facts.problem(
             "schedule.min_lr_ratio",
             "schedule.type",
-            rule="infinite anneals exponentially and cannot reach 0",
+            rule="must be above 0: infinite anneals exponentially",
             fix="use a value above 0, such as 0.01",
         )
     if schedule.constant_lr_ratio < schedule.min_lr_ratio:
         yield facts.problem(
             "schedule.constant_lr_ratio",
             "schedule.min_lr_ratio",
-            rule="the constant rate is not below the lowest one",
+            rule="the constant rate must not be below the lowest one",
             fix=f"use at least {schedule.min_lr_ratio:g}",
         )
 
@@ -134,11 +134,11 @@ def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
     if schedule.compat == "none":
         return
     if schedule.type not in ("constant", "linear", "cosine"):
-        had = "had no" if schedule.compat == "neox-v1" else "has no"
+        theirs = "GPT-NeoX 1.0" if schedule.compat == "neox-v1" else "GPT-NeoX"
         yield facts.problem(
             "schedule.compat",
             "schedule.type",
-            rule=f"{'GPT-NeoX 1.0' if schedule.compat == 'neox-v1' else 'GPT-NeoX'} {had} {schedule.type} schedule",
+            rule=f"schedule.type must be one that {theirs} has, and it has no {schedule.type} schedule",
             fix="use constant, linear or cosine, or compat: none",
         )
     for name in ("start", "initial_lr_ratio"):
@@ -146,7 +146,7 @@ def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
             yield facts.problem(
                 f"schedule.{name}",
                 "schedule.compat",
-                rule="GPT-NeoX's schedule starts at step 0, with its own first rate",
+                rule="must be left out: GPT-NeoX's schedule starts at step 0, with its own first rate",
                 fix="remove it, or use compat: none",
             )
 
@@ -160,7 +160,7 @@ def compat_stays_below_the_peak(facts: Facts) -> Iterator[Problem]:
             key,
             "schedule.compat",
             "schedule.steps",
-            rule="with a warmup of more than half the schedule, GPT-NeoX 1.0 can go above the peak learning rate",
+            rule="warmup must be at most half the schedule, or GPT-NeoX 1.0 can go above the peak learning rate",
             fix="shorten the warmup, or use compat: none",
         )
 
@@ -172,7 +172,7 @@ def compat_has_a_whole_step_of_warmup(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             key,
             "schedule.compat",
-            rule=f"with a warmup of {steps:g} steps GPT-NeoX gives the first update {1 / steps:g} times the peak",
+            rule=f"must be at least one step: {steps:g} makes GPT-NeoX's first rate {1 / steps:g} times the peak",
             fix="use a warmup of at least one step, or none",
         )
 
@@ -183,7 +183,7 @@ def schedule_covers_the_run(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "schedule.steps",
             "training.steps",
-            rule=f"the last {steps - schedule.steps} steps keep the schedule's last learning rate",
+            rule=f"must be training.steps: the last {steps - schedule.steps} steps keep the schedule's last rate",
             fix=f"use schedule.steps={steps} if that is not meant",
         )
 

@@ -83,8 +83,8 @@ def balancers_fit_the_choice(at: Use[MoEOptions]) -> Iterator[Problem]:
     if router.select == "expert_choice":
         yield at.warning(
             select,
-            rule="experts choose among all tokens of a micro-batch, later ones included: the model is not causal, "
-            "and what it generates is not what it was trained on",
+            rule="a causal model must not let experts choose tokens: they see the whole micro-batch, later tokens too, "
+            "and generated text differs from what was trained on",
             fix="use select: top_k, but for studies of the method",
         )
     if router.select != "top_k" and router.correction != "none":
@@ -143,13 +143,16 @@ def idle_moe_options(at: Use[MoEOptions]) -> Iterator[Problem]:
         yield at.warning(
             ".shared_gate",
             ".shared_size",
-            rule="there is no shared expert to gate",
+            rule="shared_gate must go with a shared expert, and there is none",
             fix="give shared_size, or leave shared_gate out",
         )
     rate = ".router.correction_rate"
     if moe.router.correction == "none" and at.given(rate):
         yield at.warning(
-            rate, ".router.correction", rule="nothing is corrected", fix="use correction: sign, or leave the rate out"
+            rate,
+            ".router.correction",
+            rule="correction_rate must go with a correction",
+            fix="use correction: sign, or leave the rate out",
         )
 
 
@@ -159,7 +162,7 @@ def routers_learn(at: Use[MoEOptions]) -> Iterator[Problem]:
         yield at.warning(
             ".router.normalize",
             ".top_k",
-            rule="a score over itself: the weight of the expert is always 1, and the loss gives the router no gradient",
+            rule="normalize must be false with top_k 1: the weight is always 1 and gives the router no gradient",
             fix="use normalize: false, or a larger top_k",
         )
 
@@ -215,13 +218,37 @@ _IDLE = (
         "router.sinkhorn_iterations",
         "router.select",
         ("sinkhorn",),
-        "nothing is balanced in rounds",
+        "must go with select: sinkhorn, which balances in rounds",
         "use select: sinkhorn",
     ),
-    ("router.sinkhorn_start", "router.select", ("sinkhorn",), "nothing is balanced in rounds", "use select: sinkhorn"),
-    ("router.width", "router.network", ("mlp",), "the router is one matrix", "use network: mlp"),
-    ("router.average", "router.network", ("mlp",), "the router is one matrix, without a state", "use network: mlp"),
-    ("router.bias", "router.network", ("linear",), "the router's layers have their own biases", "use network: linear"),
+    (
+        "router.sinkhorn_start",
+        "router.select",
+        ("sinkhorn",),
+        "must go with select: sinkhorn, which balances in rounds",
+        "use select: sinkhorn",
+    ),
+    (
+        "router.width",
+        "router.network",
+        ("mlp",),
+        "must go with network: mlp; a linear router is one matrix",
+        "use network: mlp",
+    ),
+    (
+        "router.average",
+        "router.network",
+        ("mlp",),
+        "must go with network: mlp; a linear router has no state",
+        "use network: mlp",
+    ),
+    (
+        "router.bias",
+        "router.network",
+        ("linear",),
+        "must go with network: linear; an MLP router's layers have their own biases",
+        "use network: linear",
+    ),
 )
 
 
@@ -236,7 +263,7 @@ def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
         yield facts.warning(
             "model.moe.losses.over",
             "model.moe.losses.balance",
-            rule="there is no balancing loss",
+            rule="losses.over must go with a balancing loss, and there is none",
             fix="give losses.balance a coefficient, or leave over out",
         )
 
@@ -299,7 +326,7 @@ def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
         yield facts.problem(
             "zero.stage",
             key,
-            rule="ZeRO 3 cuts every parameter over all data parallel ranks, "
+            rule="zero.stage must be below 3: ZeRO 3 partitions every parameter over all data parallel ranks, "
             "and expert parallel ranks have different parameters",
             fix=f"use zero.stage=1 or 2, or leave {key} out and let ZeRO 3 partition the experts",
         )
@@ -318,9 +345,8 @@ def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
             "parallel.tensor",
             "parallel.expert_tensor",
             "zero.stage",
-            rule="folded experts' gradients are summed across tensor parallel ranks in ZeRO's buckets, so those "
-            "ranks have equal "
-            "numbers of parameters",
+            rule="with folded experts all tensor parallel ranks must have the same number of parameters, "
+            "since ZeRO's buckets sum the experts' gradients across these ranks",
             fix=f"use model.vocab_size={-(-vocabulary // ranks) * ranks}, model.vocab_multiple={ranks}, "
             "or zero.stage=0",
         )

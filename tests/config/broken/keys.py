@@ -38,7 +38,7 @@ KEYS = [
         "role unknown",
         "optimizer: {groups: {nrom: {weight_decay: 0.0}}}",
         "a.yml:2: optimizer.groups.nrom",
-        "the names in optimizer.groups are embedding, position,",
+        "the names in optimizer.groups must be among embedding, position,",
         "did you mean norm?",
     ),
     case(
@@ -154,14 +154,12 @@ RANGES = [
         "above 0",
         "give at least 1",
     ),
-    case("negative rate", "optimizer: {lr: -1e-3}", "optimizer.lr = -0.001", "of at least 0", "give at least 0"),
-    case("dropout of one", "model: {dropout: 1.0}", "model.dropout = 1.0", "below 1", "give less than 1"),
     case(
-        "share above one",
-        "schedule: {min_lr_ratio: 10}",
-        "schedule.min_lr_ratio = 10",
-        "of at most 1",
-        "give at most 1",
+        "negative rate", "optimizer: {lr: -1e-3}", "optimizer.lr = -0.001", "a number in [0, 1000]", "give at least 0"
+    ),
+    case("dropout of one", "model: {dropout: 1.0}", "model.dropout = 1.0", "a number in [0, 1)", "give less than 1"),
+    case(
+        "share above one", "schedule: {min_lr_ratio: 10}", "schedule.min_lr_ratio = 10", "in [0, 1]", "give at most 1"
     ),
     case("ZeRO stage 4", "zero: {stage: 4}", "zero.stage = 4", "one of 0, 1, 2, 3"),
     case("infinity", "optimizer: {lr: .inf}", "optimizer.lr = inf", "give a finite number"),
@@ -171,7 +169,7 @@ RANGES = [
         "packing in the pythia order",
         "data: {synthetic: none, train: whole, packing: best_fit}",
         "a.yml:2: data.packing = 'best_fit'",
-        "the pythia order cuts them",
+        "must not go with the pythia order",
         "data.order: stream",
     ),
     case(

@@ -3,7 +3,12 @@
 from tests.config.broken.case import case
 
 MODEL = [
-    case("width of 1e15", f"model: {{hidden_size: {10**15}}}", "a.yml:2: model.hidden_size", "of at most 1048576"),
+    case(
+        "width of 1e15",
+        f"model: {{hidden_size: {10**15}}}",
+        "a.yml:2: model.hidden_size",
+        "a whole number in [1, 1048576]",
+    ),
     case(
         "vocabulary of 1e18", f"model: {{vocab_size: {10**18}}}", "a.yml:2: model.vocab_size", "at most 2,147,483,647"
     ),
@@ -220,13 +225,13 @@ MODEL = [
         "model: {layers: cca x4, cca: {heads: 4}}\nprecision: bf16\nzero: "
         "{stage: 3, offload_parameters: {device: cpu}}",
         "zero.offload_parameters.device = 'cpu'",
-        "cca has parameters that stay in fp32",
+        "cca has some that stay in fp32",
     ),
     case(
         "offloaded parameters beside mamba",
         "model: {layers: mamba x4}\nprecision: bf16\nzero: {stage: 3, offload_parameters: {device: cpu}}",
         "zero.offload_parameters.device = 'cpu'",
-        "mamba has parameters that stay in fp32",
+        "mamba has some that stay in fp32",
     ),
     case(
         "odd rotary channels",
@@ -276,7 +281,7 @@ MODEL = [
         "channel scales, parallel",
         "model: {residual: {channel_scales: true, form: parallel}}",
         "a.yml:2: model.residual.channel_scales = true",
-        "the one branch that is added to it",
+        "they scale the stream and its one branch",
         "use form: sequential",
     ),
     case(
@@ -290,7 +295,7 @@ MODEL = [
         "variant not there",
         "model: {layers: (attention@locl/mlp) x4, variants: {local: {window: 8}}}",
         "a.yml:2: model.layers",
-        "names the variant 'locl'",
+        "the variant 'locl'",
         "did you mean local?",
         "1 warning",
     ),
@@ -317,7 +322,7 @@ MODEL = [
         "tokenizer larger than the vocabulary",
         "tokenizer: {path: tokenizer.json}",
         "base.yml:4: model.vocab_size = 128",
-        "the tokenizer has 200 ids",
+        "at least the tokenizer's 200 ids",
         "tokenizer.path = 'tokenizer.json' (a.yml:2)",
         "use at least 200 (256",
     ),
@@ -325,7 +330,7 @@ MODEL = [
         "vocabulary unknown",
         "model: {vocab_size: null}",
         "model.vocab_size",
-        "size is not known: there is no tokenizer",
+        "size must be known: there is no tokenizer",
     ),
 ]
 
@@ -334,7 +339,7 @@ LAYOUT = [
         "ranks do not fill the layout",
         "parallel: {tensor: 4}",
         "a.yml:2: parallel.tensor = 4",
-        "the run has 6 ranks, which is no multiple",
+        "the run's 6 ranks must be a multiple",
         "start 4 or 8 ranks",
         ranks=6,
     ),
@@ -366,7 +371,7 @@ LAYOUT = [
         "sequence over tensor ranks",
         "parallel: {tensor: 2, sequence: true}\ntraining: {sequence_length: 33}",
         "a.yml:3: training.sequence_length = 33",
-        "same number of tokens",
+        "must be a multiple of parallel.tensor",
         "use 32 or 34 tokens",
     ),
     case("context parallel", "parallel: {context: 2}", "a.yml:2: parallel.context = 2", "not available yet"),
@@ -392,14 +397,16 @@ LAYOUT = [
         "for example [2, 2]",
     ),
     case(
-        "stage without blocks", "parallel: {pipeline: 2, pipeline_split: [4, 0]}", "each stage has at least one block"
+        "stage without blocks",
+        "parallel: {pipeline: 2, pipeline_split: [4, 0]}",
+        "each stage must have at least one block",
     ),
     case(
         "ZeRO 2 with a pipeline",
         "parallel: {pipeline: 2}\nzero: {stage: 2}",
         "a.yml:3: zero.stage = 2",
         "parallel.pipeline = 2 (a.yml:2)",
-        "DeepSpeed refuses both",
+        "zero.stage must be 0 or 1 with a pipeline",
         "use zero.stage=1",
     ),
     case(
@@ -418,23 +425,26 @@ LAYOUT = [
     case(
         "optimizer offloaded at stage 0",
         "zero: {stage: 0, offload_optimizer: {device: cpu}}",
-        "offloaded by ZeRO 1, 2 and 3",
+        "must go with ZeRO 1, 2 or 3",
     ),
     case(
         "NVMe without a folder",
         "zero: {stage: 3, offload_optimizer: {device: nvme}}",
-        "needs a folder",
+        "must have a folder",
         "give zero.offload_optimizer.path",
     ),
-    case("NVMe at stage 1", "zero: {offload_optimizer: {device: nvme, path: /x}}", "NVMe needs ZeRO 3"),
+    case("NVMe at stage 1", "zero: {offload_optimizer: {device: nvme, path: /x}}", "NVMe must go with ZeRO 3"),
     case(
         "offloading with a pipeline",
         "parallel: {pipeline: 2}\nzero: {offload_optimizer: {device: cpu}}",
         "a.yml:3",
-        "engine without a pipeline",
+        "must go without a pipeline",
     ),
     case(
-        "SGD offloaded", "zero: {offload_optimizer: {device: cpu}}\noptimizer: {type: sgd}", "only AdamW", "(a.yml:3)"
+        "SGD offloaded",
+        "zero: {offload_optimizer: {device: cpu}}\noptimizer: {type: sgd}",
+        "must be adamw for offloaded state",
+        "(a.yml:3)",
     ),
 ]
 
@@ -462,7 +472,7 @@ DEEPSPEED = [
         "deepspeed: {train_batch_size: 32}",
         "a.yml:2: deepspeed.train_batch_size = 32",
         "training.global_batch_size = 16 (base.yml:10)",
-        "they differ",
+        "must agree with training.global_batch_size",
     ),
     case(
         "contradicts the stage",

@@ -3,14 +3,8 @@
 from tests.config.broken.case import case
 
 RECIPE = [
-    case(
-        "a run without end",
-        "",
-        "training.steps = 1",
-        "of at most 1000000000000",
-        arguments=(f"training.steps={10**40}",),
-    ),
-    case("learning rate of 1e30", "optimizer: {lr: 1e30}", "a.yml:2: optimizer.lr = 1e+30", "of at most 1000"),
+    case("a run without end", "", "training.steps = 1", "1000000000000]", arguments=(f"training.steps={10**40}",)),
+    case("learning rate of 1e30", "optimizer: {lr: 1e30}", "a.yml:2: optimizer.lr = 1e+30", ", 1000]"),
     case(
         "batch beyond all numbers",
         f"training: {{global_batch_size: {16 * 10**17}}}",
@@ -43,13 +37,13 @@ RECIPE = [
         "precision: fp16\nlaunch: {device: cpu}",
         "a.yml:2: precision.compute = 'fp16'",
         "(a.yml:3)",
-        "fp16 is trained on GPUs only",
+        "fp16 must be trained on GPUs",
     ),
     case(
         "fp16 without a GPU",
         "precision: fp16",
         "a.yml:2: precision.compute = 'fp16'",
-        "this machine has no GPU",
+        "and this machine has none",
         "use precision=bf16",
     ),
     case(
@@ -57,7 +51,7 @@ RECIPE = [
         "model: {layers: mamba x4, kernels: mamba_ssm}\nlaunch: {device: cpu}",
         "a.yml:2: model.kernels = 'mamba_ssm'",
         "launch.device = 'cpu' (a.yml:3)",
-        "mamba_ssm needs a GPU",
+        "mamba_ssm must have a GPU",
     ),
     case(
         "kernels for no layer",
@@ -67,8 +61,10 @@ RECIPE = [
         "use kernels: auto",
     ),
     case("bf16 sums of fp32 gradients", "precision: {accumulate: bf16}", "precision.accumulate = 'bf16'", "use fp32"),
-    case("beta of one", "optimizer: {betas: [0.9, 1.0]}", "optimizer.betas = [0.9, 1.0]", "below 1"),
-    case("Nesterov without momentum", "optimizer: {type: sgd, nesterov: true, momentum: 0.0}", "needs a momentum"),
+    case("beta of one", "optimizer: {betas: [0.9, 1.0]}", "optimizer.betas = [0.9, 1.0]", "in [0, 1)"),
+    case(
+        "Nesterov without momentum", "optimizer: {type: sgd, nesterov: true, momentum: 0.0}", "must go with a momentum"
+    ),
     case(
         "Muon over tensor ranks",
         "optimizer: {type: muon}\nparallel: {tensor: 2}",
@@ -107,37 +103,45 @@ SCHEDULE = [
         "warmup longer than the run",
         "schedule: {warmup_steps: 101}",
         "a.yml:2: schedule.warmup_steps = 101",
-        "do not fit into the 100 steps",
+        "must fit into the 100 steps",
         "schedule.steps = 100",
     ),
     case(
         "warmup in tokens longer than the run",
         "schedule: {warmup_tokens: 1000000}",
         "schedule.warmup_tokens = 1000000",
-        "warmup_tokens 1953.12 steps do not fit",
+        "warmup_tokens 1953.12 steps must fit",
     ),
     case(
         "warmup and decay longer than the run",
         "schedule: {type: wsd, warmup_steps: 60, decay_steps: 50}",
         "a.yml:2: schedule.warmup_steps = 60",
-        "warmup_steps 60 + decay_steps 50 steps do not fit into the 100 steps",
+        "warmup_steps 60 + decay_steps 50 steps must fit into the 100 steps",
     ),
-    case("start after the end", "schedule: {start: 100}", "schedule.start = 100", "starts before its last step"),
+    case("start after the end", "schedule: {start: 100}", "schedule.start = 100", "must be below schedule.steps"),
     case(
         "inverse square root without a warmup",
         "schedule: {type: inverse_sqrt}",
-        "inverse_sqrt needs a warmup",
+        "inverse_sqrt must have a warmup",
         "give schedule.warmup_steps",
     ),
     case(
         "infinite without its cooldown",
         "schedule: {type: infinite, min_lr_ratio: 0.0}",
-        "needs the steps of its cooldown",
-        "cannot reach 0",
+        "must have the steps of its cooldown",
+        "must be above 0",
         problems=2,
     ),
-    case("compat of no schedule of today", "schedule: {type: wsd, compat: neox}", "GPT-NeoX has no wsd schedule"),
-    case("compat of another schedule", "schedule: {type: wsd, compat: neox-v1}", "GPT-NeoX 1.0 had no wsd schedule"),
+    case(
+        "compat of no schedule of today",
+        "schedule: {type: wsd, compat: neox}",
+        "must be one that GPT-NeoX has, and it has no wsd schedule",
+    ),
+    case(
+        "compat of another schedule",
+        "schedule: {type: wsd, compat: neox-v1}",
+        "must be one that GPT-NeoX 1.0 has, and it has no wsd schedule",
+    ),
 ]
 
 DATA = [
@@ -145,7 +149,7 @@ DATA = [
         "nothing to read",
         "data: {synthetic: none}",
         "data.train",
-        "a run needs something to read",
+        "must be given: a run needs training data",
         "data.synthetic=copy",
     ),
     case(
@@ -153,7 +157,7 @@ DATA = [
         "data: {train: tokens}",
         "base.yml:11: data.synthetic = 'copy'",
         "data.train = [",
-        "not both",
+        "must be none when data are read",
         "no file tokens.bin",
         problems=2,
     ),
@@ -182,7 +186,7 @@ DATA = [
         "evaluation without data",
         "data: {synthetic: none, train: tokens}\nevaluation: {every: 10}",
         "a.yml:3: evaluation.every = 10",
-        "needs validation data",
+        "must have validation data",
         "no file tokens.bin",
         problems=2,
     ),
@@ -226,7 +230,7 @@ DATA = [
         "labels of documents in pieces",
         "data: {synthetic: none, train: whole, fim: {rate: 0.5}}",
         "a.yml:2: data.fim.rate = 0.5",
-        "tokens that a tokenizer must have",
+        "must have a tokenizer with its special tokens",
     ),
     case(
         "infilling without its tokens",
@@ -235,7 +239,7 @@ DATA = [
         "tokenizer: {path: tokenizer.json}",
         "default: data.fim.suffix = '<|fim_suffix|>'",
         "tokenizer.path = 'tokenizer.json' (a.yml:4)",
-        "the tokenizer has no token '<|fim_suffix|>'",
+        "must be a token of the tokenizer, which has no token '<|fim_suffix|>'",
         "--special '<|fim_suffix|>'",
     ),
     case(
@@ -244,7 +248,7 @@ DATA = [
         "model: {vocab_size: 257}",
         "a.yml:2: data.train.0.labels = 'whole'",
         "data.fim.rate = 0.5 (a.yml:2)",
-        "a label file does not follow",
+        "must not go with fill-in-the-middle",
     ),
     case(
         "one file twice in a blend",
@@ -276,8 +280,8 @@ DATA = [
     case(
         "samples without a prompt",
         "evaluation: {samples: {every: 5}}",
-        "samples continue a prompt",
-        "needs a tokenizer",
+        "samples must have a prompt to continue",
+        "must have a tokenizer",
         problems=2,
     ),
 ]
@@ -329,7 +333,7 @@ LAUNCH = [
         "hosts of the local runner",
         "launch:\n  runner: local\n  hostfile: half.bin",
         "a.yml:4: launch.hostfile = 'half.bin'",
-        "this machine alone",
+        "this machine only",
     ),
     case(
         "hostfile missing", "launch: {hostfile: hosts}", "a.yml:2: launch.hostfile = 'hosts'", "there is no file hosts"
@@ -362,7 +366,7 @@ OUTPUT = [
         "GPT-NeoX's folder to save into",
         "checkpoint: {dir: neox}",
         "a.yml:2: checkpoint.dir = 'neox'",
-        "has checkpoints of GPT-NeoX (global_step20)",
+        "must not hold GPT-NeoX checkpoints: neox has global_step20",
         "tools/checkpoint/from_neox.py neox/global_step20",
     ),
     case(
@@ -371,7 +375,7 @@ OUTPUT = [
         "  validation: {v: [{path: whole, loss: false}]}",
         "a.yml:4: data.train.0.loss = false",
         "a.yml:5: data.validation.v.0.loss = false",
-        "some source must count in the loss",
+        "at least one source must count in the loss",
         problems=2,
     ),
     case("resume: no", "checkpoint: {resume: no}", "a.yml:2: checkpoint.resume = 'no'", "write none to start anew"),
@@ -387,8 +391,10 @@ OUTPUT = [
         "a.yml:2: checkpoint.initialize_from = '.'",
         "not both",
     ),
-    case("negative step", "checkpoint: {steps: [-1]}", "steps are of at least 0"),
+    case("negative step", "checkpoint: {steps: [-1]}", "steps must be at least 0"),
     case(
-        "profile of a rank that is not there", "logging: {profile: {start: 2, ranks: [2]}}", "ranks 0 to 1, and not 2"
+        "profile of a rank that is not there",
+        "logging: {profile: {start: 2, ranks: [2]}}",
+        "ranks of the run, 0 to 1, and 2 is not",
     ),
 ]

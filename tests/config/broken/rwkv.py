@@ -42,6 +42,6 @@ RWKV = [
         "model: {layers: rwkv7 x4, rwkv7: {head_dim: 16}}\nprecision: bf16\n"
         "zero: {stage: 3, offload_parameters: {device: cpu}}",
         "zero.offload_parameters.device = 'cpu'",
-        "rwkv7 has parameters that stay in fp32",
+        "rwkv7 has some that stay in fp32",
     ),
 ]
