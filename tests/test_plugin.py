@@ -48,37 +48,47 @@ def test_the_helper_sees_a_layout_that_differs(package):
 
 
 def test_commands_know_it(package, tmp_path):
-    trained = run(
-        ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=2",
-        "parallel.tensor=2", "training.steps=3", package=package,
-    )  # fmt: skip
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 3
-    config = ROOT / "tools" / "config.py"
-    layers = json.loads(run(config, "layers", "retention.yml", "--json", package=package).stdout)
-    assert layers["parameters"] > 0
-    key = run(config, "explain", "model.retention.head_dim", "retention.yml", package=package).stdout
-    assert "= 8" in key and "derived: model.hidden_size / model.retention.heads" in key
-    shown = run(config, "show", "retention.yml", package=package).stdout
-    assert "extensions: [my_lab]" in shown and "slowest: 5.0" in shown
-    wrong = run(config, "check", "retention.yml", "model.retention.heads=5", package=package)
-    assert wrong.returncode == 2 and "heads * head_dim must be model.hidden_size" in wrong.stderr
-    script = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    script += "finally: print('torch' in sys.modules)"
-    assert run("-c", script, config, "check", "retention.yml", package=package).stdout.endswith("False\n")
-
-
-def test_a_checkpoint_names_the_package_that_it_needs(package, tmp_path):
+    """A run with its layer, optimizer and hook; its checkpoint names the package; the tools know the options."""
     done = run(
-        ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=1",
-        "training.steps=2", "checkpoint.every=2", "tokenizer.type=bytes", "model.vocab_size=512", package=package,
+        ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=2",
+        "parallel.tensor=2", "training.steps=3", "optimizer.type=ademamix", "optimizer.options={alpha: 2.0}",
+        "hooks=[{type: weights, options: {parameters: ['*norm*'], every: 3}}]", "checkpoint.every=3",
+        "tokenizer.type=bytes", "model.vocab_size=512", package=package,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in records if "loss" in each] == [0, 1, 2]
+    (sizes,) = [each for each in records if "weights" in each]
+    assert sizes["step"] == 3 and all(each["largest"] > 0.5 for each in sizes["weights"].values())
     command = (ROOT / "generate.py", tmp_path / "run", "--prompt", "one", "--tokens", "4")
     found = run(*command, package=package)
     assert found.returncode == 0, found.stderr
     lost = run(*command, package=package, found=False)
     assert lost.returncode != 0 and "module my_lab must be found by Python" in lost.stderr, lost.stderr + lost.stdout
+
+
+def test_mistakes_are_told_before_anything_starts(package, tmp_path):
+    """A package's rules, and its names in place of those inside, with one that is near."""
+    words = ("model.retention.heads=5", "optimizer.type=ademamax", "hooks=[weight]", f"run.dir={tmp_path / 'run'}")
+    done = run(ROOT / "deepy.py", ROOT / "train.py", "retention.yml", "launch.ranks=1", *words, package=package)
+    assert done.returncode == 2 and not (tmp_path / "run").exists(), done.stderr
+    for said in ("heads * head_dim must be model.hidden_size", "ademamix", "weights"):
+        assert said in done.stderr
+
+
+def test_the_tools_know_it(package):
+    config = ROOT / "tools" / "config.py"
+    layers = json.loads(run(config, "layers", "retention.yml", "--json", package=package).stdout)
+    assert layers["parameters"] > 0
+    key = run(config, "explain", "model.retention.head_dim", "retention.yml", package=package).stdout
+    assert "= 8" in key and "derived: model.hidden_size / model.retention.heads" in key
+    # Shown by a process that tells whether torch was imported: the package's options must not need it.
+    script = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    script += "finally: print('torch' in sys.modules)"
+    words = ("optimizer.type=ademamix", "hooks=[weights]")
+    shown = run("-c", script, config, "show", "retention.yml", *words, package=package).stdout
+    assert "extensions: [my_lab]" in shown and "slowest: 5.0" in shown and "type: ademamix" in shown
+    assert shown.endswith("False\n")
 
 
 def test_an_installed_package_need_not_be_listed(package, monkeypatch):

@@ -6,8 +6,8 @@ needs torch. An extension is a Python module or package with a mapping of the sa
     EXTENSION = {"optimizer": {"sgdm": "my_lab.sgdm:SGDM"}, "kind": {"retention": "my_lab.retention.options:KIND"}}
 
 A configuration lists the extensions that it needs in `model.extensions`; `registry_of` gives the table with them. An
-installed package can offer names without being listed: by an entry point of the group `deepy.<role>` whose name is the
-offered one and whose value is the extension's module. A name that has a colon is an import path by itself.
+installed package can offer kinds of layers without being listed: by an entry point of the group `deepy.kind` whose name
+is the kind's and whose value is the extension's module. A name that has a colon is an import path by itself.
 """
 
 from __future__ import annotations

@@ -110,6 +110,8 @@ class Console:
         elif "tasks" in record:
             for line in task_lines(record):
                 self.say(line)
+        elif "lr" not in record:
+            return  # a record of a user's hook: the console does not know how to show it
         elif self.mode == "live":
             self._show(record)
         else:

@@ -1,74 +1,183 @@
-"""Ranks without a launcher: a function on several processes of this machine, in one gloo group."""
+"""Ranks without a launcher: `on_ranks(ranks, function, *args)` on reused processes of this machine, in a gloo group.
+
+Importing torch and DeepSpeed costs seconds of each process, so one process imports them, the workers of each world size
+are forked from it once, and run whatever they are handed, each time in a process group of its own. A worker that fails
+sends its traceback back; its world is then thrown away, since its peers may be stuck in a collective.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import itertools
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 300.0
-SETTINGS = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+TIMEOUT = 400.0
+THREADS = 60
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "DS_ACCELERATOR": "cpu",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class World:
+    """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all
+    ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self.jobs = itertools.count()
+        self.worn = False  # too many threads of forgotten groups
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["megatron.engine.preload"])
+        with _environment(**SETTINGS):
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self.processes.append(process)
+
+    def run(self, function: Callable, args: tuple) -> list[Any]:
+        store = f"file://{Path(self.folder.name) / f'store-{next(self.jobs)}'}"
+        for pipe in self.pipes:
+            pipe.send((store, function, args))
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT)
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, value, threads = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(f"rank {rank} died") from None
+                if not ok:
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+                self.worn |= threads > THREADS
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+_worlds: dict[int, World] = {}
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(*args)` returns on each of `ranks` new processes; it must be importable.
+    """What `function(*args)` returns on each of `ranks` processes. It must be importable and its results picklable.
 
     Raises:
         RuntimeError: with the traceback of the first rank that failed.
         TimeoutError: a rank does not answer, for example since it waits for one that does something else.
     """
-    context, pipes, processes = get_context("spawn"), {}, []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                job = (rank, ranks, str(Path(folder) / "store"), theirs, function, args)
-                process = context.Process(target=_serve, args=job, daemon=True)
-                process.start()
-                theirs.close()
-                pipes[ours] = rank
-                processes.append(process)
-            return _answers(pipes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    world = _worlds.get(ranks)
+    if world is None:
+        world = _worlds[ranks] = World(ranks)
+    done = False
+    try:
+        results = world.run(function, args)
+        done = True
+        return results
+    finally:
+        if not done or world.worn:
+            world.close()
+            del _worlds[ranks]
 
 
-def _answers(pipes: dict[Connection, int]) -> list[Any]:
-    waiting, answers = dict(pipes), {}
-    while waiting:
-        ready = wait(list(waiting), TIMEOUT)
-        if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT:.0f} s")
-        for pipe in ready:
-            rank = waiting.pop(pipe)
-            try:
-                done, answers[rank] = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} died") from None
-            if not done:
-                raise RuntimeError(f"rank {rank} failed:\n{answers[rank]}")
-    return [answers[rank] for rank in sorted(answers)]
+@atexit.register
+def close_all() -> None:
+    for world in _worlds.values():
+        world.close()
+    _worlds.clear()
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
-    sizes = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    os.environ.update(SETTINGS, **sizes, RANK=str(rank), LOCAL_RANK=str(rank))
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    os.environ.update(SETTINGS, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        answer = function(*args)
-        dist.barrier()  # nobody still reads from a group that another is about to leave
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    else:
-        pipe.send((True, answer))
+    linear = torch.nn.functional.linear
+    while True:
+        try:
+            store, function, args = pipe.recv()
+        except EOFError:
+            return
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
+        try:
+            answer = function(*args)
+        except BaseException:
+            pipe.send((False, traceback.format_exc(), 0))
+            continue  # this world is not used again
+        dist.barrier()  # nobody still reads from a group that another is about to close
+        _forget_the_last_engine(linear)
+        pipe.send((True, answer, _threads()))
+
+
+def _threads() -> int:
+    """Threads of this process, where the system tells."""
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0
+
+
+def _forget_the_last_engine(linear: Callable) -> None:
+    """Leave a process as it was before the engine: its groups, DeepSpeed's memory, torch's linear function.
+
+    A gloo group keeps threads that never quite sleep: a hundred forgotten engines slow every later one down twentyfold.
+    ZeRO 3 and pipelines do leave some behind; a world that has many is thrown away. DeepSpeed keeps the axes of the
+    last engine in a module, and ZeRO 3 leaves its own linear function in torch's place; with that one selective
+    recomputation gives wrong gradients, and no run but one of ZeRO 3 has it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.nn.functional.linear = linear
+    if deepspeed := sys.modules.get("deepspeed"):
+        for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), deepspeed.DeepSpeedEngine)]:
+            with contextlib.suppress(Exception):  # an engine that failed half-way
+                engine.destroy()  # its hooks on gradients are cycles that no collection finds
+        engine = None
+        deepspeed.comm.comm.cdb = None
+        importlib.reload(deepspeed.utils.groups)
+    dist.destroy_process_group()
+    gc.collect()
+    gc.freeze()  # what is left are modules: a million objects that no later search or collection need look at

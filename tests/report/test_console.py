@@ -85,6 +85,15 @@ def test_live_line_on_a_terminal_leaves_messages_above():
         assert text in out.getvalue()
 
 
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_record_of_a_users_hook_is_no_training_line(mode):
+    out = Terminal()
+    console = Console(mode, 1000, out)
+    console.write({"step": 3, "weights": {"embedding": {"norm": 1.0}}})
+    console.close()
+    assert out.getvalue() == ""
+
+
 def test_quiet_is_quiet():
     out = io.StringIO()
     console = Console("quiet", 10, out)

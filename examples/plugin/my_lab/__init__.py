@@ -1,3 +1,7 @@
 """A package outside of deepy that adds to it. `EXTENSION` says what, by role and name; nothing is imported here."""
 
-EXTENSION = {"kind": {"retention": "my_lab.retention.options:KIND"}}
+EXTENSION = {
+    "kind": {"retention": "my_lab.retention.options:KIND"},
+    "optimizer": {"ademamix": "my_lab.ademamix:AdEMAMix"},
+    "hook": {"weights": "my_lab.weights:Weights"},
+}

@@ -1,4 +1,4 @@
-"""What the process imports from which distributed workers are forked: all that most of their jobs need."""
+"""All that most engines import, for a process from which tests fork their ranks (`megatron.testing.ranks`)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,53 @@
+"""Whole training runs on ranks without a launcher: what train.py does, for tests of optimizers, schedules and hooks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .ranks import on_ranks
+
+
+def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Train, or go on from the last checkpoint of `checkpoint.dir`; the records of the run's metrics.jsonl.
+
+    Args:
+        values: a configuration as a nested dictionary, with `run.dir`.
+        overrides: further `key.path=value`, as on the command line.
+
+    Raises:
+        RuntimeError: with the traceback of the first rank that failed.
+    """
+    return on_ranks(ranks, train_on_this_rank, dict(values), list(overrides), ranks)[0]
+
+
+def train_on_this_rank(values: dict[str, Any], overrides: list[str], ranks: int) -> list[dict[str, Any]]:
+    """The part of one rank of a process group that is there already; rank 0 returns the records."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.checkpoint import SOLO, GroupCommunicator
+    from megatron.config import load, to_yaml
+    from megatron.engine.engine import prepare_deepspeed
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh
+    from megatron.training.run import run
+    from megatron.training.world import World
+    from megatron.worker.place import WorkerEnvironment
+
+    resolved = load([], [*_words(values), *overrides], ranks=ranks)
+    prepare_deepspeed(torch.device("cpu"))
+    mesh = Mesh.build(Layout.of(resolved.config, ranks))
+    talk = GroupCommunicator() if ranks > 1 else SOLO
+    write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
+    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved))
+    run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
+    if mesh.rank:
+        return []
+    return [json.loads(line) for line in (Path(resolved.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    return [f"{section}={json.dumps(value)}" for section, value in values.items()]
