@@ -60,9 +60,9 @@ def blocks() -> list[Block]:
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the source, with a folder of texts, GPT-NeoX's files, and settings that make a model small."""
-    for name in ("megatron", "tools", "configs"):
+    for name in ("megatron", "tools", "configs", "eval_tasks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("deepy.py", "train.py", "generate.py"):
+    for name in ("deepy.py", "train.py", "generate.py", "evaluate.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "texts").mkdir()
     for number, path in enumerate(sorted((ROOT / "megatron").rglob("*.py"))[:80]):

@@ -206,7 +206,6 @@ def test_the_architecture_is_found(model: dict, name: str):
         (BASE, {"head": {"bias": True}}, "model.head.bias"),
         (BASE, {"norm": {"bias": False}}, "model.norm.bias"),
         (BASE, {"norm": {"type": "nonparametric"}}, "model.norm.type"),
-        (LLAMA, {"attention": {"rotary": {"fraction": 0.5}}}, "model.attention.rotary.fraction"),
         (LLAMA, {"layers": "attention/mlp mlp"}, "model.layers"),
         (
             LLAMA,

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -127,14 +128,15 @@ def of_one_tensor(name: str) -> Fragment:
 
 @pytest.mark.parametrize("name", ["../../stolen", "/tmp/stolen-{unique}", "a/../../../stolen", "a\nb"])
 def test_names_of_tensors_do_not_become_paths_elsewhere(tmp_path, name):
-    name = name.format(unique=tmp_path.name)
+    unique = uuid4().hex  # pytest gives folders the same names again
+    name = name.format(unique=unique)
     path = save(tmp_path, 1, [of_one_tensor(name)], meta(1))
     with pytest.raises(CheckpointError, match="file name"):
         export(open_checkpoint(path), tmp_path / "a" / "b" / "out")
     plain = save(tmp_path, 2, [of_one_tensor("w")], meta(2))
     with pytest.raises(CheckpointError, match="file name"):
         export(open_checkpoint(plain), tmp_path / "a" / "b" / "out", {"w": name})
-    assert not (tmp_path / "a").exists() and not Path(f"/tmp/stolen-{tmp_path.name}").exists()
+    assert not (tmp_path / "a").exists() and not Path(f"/tmp/stolen-{unique}").exists()
 
 
 @pytest.mark.parametrize("name", ["{outside}/model.safetensors", "../outside/model.safetensors", "", "a\nb"])

@@ -67,10 +67,7 @@ def test_show_as_json(tool):
             "model.attention.head_dim",
             ["= 16", "derived: model.hidden_size / model.attention.heads", "Channels per head."],
         ),
-        (
-            "optimizer.lr",
-            ["optimizer.lr = 0.0003", "from:    default", "Peak learning rate.", "a number in [0, 1000]"],
-        ),
+        ("optimizer.lr", ["optimizer.lr = 0.0003", "from:    default", "Peak learning rate.", "a number in [0, 1000]"]),
         ("optimizer.groups.norm.weight_decay", ["= 0.0", "from:    default"]),
         ("logging.peak_tflops", ["= null", "at start: from the device's name", "in TFLOP/s"]),
         ("data.train", ["data.train = []"]),

@@ -103,7 +103,7 @@ def layout_of(way: str, asked: argparse.Namespace) -> Layout:
 def passed(way: str, asked: argparse.Namespace) -> tuple[Traffic, torch.Tensor, torch.Tensor]:
     """On every rank: forward and backward; what this rank has sent, the output and the gradient of the input."""
     mesh = Mesh.build(layout_of(way, asked))
-    moe = {"experts": asked.experts, "top_k": asked.top_k, "hidden_size": asked.width}
+    moe = {"experts": asked.experts, "top_k": asked.top_k, "hidden_size": asked.width, "losses": {"balance": 0.0}}
     config = resolve({
         "model": {"layers": "moe", "hidden_size": asked.hidden_size, "vocab_size": 8, "moe": moe},
         "training": {"steps": 1, "sequence_length": asked.tokens},
