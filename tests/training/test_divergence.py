@@ -93,8 +93,8 @@ def poisoned(folder: str, number: int) -> str:
 
     step = PlainEngine.step
 
-    def broken(self, batch, lr):
-        result = step(self, batch, lr)
+    def broken(self, batch, lr, *rest):
+        result = step(self, batch, lr, *rest)
         return replace(result, loss=float("nan")) if batch.step == 4 else result
 
     PlainEngine.step = broken
