@@ -99,14 +99,12 @@ def last_traceback(text: str) -> str:
     return "\n".join(shown if len(shown) <= LINES else [*shown[: LINES // 2], "    ...", *shown[-LINES // 2 :]])
 
 
-def report(first: Failure, others: list[Failure], seconds: float, logs: str | None, *, seen: bool = False) -> str:
-    """The end of a failed run, for people: traceback (where it was `seen` as it came: its last line), who, how, why,
-    where to read more."""
+def report(first: Failure, others: list[Failure], seconds: float, logs: str | None) -> str:
+    """The end of a failed run, for people: traceback, who, how, why, where to read more."""
     lines = []
     if first.text.strip():
         where = f"[{first.host}:{first.rank}] " if first.rank is not None else f"[{first.host}] "
-        text = last_traceback(first.text).splitlines()
-        lines += [where + line for line in (text[-1:] if seen and first.rank is not None else text)]
+        lines += [where + line for line in last_traceback(first.text).splitlines()]
     if first.rank is None:
         lines.append(f"deepy: the run failed: host {first.host} was lost after {seconds:.0f} s: {first.reason}")
     else:

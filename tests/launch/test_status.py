@@ -207,14 +207,6 @@ def test_a_failure_of_its_own_is_no_complaint():
     assert outcome([fail(10.0, 0, 1, text="ValueError: no"), fail(10.1, 3, -9)], [])[1].rank == 0
 
 
-def test_what_went_by_already_is_not_shown_again():
-    first = fail(4.0, 0, 1, text=CHAIN)
-    whole, short = (report(first, [], 12.0, None, seen=seen) for seen in (False, True))
-    last = last_traceback(CHAIN).splitlines()[-1]
-    assert whole.count("Traceback") >= 1 and short.count("Traceback") == 0
-    assert short.splitlines()[0] == f"[h0:0] {last}" and "first failure: rank 0" in short
-
-
 def test_colours_are_for_terminals(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
