@@ -118,7 +118,7 @@ def test_any_scalar_reads_back(value):
 
 
 @settings(max_examples=100)
-@given(st.floats(min_value=0, max_value=1e30, exclude_min=True, allow_subnormal=True))
+@given(st.floats(min_value=0, max_value=1000, exclude_min=True, allow_subnormal=True))
 def test_any_rate_reads_back(tmp_path_factory, value):
     one = resolved(optimizer={"lr": value})
     path = tmp_path_factory.mktemp("rate") / "c.yml"

@@ -26,7 +26,13 @@ LAYOUTS = {
     "pipeline": (2, ("parallel.pipeline=2", "zero.stage=1")),
 }
 # An update of about lr in each weight: finite losses and gradients before it, weights beyond every product after it.
-WILD = ("optimizer.lr=3e38", "schedule.warmup_steps=0", "schedule.type=constant", "model.dropout=0.0")
+WILD = (
+    "optimizer.lr=1000",
+    "optimizer.weight_decay=1.0e38",
+    "schedule.warmup_steps=0",
+    "schedule.type=constant",
+    "model.dropout=0.0",
+)
 
 
 ODD = "has values that are infinite or no numbers"
