@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "locked").mkdir()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    for each in (tmp_path, *list(tmp_path.parents)[:2]):
+    for each in (tmp_path, *list(tmp_path.parents)[:3]):
         each.chmod(each.stat().st_mode | 0o055)
     (tmp_path / "locked").chmod(0o555)
     return tmp_path
