@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tests import selection
 from tests.selection import pytest_collection_modifyitems  # noqa: F401
 
@@ -21,6 +23,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
+    for name in ("COLUMNS", "LINES"):  # xdist gives its workers the size of a terminal, which what they start believes
+        os.environ.pop(name, None)
     selection.configure(config)
     if path := config.getoption("--margins"):
         from tests import margins

@@ -8,6 +8,7 @@ python tools/support_table.py FILES   put the one that belongs there between eac
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ if str(ROOT) not in sys.path:
 from tests.training.matrix import Case, cases, read  # noqa: E402
 
 NONE = "–"
+PROSE = 120  # columns of a line of text in the documentation
 BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
 
 
@@ -37,7 +39,7 @@ def grid() -> str:
         for recipe, entry in matrix["recipes"].items()
     )
     measured = f"Largest relative errors allowed, against one process of plain PyTorch: {bounds}."
-    return "\n".join([*lines, "", measured])
+    return "\n".join([*lines, "", *textwrap.wrap(measured, PROSE, break_on_hyphens=False)])
 
 
 def summary() -> str:

@@ -184,7 +184,7 @@ def test_packing_through_the_loader(files):
         weights = [1.0] * 12 if sample.weights is None else sample.weights.tolist()
         assert weights == [1.0] * (used - 1) + [0.0] * (13 - used)
     assert sorted(seen) == list(range(60))
-    with pytest.raises(ConfigError, match="pythia order cuts them"):
+    with pytest.raises(ConfigError, match="must not go with the pythia order, which splits documents"):
         small(files, {"train": str(files / "a"), "packing": "best_fit"})
 
 

@@ -125,7 +125,7 @@ def test_a_run_made_of_guests_is_resumed_on_another_layout(lab):
         ("optimizer.type=lab.guest:Avarage", "must define Avarage"),
         ("schedule.type=lab.guest.halving", "or an import path (package.module:name)"),
         ("hooks=[lab.guest:Prob]", "must define Prob"),
-        ("logging.sinks=[tensorboard]", "tensorboard is turned on by keys of its own"),
+        ("logging.sinks=[tensorboard]", "tensorboard must be turned on by keys of its own"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_starts(lab, word, rule):
