@@ -30,6 +30,7 @@ INSIDE: dict[str, dict[str, str]] = {
     # Kinds of layers (`kind.LayerKind`), in the order of their sections in `model`.
     KIND: {
         "attention": "megatron.kinds.attention.options:KIND",
+        "mla": "megatron.kinds.mla.options:KIND",
         "mamba": "megatron.kinds.mamba.options:KIND",
         "mamba2": "megatron.kinds.mamba2.options:KIND",
         "rwkv4": "megatron.kinds.rwkv4.options:KIND",

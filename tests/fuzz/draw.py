@@ -202,6 +202,12 @@ def _cca(draw: random.Random) -> dict[str, Any]:
     return own | {"qkv_bias": draw.random() < 0.5, "output_bias": draw.random() < 0.5}
 
 
+def _mla(draw: random.Random) -> dict[str, Any]:
+    own = {"heads": 4, "kv_rank": draw.choice([6, 10]), "nope_dim": draw.choice([3, 6]), "rope_dim": 4, "value_dim": 8}
+    own |= {"query_rank": draw.choice([None, 12]), "position": draw.choice(["rotary", "none"])}
+    return own | {"bias": draw.random() < 0.5}
+
+
 def _rwkv(draw: random.Random, version: int) -> dict[str, Any]:
     own = {"chunk": draw.choice([5, 16]), "init": "model", **({} if version == 4 else {"head_dim": 8})}
     if version == 6:
@@ -222,6 +228,7 @@ MIXERS = {
     "mamba2": _mamba2,
     "gated_delta": _gated_delta,
     "cca": _cca,
+    "mla": _mla,
     **{f"rwkv{version}": lambda draw, version=version: _rwkv(draw, version) for version in (4, 5, 6, 7)},
     "shared_attention": _shared,
 }

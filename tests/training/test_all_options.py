@@ -78,6 +78,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "cca": {"heads": 8, "kv_heads": 4, "head_dim": 4, "depthwise": 3, "qkv_bias": True, "output_bias": True},
         "variants": {"odd": {"kv_heads": 2, "window": 5, "temperature": "linear", "rotary": {"fraction": 0.5}}},
     },
+    "mla": {
+        "layers": "mla mla@odd",
+        "mla": {
+            "heads": 4,
+            "query_rank": 12,
+            "kv_rank": 10,
+            "nope_dim": 6,
+            "rope_dim": 4,
+            "value_dim": 8,
+            "bias": True,
+        },
+        "variants": {"odd": {"query_rank": None, "position": "none", "dropout": 0.1, "scale": 0.5}},
+    },
     **{
         f"rwkv{version}": {
             "layers": f"rwkv{version}/rwkv{version}_ffn x2",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.kinds.gated_delta.options import GatedDeltaOptions
     from megatron.kinds.mamba.options import MambaOptions
     from megatron.kinds.mamba2.options import Mamba2Options
+    from megatron.kinds.mla.options import MLAOptions
     from megatron.kinds.mlp.options import MLPOptions
     from megatron.kinds.moe.options import MoEOptions
     from megatron.kinds.rwkv4.options import RWKV4Options
@@ -183,6 +184,7 @@ if TYPE_CHECKING:
         """The sections of the kinds inside, as type checkers see them."""
 
         attention: AttentionOptions
+        mla: MLAOptions
         mamba: MambaOptions
         mamba2: Mamba2Options
         rwkv4: RWKV4Options

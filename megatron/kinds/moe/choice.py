@@ -52,7 +52,7 @@ def choose(
         return Choice(sinkhorn(logits_TE, router).topk(options.top_k, dim=-1).indices)
     wanted_TE = scores_TE if correction_E is None else scores_TE + correction_E
     if router.top_groups < router.groups:
-        wanted_TE = _within_groups(wanted_TE, router.groups, router.top_groups)
+        wanted_TE = _within_groups(wanted_TE, router)
     return Choice(wanted_TE.topk(options.top_k, dim=-1).indices)
 
 
@@ -79,10 +79,11 @@ def real(choice: Choice, options: MoEOptions) -> Choice:
     return Choice(torch.where(choice.experts_Tk == options.experts, turns, choice.experts_Tk))
 
 
-def _within_groups(wanted_TE: Tensor, groups: int, kept: int) -> Tensor:
-    """-inf outside of each token's best groups: those whose two best experts have the largest sum (DeepSeek-V3)."""
-    by_group = wanted_TE.unflatten(-1, (groups, -1))
-    best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
+def _within_groups(wanted_TE: Tensor, router: RouterOptions) -> Tensor:
+    """-inf outside of each token's best groups."""
+    by_group = wanted_TE.unflatten(-1, (router.groups, -1))
+    counted = min(2 if router.group_score == "top_two" else 1, by_group.shape[-1])
+    best = by_group.topk(counted, dim=-1).values.sum(-1).topk(router.top_groups, dim=-1).indices
     outside = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, False)
     return by_group.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 

@@ -53,9 +53,12 @@ class RouterOptions(Section):
     groups: int = key(1, "Equal groups of experts; a token may choose from top_groups of them.", gt=0)
     top_groups: int | None = key(
         None,
-        "Groups that a token may choose from: those whose two best experts have the largest sum.",
+        "Groups that a token may choose from: those with the largest group_score.",
         derived=Derived("model.moe.router.groups", _top_groups, (".groups",)),
         gt=0,
+    )
+    group_score: Literal["top_two", "top_one"] = key(
+        "top_two", "Score of a group: the sum of its two best experts' (DeepSeek-V3), or its best one's (DeepSeek-V2)."
     )
     correction: Literal["none", "sign"] = key(
         "none",

@@ -1,0 +1,1 @@
+"""Multi-head latent attention: keys and values of all heads from one short vector per token."""

@@ -1,0 +1,147 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), cut over tensor parallel ranks by heads.
+
+    c = norm(down_kv x)           keys without positions and values of every head: up_kv c
+    q = up_q norm(down_q x)       or of x itself
+    r = turn(down_r x)            keys with positions, the same for all heads
+
+Shapes: B samples, S positions, H hidden, n heads of this rank, R kv_rank, P rope_dim, N nope_dim, V value_dim. A head's
+queries and keys have their P turned channels first, then the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.attend import Pattern, attend
+from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.mla.options import MLAOptions
+from megatron.model.counts import Counts
+from megatron.model.initialisation import Initialisation
+from megatron.model.norm import Norm
+from megatron.model.rotary import Rotary
+from megatron.model.stream import Stream
+from megatron.parallel.collectives import enter
+from megatron.parallel.linear import ColumnLinear, RowLinear
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.random import site_key
+
+
+class MLA(nn.Module):
+    """x [B, s, H] to its attention output [B, s, H].
+
+    Every tensor parallel rank makes the compressed vectors of all tokens, and of them the queries, keys and values of
+    its heads.
+    """
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: MLAOptions, init: Initialisation):
+        super().__init__()
+        mesh, H = make.mesh, model.hidden_size
+        self.mesh, self.options = mesh, options
+        self.heads = options.heads // mesh.tensor.size
+        self.first_head = self.heads * mesh.tensor.rank
+        key_width, both = options.nope_dim + options.rope_dim, options.nope_dim + options.value_dim
+        norm = model.norm.model_copy(update={"type": "rmsnorm", "epsilon": options.norm_epsilon, "unit_offset": False})
+
+        def down(name: str, width: int) -> ColumnLinear:
+            return ColumnLinear(
+                make.scope(name), H, (width,), init=init.hidden(H, width), bias=options.bias, shard=False
+            )
+
+        def up(name: str, inputs: int, channels: int) -> ColumnLinear:
+            outputs = options.heads * channels
+            return ColumnLinear(make.scope(name), inputs, (outputs,), init=init.hidden(inputs, outputs), unit=channels)
+
+        self.query_down = self.query_norm = None
+        if options.query_rank is not None:
+            self.query_down = down("query_down", options.query_rank)
+            self.query_norm = Norm(make.scope("query_norm"), options.query_rank, norm, partial=True)
+        self.query = up("query", options.query_rank or H, key_width)
+        self.kv_down = down("kv_down", options.kv_rank + options.rope_dim)
+        self.kv_norm = Norm(make.scope("kv_norm"), options.kv_rank, norm, partial=True)
+        self.key_value = up("key_value", options.kv_rank, both)
+        width = options.heads * options.value_dim
+        self.output = RowLinear(
+            make.scope("output"), width, H, init=init.output(width, H), bias=options.bias, unit=options.value_dim
+        )
+        self.rotary = Rotary(options.rotary, options.rope_dim) if options.position == "rotary" else None
+        self.pattern = Pattern(options.scale)
+        self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
+
+    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
+        x_BSH, begin = enter(x, self.mesh), cache.length if cache is not None else 0
+        q = x_BSH if self.query_down is None else self.query_norm(self.query_down(x_BSH))
+        q = self.query(q).unflatten(-1, (self.heads, -1))
+        latent, turned = self.kv_down(x_BSH).split([self.options.kv_rank, self.options.rope_dim], -1)
+        latent, turned = self.kv_norm(latent).unsqueeze(1), turned.unsqueeze(2)  # [B, 1, S, R], [B, S, 1, P]
+        if self.rotary is not None:
+            angles = self._angles(stream, begin, x_BSH)
+            q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
+        q, turned = q.transpose(1, 2), turned.transpose(1, 2)
+        if cache is not None:
+            latent, turned = cache.append(latent, turned)
+        if begin:
+            y = self._among_latents(q, latent, turned, stream)
+        else:
+            y = self._attend(q, *self._expanded(latent, turned), stream)
+        return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def new_state(self) -> KeyValueCache:
+        """What is kept of a token: as its key the compressed vector, as its value the turned key, [B, 1, S, R or P]."""
+        return KeyValueCache()
+
+    def _expanded(self, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B, n, S, P + N] and values [B, n, S, V] of every head."""
+        both = self.key_value(latent.squeeze(1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = both.split([self.options.nope_dim, self.options.value_dim], -1)
+        return torch.cat([turned.expand(-1, self.heads, -1, -1), k], -1), v
+
+    def _among_latents(self, q: Tensor, latent: Tensor, turned: Tensor, stream: Stream) -> Tensor:
+        """The same attention without the keys and values of the tokens before: up_kv is applied to the new tokens'
+        queries and results instead, so that a step of decoding reads R + P numbers per token and not n (P + N + V).
+        """
+        matrix = self.key_value.weight.unflatten(0, (self.heads, -1))
+        for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
+        own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)
+        q = torch.cat([own_turned, own @ for_keys], -1)
+        y = self._attend(q, torch.cat([turned, latent], -1), latent, stream)
+        return y @ for_values.transpose(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
+        dropout = None
+        if self.training and self.options.dropout > 0.0:
+            dropout = (self.options.dropout, self.dropout_key, stream.samples, self.first_head)
+        return attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
+
+    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
+        length = x_BSH.shape[1]
+
+        def make():
+            positions = stream.positions
+            if positions is None and begin:
+                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
+            return self.rotary.angles(begin + length, positions, x_BSH)
+
+        return stream.remember(("rotary", self.rotary.name, self.options.rope_dim, begin, length), make)
+
+    @staticmethod
+    def counts(model: ModelSection, options: MLAOptions, sequence_length: int) -> Counts:
+        H, n, R, P = model.hidden_size, options.heads, options.kv_rank, options.rope_dim
+        key_width, both = options.nope_dim + P, options.nope_dim + options.value_dim
+        queries, rank = n * key_width, options.query_rank or 0
+        matrices = (H * rank + rank * queries) if rank else H * queries
+        matrices += H * (R + P) + R * n * both + n * options.value_dim * H
+        biases = (rank + R + P + H) if options.bias else 0
+        products = rank + queries + R + P + n * both + n * options.value_dim + n  # the last: log-sum-exp
+        kept = products + n * key_width  # keys, which are put together
+        kept += (rank + 1 if rank else 0) + R + 1  # normed vectors and their scales
+        if options.dropout > 0.0:
+            kept += 3 * n * sequence_length  # attention written out: probabilities and what is dropped
+        return Counts(
+            parameters=matrices + biases + rank + R,
+            flops=2 * matrices + 2 * sequence_length * n * (key_width + options.value_dim),
+            activations=kept,
+            products=products + H,
+            state=(R + P) * sequence_length,
+        )

@@ -1,0 +1,119 @@
+"""Options of the mla mixer, and their rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.config.kind import LayerKind, Use
+from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.rotary import RotaryOptions
+from megatron.kinds.attention.options import heads_divide_over_tensor_ranks
+from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
+
+if TYPE_CHECKING:
+    from megatron.config.derive import View
+    from megatron.config.problems import Problem
+
+
+def yarn_multiplier(factor: float, mscale: float) -> float:
+    """DeepSeek's 0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _scale(own: dict[str, Any], at: View) -> float | None:
+    scaling, width = own["rotary"]["scaling"], own["nope_dim"] + own["rope_dim"]
+    stretched = scaling["type"] == "yarn" and own["position"] == "rotary"
+    return width**-0.5 * (yarn_multiplier(scaling["factor"], own["mscale_all_dim"]) ** 2 if stretched else 1.0)
+
+
+class MLAOptions(Section):
+    heads: int | None = key(None, "Number of heads; needed where the pattern has an mla layer.", gt=0)
+    query_rank: int | None = key(
+        None,
+        "Channels of the vector that the queries of all heads are made of (q_lora_rank); without one they are made of "
+        "the stream.",
+        unit="channels",
+        gt=0,
+    )
+    kv_rank: int = key(
+        512,
+        "Channels of the vector that keys and values of all heads are made of (kv_lora_rank); decoding keeps it and "
+        "rope_dim more per token.",
+        unit="channels",
+        gt=0,
+    )
+    nope_dim: int = key(128, "Channels of a head's queries and keys that positions do not turn.", unit="channels", gt=0)
+    rope_dim: int = key(
+        64,
+        "Channels of a head's queries and keys that positions turn; these keys are the same for all heads.",
+        unit="channels",
+        gt=0,
+    )
+    value_dim: int = key(128, "Channels of a head's values.", unit="channels", gt=0)
+    position: Literal["rotary", "none"] = key("rotary", "Whether positions turn the rope_dim channels.")
+    rotary: RotaryOptions = key(RotaryOptions, "Rotary embedding options, used when position is rotary.")
+    mscale_all_dim: float = key(
+        0.0,
+        "yarn: the derived scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).",
+        ge=0,
+    )
+    scale: float | None = key(
+        None,
+        "Multiplier of query-key products.",
+        derived=Derived(
+            "(model.mla.nope_dim + model.mla.rope_dim) ** -0.5, with yarn times what mscale_all_dim says",
+            _scale,
+            (
+                ".nope_dim",
+                ".rope_dim",
+                ".position",
+                ".mscale_all_dim",
+                ".rotary.scaling.type",
+                ".rotary.scaling.factor",
+            ),
+        ),
+        gt=0,
+    )
+    norm_epsilon: float = key(1e-6, "Of the RMSNorms of the two compressed vectors.", gt=0)
+    bias: bool = key(False, "Whether the projections to the compressed vectors and the output projection have biases.")
+    dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
+
+
+def turned_channels_are_pairs(at: Use[MLAOptions]) -> Iterator[Problem]:
+    own = at.options
+    if own.position == "rotary" and own.rope_dim % 2:
+        yield at.problem(
+            ".rope_dim",
+            rule="rotary positions turn pairs of channels: rope_dim must be even",
+            fix=f"use {own.rope_dim + 1}, or position: none",
+        )
+
+
+def all_of_rope_dim_is_turned(at: Use[MLAOptions]) -> Iterator[Problem]:
+    own = at.options
+    if own.position == "rotary" and own.rotary.fraction != 1.0:
+        yield at.problem(
+            ".rotary.fraction",
+            ".rope_dim",
+            rule="rope_dim says which channels are turned, so rotary.fraction must be 1",
+            fix="leave fraction out, and give the channels in rope_dim and nope_dim",
+        )
+
+
+KIND = LayerKind(
+    role="mixer",
+    options=MLAOptions,
+    about="Options of the mla mixer: multi-head latent attention (DeepSeek-V2, 2024).",
+    layer="megatron.kinds.mla.layer:MLA",
+    rules=(
+        heads_are_given,
+        turned_channels_are_pairs,
+        all_of_rope_dim_is_turned,
+        rotary_scaling_is_complete,
+        heads_divide_over_tensor_ranks,
+    ),
+    draws=lambda options: options.dropout > 0.0,
+    attends=True,
+)
