@@ -60,7 +60,8 @@ class Slurm:
             self._start(self.cluster.enter("login", ["slurmctld", "-D", "-i", "-f", str(self.conf)]))
             for name in self.cluster.names:
                 self._start(self.cluster.enter(name, ["slurmd", "-D", "-N", name, "-f", str(self.conf)]))
-            wait_for(self._all_idle, 30, lambda: (self.folder / "slurmctld.log").read_text()[-3000:])
+            wait_for(self._all_idle, 30, self.logs)
+            wait_for(self._takes_steps, 60, self.logs)
         except BaseException:
             self.__exit__()
             raise
@@ -87,6 +88,15 @@ class Slurm:
         return self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() == str(
             len(self.cluster.names)
         )
+
+    def _takes_steps(self) -> bool:
+        """Whether every host runs a step. On a busy machine a host that calls itself idle has refused its first one."""
+        number = str(len(self.cluster.names))
+        return self.run("login", ["srun", "-N", number, "--ntasks-per-node=1", "--mpi=none", "true"]).returncode == 0
+
+    def logs(self) -> str:
+        """The last lines of every daemon."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("slurm*.log")))
 
     def _start(self, command: Sequence[str]) -> None:
         self.processes.append(

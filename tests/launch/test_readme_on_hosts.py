@@ -14,6 +14,7 @@ from tests.test_readme import SMALL, blocks, copy, shell  # noqa: F401  (copy is
 
 from .host_job import HostJob
 from .namespaces import wait_for
+from .slurm_cluster import Slurm
 
 pytestmark = pytest.mark.limit(300)
 # What a machine without GPUs needs; every command goes on where the one before it has stopped.
@@ -43,13 +44,13 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
             (copy / block.detail).write_text(scaled(block.text))
     (copy / "small.yml").write_text(SMALL + "logging: {every: 1}\n")
     doctor, *starts = commands()
-    said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm)))
+    said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm)), slurm)
     assert "node1" in said and "node2" in said or "2 hosts" in said, said
     run = copy / "runs" / "my"
     for stop, command in zip(STOPS, starts, strict=True):
         assert command.count("my.yml") == 1
         line = scaled(command).replace("my.yml", f"my.yml small.yml training.stop_at_step={stop}")
-        typed(jobs(cluster, copy, typing(line), environment=environment(slurm)))
+        typed(jobs(cluster, copy, typing(line), environment=environment(slurm)), slurm)
         wait_for(partial(has_ended, run, stop), 120, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
     assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
@@ -64,14 +65,14 @@ def typing(line: str) -> list[str]:
     return ["bash", "-euo", "pipefail", "-c", line.partition("  #")[0]]
 
 
-def environment(slurm) -> dict[str, str]:
+def environment(slurm: Slurm) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**slurm.environment, "PATH": path}
 
 
-def typed(job: HostJob) -> str:
+def typed(job: HostJob, slurm: Slurm) -> str:
     status, out, error = job.finish(150)
-    assert status == 0, out + error
+    assert status == 0, out + error + slurm.logs()
     return out
 
 
