@@ -1,0 +1,5 @@
+"""report.html: one page about a run or several, which opens anywhere without a network."""
+
+from .document import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,48 @@
+"""From which sources a run has read over its steps: arithmetic on its plan of the data, without reading any text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.data.errors import DataError
+from megatron.data.plan import Plan, build_plan
+
+from .history import RunHistory
+
+WINDOWS = 100
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Shares of the samples by source in windows of steps.
+
+    Attributes:
+        steps: the end of each window.
+        parts: source -> its share in each window; the shares of a window sum to 1.
+    """
+
+    steps: list[int]
+    parts: dict[str, list[float]]
+
+
+def composition(run: RunHistory) -> Composition | str:
+    """What a run has read from each source up to its last step, or a sentence that says why that is not known."""
+    if run.described is None or not run.training:
+        return "there is no configuration or no step"
+    config = run.described.config
+    if not config.data.train and not config.data.phases:
+        return "the data are made up as the run needs them"
+    try:
+        plan = build_plan(config)
+    except (DataError, OSError, ValueError) as error:
+        return f"the data cannot be opened from here ({str(error).splitlines()[0]})"
+    assert isinstance(plan, Plan)
+    last = int(run.training[-1]["step"]) + 1
+    windows = min(WINDOWS, last)
+    steps = [number * last // windows for number in range(1, windows + 1)]
+    parts = {}
+    for source in plan.sources:
+        drawn = [plan.drawn(source.index, step * plan.batch) for step in [0, *steps]]
+        sizes = [(end - begin) * plan.batch for begin, end in zip([0, *steps], steps)]
+        parts[source.name] = [(end - begin) / size for begin, end, size in zip(drawn, drawn[1:], sizes)]
+    return Composition(steps, parts)

@@ -1,0 +1,179 @@
+"""What a run has left behind, read for the report: metrics, abandoned steps, ledger, samples and configuration."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from megatron.config.difference import Described, described
+from megatron.config.problems import UserError
+
+from ..jsonl import flatten, read_lines
+
+Record = Mapping[str, Any]
+NOT_DRAWN = ("step", "tokens", "peak_tflops", "eta_seconds")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over updates. `steps` counts the updates that the weights had seen; both have the same length."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run's files, as far as they are there.
+
+    Attributes:
+        name: what the run is called on the page, unlike that of every other run.
+        folder: its directory.
+        training: training records in order of their steps.
+        validation, tasks: set or task -> metric -> values.
+        abandoned: training losses that a later start replaced, a series for each time the run went back.
+        events: lines of the ledger, without those of batch hashes.
+        samples: generated texts.
+        described: its configuration with origins; None where config.yml is not there.
+    """
+
+    name: str
+    folder: Path
+    training: list[Record]
+    validation: dict[str, dict[str, Series]]
+    tasks: dict[str, dict[str, Series]]
+    abandoned: list[Series]
+    events: list[Record]
+    samples: list[Record]
+    described: Described | None
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> RunHistory:
+        """Read a run's directory.
+
+        Raises:
+            UserError: it has no metrics, or a file of it is damaged.
+        """
+        try:
+            records = list(read_lines(folder / "metrics.jsonl"))
+            return cls(
+                name=name,
+                folder=folder,
+                training=[record for record in records if "loss" in record],
+                validation=_measured(records, "validation"),
+                tasks=_measured(records, "tasks"),
+                abandoned=list(_branches(_lines(folder / "metrics.superseded.jsonl"))),
+                events=[each for each in _lines(folder / "ledger.jsonl") if each.get("event") != "batches"],
+                samples=_lines(folder / "samples.jsonl"),
+                described=described(str(folder)) if (folder / "config.yml").is_file() else None,
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder} has no metrics that can be read: {error}") from error
+
+    @cached_property
+    def _numbers(self) -> list[dict[str, float]]:
+        return [numbers(record) for record in self.training]
+
+    def metric(self, key: str) -> Series:
+        """A number of the training records by its path, where it is there and finite."""
+        found = Series()
+        for record, flat in zip(self.training, self._numbers):
+            value = flat.get(key)
+            if value is not None:
+                found.add(record["step"], value)
+        return found
+
+    def metrics(self) -> list[str]:
+        """Paths of all numbers of the training records, in the order in which they first appear."""
+        found: dict[str, None] = {}
+        for flat in self._numbers:
+            found.update(dict.fromkeys(key for key in flat if key not in NOT_DRAWN))
+        return list(found)
+
+    def clock(self) -> Clock:
+        """Tokens and hours by step."""
+        return Clock.of(self.training)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tokens read and hours of training after given steps; between them a straight line, so too beyond the ends."""
+
+    steps: list[int]
+    tokens: list[float]
+    hours: list[float]
+
+    @classmethod
+    def of(cls, training: list[Record]) -> Clock:
+        steps = [record["step"] + 1 for record in training]
+        made = [step - before for step, before in zip(steps, [0, *steps])]
+        seconds = [(record.get("step_seconds") or 0.0) * number for record, number in zip(training, made)]
+        return cls(
+            steps=[0, *steps],
+            tokens=[0.0, *(float(record.get("tokens", 0)) for record in training)],
+            hours=[0.0, *(total / 3600 for total in accumulate(seconds))],
+        )
+
+    def at(self, step: int) -> tuple[float, float]:
+        """(tokens, hours) when `step` updates were made."""
+        right = min(max(bisect_left(self.steps, step), 1), len(self.steps) - 1)
+        if right < 1:
+            return 0.0, 0.0
+        left = right - 1
+        part = (step - self.steps[left]) / max(self.steps[right] - self.steps[left], 1)
+        return (
+            self.tokens[left] + part * (self.tokens[right] - self.tokens[left]),
+            self.hours[left] + part * (self.hours[right] - self.hours[left]),
+        )
+
+
+def named_runs(folders: list[str]) -> list[RunHistory]:
+    """The runs of some directories, under the shortest ends of their paths that tell them apart."""
+    paths = [Path(each).absolute() for each in folders]
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [RunHistory.read(Path(each), "/".join(path.parts[-depth:])) for each, path in zip(folders, paths)]
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """The finite numbers of a record by their paths (`moe/1/dead`)."""
+    return {key: float(value) for key, value in flatten(record).items() if math.isfinite(value)}
+
+
+def _lines(path: Path) -> list[Record]:
+    return list(read_lines(path)) if path.is_file() else []
+
+
+def _measured(records: list[Record], kind: str) -> dict[str, dict[str, Series]]:
+    found: dict[str, dict[str, Series]] = {}
+    for record in records:
+        for name, metrics in record.get(kind, {}).items():
+            for metric, value in numbers(metrics).items():
+                found.setdefault(name, {}).setdefault(metric, Series()).add(record["step"], value)
+    return found
+
+
+def _branches(records: list[Record]) -> Iterator[Series]:
+    """Losses of abandoned steps; where the steps begin again, another branch begins."""
+    branch = Series()
+    for record in records:
+        loss = numbers(record).get("loss")
+        if loss is None:
+            continue
+        if branch.steps and record["step"] <= branch.steps[-1]:
+            yield branch
+            branch = Series()
+        branch.add(record["step"], loss)
+    if branch.steps:
+        yield branch

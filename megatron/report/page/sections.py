@@ -1,0 +1,275 @@
+"""The sections of the report. Each is made from all runs, and left out where no run has anything for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..console import duration, short
+from .charts import Charts, Curve, heat_map, shares
+from .history import Record, RunHistory, Series
+from .tables import Table, configuration_tables, event_table, sample_tables
+
+HEAT_MAP_COLUMNS = 300
+OTHER_CHARTS = 60
+DRAWN = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "step_seconds",
+    "data_seconds",
+    "memory_bytes",
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: charts and tables, in that order."""
+
+    name: str
+    title: str
+    charts: Sequence[Any] = ()
+    tables: Sequence[Table] = ()
+    note: str = ""
+
+
+def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
+    """All sections that have something to show, in the order of the page."""
+    makers: tuple[Callable[[list[RunHistory], Charts], Section], ...] = (
+        _overview,
+        _loss,
+        _validation,
+        _tasks,
+        _recipe,
+        _speed,
+        _memory,
+        _communication,
+        _data,
+        _experts,
+        _other,
+        _samples,
+        _events,
+        _configuration,
+    )
+    made = [maker(runs, charts) for maker in makers]
+    cleaned = [
+        Section(
+            each.name,
+            each.title,
+            [chart for chart in each.charts if chart is not None],
+            [table for table in each.tables if table.rows],
+            each.note,
+        )
+        for each in made
+    ]
+    return [each for each in cleaned if each.charts or each.tables or each.note]
+
+
+def _curves(runs: list[RunHistory], key: str, *, raw: bool = False, scale: float = 1.0) -> list[Curve]:
+    """A metric of the training records, a curve per run."""
+    found = []
+    for number, run in enumerate(runs):
+        series = run.metric(key)
+        scaled = Series(series.steps, [value * scale for value in series.values])
+        found.append(Curve(run.name, scaled, run.clock(), run=number, raw=raw))
+    return found
+
+
+def _overview(runs: list[RunHistory], charts: Charts) -> Section:
+    head = ["run", "steps", "tokens", "training loss", "validation loss", "median tokens/s", "state"]
+    rows = []
+    for run in runs:
+        losses = run.metric("loss").values
+        tail = losses[-max(len(losses) // 20, 1) :]
+        rates = sorted(run.metric("tokens_per_second").values)
+        last = run.training[-1] if run.training else {}
+        sets = [each["loss"].values[-1] for each in run.validation.values() if "loss" in each]
+        rows.append([
+            run.name,
+            f"{last['step'] + 1:,}" if last else "0",
+            short(last["tokens"]) if "tokens" in last else "",
+            f"{sum(tail) / len(tail):.4f} (mean of {len(tail)})" if tail else "",
+            ", ".join(f"{loss:.4f}" for loss in sets),
+            short(rates[len(rates) // 2]) if rates else "",
+            _state(run),
+        ])
+    return Section("overview", "Overview", tables=[Table("", head, rows)])
+
+
+def _state(run: RunHistory) -> str:
+    """How the run ended, or where it is, by its ledger."""
+    ended = {"end": "finished", "stop": "stopped", "error": "failed"}
+    for event in reversed(run.events):
+        if event.get("event") in ended:
+            reason = event.get("reason") or event.get("message") or event.get("error")
+            return f"{ended[event['event']]} after {event.get('step', '?')} steps" + (f": {reason}" if reason else "")
+        if event.get("event") in ("start", "resume"):
+            return "running, or ended without a word"
+    return ""
+
+
+def _loss(runs: list[RunHistory], charts: Charts) -> Section:
+    branches = [
+        Curve(f"{run.name}: abandoned", branch, run.clock(), run=-1) for run in runs for branch in run.abandoned
+    ]
+    curves = branches + _curves(runs, "loss", raw=True)
+    title = "Training loss, with its running mean" + (" and abandoned steps in grey" if branches else "")
+    return Section("loss", "Loss", [charts.lines(title, "nats per token", curves)])
+
+
+def _validation(runs: list[RunHistory], charts: Charts) -> Section:
+    def metric(name: str, unit: str) -> Any:
+        return charts.lines(f"Validation {name}", unit, _measured(runs, "validation", name))
+
+    return Section("validation", "Validation", [metric("loss", "nats per token"), metric("perplexity", "perplexity")])
+
+
+def _measured(runs: list[RunHistory], kind: str, metric: str, only: str | None = None) -> list[Curve]:
+    """A metric of the validation sets or tasks of every run."""
+    found = []
+    for number, run in enumerate(runs):
+        sets: dict[str, dict[str, Series]] = getattr(run, kind)
+        for style, (name, metrics) in enumerate(sets.items()):
+            if metric in metrics and only in (None, name):
+                label = run.name if name in ("validation", only) else f"{run.name}: {name}"
+                found.append(
+                    Curve(
+                        label, metrics[metric], run.clock(), run=number, style=style if only is None else 0, marked=True
+                    )
+                )
+    return found
+
+
+def _tasks(runs: list[RunHistory], charts: Charts) -> Section:
+    names = dict.fromkeys((task, metric) for run in runs for task, metrics in run.tasks.items() for metric in metrics)
+    drawn = [
+        charts.lines(f"{task}: {metric}", metric, _measured(runs, "tasks", metric, task))
+        for task, metric in names
+        if not metric.endswith("_stderr")
+    ]
+    return Section("tasks", "Benchmarks", drawn)
+
+
+def _recipe(runs: list[RunHistory], charts: Charts) -> Section:
+    return Section(
+        "recipe",
+        "Learning rate and gradient norm",
+        [
+            charts.lines("Learning rate", "learning rate", _curves(runs, "lr")),
+            charts.lines("Gradient norm before clipping", "norm", _curves(runs, "grad_norm", raw=True), log=True),
+        ],
+    )
+
+
+def _speed(runs: list[RunHistory], charts: Charts) -> Section:
+    rates = charts.lines("Tokens per second", "tokens/s", _curves(runs, "tokens_per_second", raw=True))
+    flops = charts.lines("Model FLOPs per device", "TFLOP/s", _curves(runs, "tflops", raw=True))
+    peaks = sorted({value for run in runs for value in run.metric("peak_tflops").values})
+    share = charts.lines(
+        f"Model FLOPs utilisation (share of {', '.join(f'{peak:g}' for peak in peaks)} TFLOP/s)",
+        "MFU",
+        _curves(runs, "mfu", raw=True),
+        percent=True,
+    )
+    parts = []
+    for number, run in enumerate(runs):
+        whole, data = run.metric("step_seconds"), run.metric("data_seconds")
+        parts.append(Curve(f"{run.name}: whole step", whole, run.clock(), run=number))
+        parts.append(Curve(f"{run.name}: waiting for data", data, run.clock(), run=number, style=1))
+    seconds = charts.lines("Time of a step", "seconds", parts)
+    hours = ", ".join(
+        f"{run.name} {duration(run.clock().hours[-1] * 3600)}" for run in runs if run.training and run.clock().hours[-1]
+    )
+    note = f"Time in training steps: {hours}; evaluation, checkpoints and starts are not in it." if hours else ""
+    return Section("speed", "Speed", [rates, flops, share, seconds], note=note)
+
+
+def _memory(runs: list[RunHistory], charts: Charts) -> Section:
+    curves = _curves(runs, "memory_bytes", scale=2**-30)
+    return Section("memory", "Memory", [charts.lines("Greatest memory of the first rank so far", "GiB", curves)])
+
+
+def _communication(runs: list[RunHistory], charts: Charts) -> Section:
+    return Section("communication", "Communication", _by_path(runs, charts, "communication/"))
+
+
+def _data(runs: list[RunHistory], charts: Charts) -> Section:
+    from .composition import composition
+
+    drawn = []
+    notes = []
+    for run in runs:
+        found = composition(run)
+        if isinstance(found, str):
+            notes.append(f"{run.name}: {found}")
+        elif len(found.parts) > 1:
+            drawn.append(shares(f"{run.name}: share of the samples of each source", found.steps, found.parts))
+    return Section("data", "Data", drawn, note="; ".join(notes))
+
+
+def _experts(runs: list[RunHistory], charts: Charts) -> Section:
+    drawn = []
+    for run in runs:
+        records = [record for record in run.training if record.get("moe")]
+        if not records:
+            continue
+        layers = list(records[-1]["moe"])
+        chosen = [
+            records[index * (len(records) - 1) // max(min(len(records), HEAT_MAP_COLUMNS) - 1, 1)]
+            for index in range(min(len(records), HEAT_MAP_COLUMNS))
+        ]
+        over = [[_most(record, layer) for record in chosen] for layer in layers]
+        span = (chosen[0]["step"], chosen[-1]["step"])
+        drawn.append(
+            heat_map(
+                f"{run.name}: greatest load of an expert over an even share",
+                over,
+                x="step",
+                y="layer",
+                rows=layers,
+                span=span,
+            )
+        )
+        loads = [[share * len(each["load"]) for share in each["load"]] for each in records[-1]["moe"].values()]
+        widest = max(map(len, loads))
+        loads = [[*row, *[float("nan")] * (widest - len(row))] for row in loads]
+        title = f"{run.name}: load of each expert over an even share at step {records[-1]['step']}"
+        drawn.append(heat_map(title, loads, x="expert", y="layer", rows=layers, span=(0, widest - 1)))
+    return Section("experts", "Experts", drawn)
+
+
+def _most(record: Record, layer: str) -> float:
+    found = record["moe"].get(layer, {}).get("max_over_mean")
+    return float("nan") if found is None else found
+
+
+def _other(runs: list[RunHistory], charts: Charts) -> Section:
+    keys = dict.fromkeys(key for run in runs for key in run.metrics())
+    rest = [key for key in keys if key not in DRAWN and not key.startswith(("moe/", "communication/"))]
+    drawn = [charts.lines(key, key, _curves(runs, key, raw=True)) for key in rest[:OTHER_CHARTS]]
+    left = len(rest) - OTHER_CHARTS
+    note = (
+        f"{left} further metrics are in metrics.jsonl: {', '.join(rest[OTHER_CHARTS:][:10])}, ..." if left > 0 else ""
+    )
+    return Section("other", "Other metrics", drawn, note=note)
+
+
+def _by_path(runs: list[RunHistory], charts: Charts, start: str) -> list[Any]:
+    keys = dict.fromkeys(key for run in runs for key in run.metrics() if key.startswith(start))
+    return [charts.lines(key.removeprefix(start), "", _curves(runs, key)) for key in [*keys][:OTHER_CHARTS]]
+
+
+def _samples(runs: list[RunHistory], charts: Charts) -> Section:
+    return Section("samples", "Generated samples", tables=sample_tables(runs))
+
+
+def _events(runs: list[RunHistory], charts: Charts) -> Section:
+    return Section("events", "What happened", tables=[event_table(run) for run in runs])
+
+
+def _configuration(runs: list[RunHistory], charts: Charts) -> Section:
+    return Section("configuration", "Configuration", tables=list(configuration_tables(runs)))
