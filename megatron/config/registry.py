@@ -68,6 +68,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "guard": "megatron.training.hooks.guard:Guard",
         "stop": "megatron.training.hooks.stop:Stop",
         "profile": "megatron.training.hooks.profile:Profile",
+        "communication": "megatron.training.hooks.communication:Communication",
         "log": "megatron.training.hooks.log:Log",
         "experts": "megatron.training.hooks.experts:DeadExperts",
         "evaluate": "megatron.training.hooks.evaluate:Evaluate",

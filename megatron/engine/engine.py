@@ -26,6 +26,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.ends import Reader
 from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
+from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.mesh import Mesh, limit_groups
 from megatron.parallel.parameters import kept_tensors
 
@@ -127,6 +128,13 @@ class _Schedule:
             if number:
                 self._look(number, len(steps))
             yield commands
+
+
+def _with_phases(instructions: dict[type, Callable]) -> dict[type, Callable]:
+    """The instructions of a pipeline's schedule, each in the phase of a step that it is part of."""
+    backward = ("BackwardPass", "SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads")
+    phases = dict.fromkeys(backward, "backward") | {"OptimizerStep": "update"}
+    return {each: phase(phases.get(each.__name__, "forward"))(run) for each, run in instructions.items()}
 
 
 @contextlib.contextmanager
@@ -249,6 +257,7 @@ class PlainEngine(BaseEngine):
         ):
             return Model(self.plan)
 
+    @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
@@ -259,12 +268,16 @@ class PlainEngine(BaseEngine):
         for number, micro in enumerate(micro_batches(batch, self.form, scale, self.device)):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
-            loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
-            self.deepspeed.backward(loss)
-            self.deepspeed.step()
+            with phase("forward"):
+                loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
+            with phase("backward"):
+                self.deepspeed.backward(loss)
+            with phase("update"):
+                self.deepspeed.step()
             tally.add(ce, micro.weights)
         return self._result(tally, scale)
 
+    @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight."""
@@ -274,6 +287,7 @@ class PlainEngine(BaseEngine):
             tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.sides)[1], micro.weights)
         return (tally.loss, tally.weight) if self.reports else (0.0, 0.0)
 
+    @phase(EVALUATE)
     @torch.no_grad()
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from its micro-batch; see `protocol.Engine`."""
@@ -298,6 +312,7 @@ class PipelinedEngine(BaseEngine):
         if self.head is not None:
             self.head.observe = lambda ce_BS, weights_BS: self.tally.add(ce_BS, weights_BS)
         self._start(self.pipeline, None)
+        self.deepspeed._INSTRUCTION_MAP = _with_phases(self.deepspeed._INSTRUCTION_MAP)
 
     def _feed(self, batch: StepBatch, scale: float | Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         from .stages import stream_inputs
@@ -307,6 +322,7 @@ class PipelinedEngine(BaseEngine):
                 self.head.targets.append((micro.labels, micro.weights))
             yield stream_inputs(self.form, micro.tokens, micro.sides), (micro.labels, micro.weights)
 
+    @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
@@ -318,6 +334,7 @@ class PipelinedEngine(BaseEngine):
             self.deepspeed.train_batch(self._feed(batch, scale))
         return self._result(self.tally, scale)
 
+    @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight."""
@@ -327,6 +344,7 @@ class PipelinedEngine(BaseEngine):
         )
         return (self.tally.loss, self.tally.weight) if self.reports else (0.0, 0.0)
 
+    @phase(EVALUATE)
     @torch.no_grad()
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from its micro-batch; see `protocol.Engine`."""

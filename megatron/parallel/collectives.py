@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .account import here
 from .mesh import Axis, Mesh
 
 
@@ -45,7 +46,7 @@ def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis) -> Tensor:
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, here()
         return x.view_as(x)
 
     @staticmethod
@@ -66,7 +67,7 @@ class _Reduce(torch.autograd.Function):
 class _ReduceBoth(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, here()
         return all_reduce(x.clone(), axis)
 
     @staticmethod
@@ -77,7 +78,7 @@ class _ReduceBoth(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, here()
         return _gather_sequence(x, axis)
 
     @staticmethod
@@ -88,7 +89,7 @@ class _Gather(torch.autograd.Function):
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        ctx.axis = axis
+        ctx.axis, ctx.layer = axis, here()
         return _scatter_sum_sequence(x, axis)
 
     @staticmethod
@@ -99,7 +100,7 @@ class _ScatterSum(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RH, sent, received, axis):
-        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        ctx.sent, ctx.received, ctx.axis, ctx.layer = sent, received, axis, here()
         return _all_to_all(x_RH, sent, received, axis)
 
     @staticmethod

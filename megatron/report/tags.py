@@ -32,6 +32,8 @@ def tagged(record: Mapping[str, Any]) -> dict[str, float]:
         elif key == "moe":
             for layer, numbers in value.items():
                 found.update(_lists(numbers, f"experts/layer_{layer}/"))
+        elif key == "communication":
+            found.update(flatten(value, "communication/"))
         elif key != "step":
             found.update({_GROUPS.get(name, f"train/{name}"): number for name, number in flatten({key: value}).items()})
     return found

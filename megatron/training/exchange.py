@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.protocol import StepResult
+from megatron.parallel.account import phase
 
 WISHES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
 STOPS = WISHES[:-1]  # those that end the run
@@ -83,6 +84,7 @@ class Exchange:
         self._ranks, self._rank = mesh.layout.world_size, mesh.rank
         self._reports_hash = mesh.at.tensor == 0 and mesh.at.pipeline == 0
 
+    @phase("exchange")
     def sum(self, values: list[Number]) -> torch.Tensor:
         """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
         numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]

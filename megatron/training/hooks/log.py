@@ -32,7 +32,7 @@ class Log(Hook):
     A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
     included), tokens_per_second, step_seconds, data_seconds (of them, waiting for data), batch_hash, memory_bytes,
     eta_seconds; where known tflops, mfu and peak_tflops; skipped where fp16 overflowed; unlabelled where no label
-    counted, without loss and grad_norm; the engine's extras.
+    counted, without loss and grad_norm; the engine's extras and what other hooks put beside them.
 
     Speeds are those of the steps since the last record, without evaluation and checkpoints. TFLOP/s and MFU count the
     model's own operations (nothing recomputed) and are per device.
@@ -93,6 +93,7 @@ class Log(Hook):
                 **({"skipped": True} if report.result.skipped else {}),
                 **({"unlabelled": True} if report.result.unlabelled else {}),
                 **report.result.extras,
+                **trainer.beside,
             })
 
     def _speeds(self, trainer: Trainer, seconds: float) -> dict[str, float]:

@@ -1,0 +1,106 @@
+"""Messages and their bytes, counted or predicted: what accounts are made of. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """Who sends what to whom.
+
+    Attributes:
+        phase: forward, recompute, backward, update, exchange (the trainer's sums), or what happens between steps.
+        layer: `embedding`, `layers.3.attention`, `head`; empty where no layer asks, as for sums of gradients.
+        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`.
+        ranks: of the group; 2 for sends between a pair.
+        operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
+        dtype: fp32, bf16, ...
+    """
+
+    phase: str
+    layer: str
+    group: str
+    ranks: int
+    operation: str
+    dtype: str
+
+
+class Tally:
+    """Messages and bytes by call."""
+
+    def __init__(self, entries: Iterable[tuple[Call, int, int]] = ()) -> None:
+        self._counts: dict[Call, list[int]] = {}
+        for call, messages, size in entries:
+            self.add(call, messages, size)
+
+    def add(self, call: Call, messages: int, size: int) -> None:
+        """`messages` more calls of `size` bytes in all."""
+        count = self._counts.get(call)
+        if count is None:
+            self._counts[call] = [messages, size]
+        else:
+            count[0] += messages
+            count[1] += size
+
+    def __iter__(self) -> Iterator[tuple[Call, int, int]]:
+        for call, (messages, size) in self._counts.items():
+            yield call, messages, size
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tally) and self._counts == other._counts
+
+    __hash__ = None
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally([*self, *other])
+
+    def by(self, *fields: str) -> dict[tuple, tuple[int, int]]:
+        """(messages, bytes) by some fields of the calls, sorted; entries of no message are left out."""
+        sums = Tally((tuple(getattr(call, field) for field in fields), *count) for call, *count in self)
+        return {key: (messages, size) for key, messages, size in sorted(sums) if messages}
+
+    def take(self) -> Tally:
+        """What was counted so far, which is then forgotten here."""
+        taken = Tally()
+        taken._counts, self._counts = self._counts, {}
+        return taken
+
+    def rows(self) -> list[list[Any]]:
+        """For files: [phase, layer, group, ranks, operation, dtype, messages, bytes], sorted."""
+        return sorted([*call, messages, size] for call, messages, size in self)
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[list[Any]]) -> Tally:
+        """What `rows` gave.
+
+        Raises:
+            ValueError: a row is none of these.
+        """
+        tally = cls()
+        for row in rows:
+            texts = isinstance(row, list) and len(row) == 8 and all(isinstance(row[at], str) for at in (0, 1, 2, 4, 5))
+            if not texts or not all(type(row[at]) is int and row[at] >= 0 for at in (3, 6, 7)):
+                raise ValueError(f"not a row of an account: {row!r}")
+            tally.add(Call(*row[:6]), row[6], row[7])
+        return tally
+
+
+# What a rank sends of S bytes with a ring of n ranks (nccl-tests, PERFORMANCE.md).
+_WIRE = {
+    "all_reduce": lambda n: Fraction(2 * (n - 1), n),
+    "all_gather": lambda n: Fraction(n - 1, n),
+    "reduce_scatter": lambda n: Fraction(n - 1, n),
+    "all_to_all": lambda n: Fraction(n - 1, n),
+    "recv": lambda n: Fraction(0),
+}
+
+
+def wire_bytes(operation: str, ranks: int, size: int) -> float:
+    """Bytes that one rank of `ranks` sends, on average, for a call of `size` bytes; 0 for `recv`."""
+    factor = _WIRE.get(operation)
+    return float(size * factor(ranks)) if factor else float(size)

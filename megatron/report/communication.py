@@ -1,0 +1,163 @@
+"""Accounts of a run's communication as files, and as a table.
+
+Each rank writes `<run.dir>/communication/rank_<r>.jsonl`: a line that says who it is, then one line for a step whose
+account is another than that of the line before (most runs send the same in every step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.parallel.traffic import Tally, wire_bytes
+
+from .append import AppendFile
+from .jsonl import encode, read_lines
+
+FOLDER = "communication"
+
+
+class AccountFile:
+    """Writes one rank's accounts.
+
+    Args:
+        folder: the run's directory.
+        rank: of this process.
+        facts: what the first line says: the sizes of the layout and this rank's place.
+    """
+
+    def __init__(self, folder: str | Path, rank: int, facts: Mapping[str, Any]) -> None:
+        self._file = AppendFile(Path(folder) / FOLDER / f"rank_{rank}.jsonl")
+        self._last: list | None = None
+        self._write({"rank": rank, **facts})
+
+    def step(self, step: int, inside: Tally, outside: Tally) -> None:
+        """The account of an update, and of what came between the update before and it."""
+        rows = inside.rows()
+        record: dict[str, Any] = {"step": step}
+        if rows != self._last:
+            self._last = record["calls"] = rows
+        if len(outside):
+            record["before"] = outside.rows()
+        if len(record) > 1:
+            self._write(record)
+
+    def close(self, completed: int, outside: Tally) -> None:
+        """The run is over after so many updates, and what came behind the last of them."""
+        self._write({"end": completed, **({"before": outside.rows()} if len(outside) else {})})
+        self._file.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._file.write((encode(record) + "\n").encode())
+
+
+@dataclass
+class RankAccount:
+    """What one rank has written.
+
+    Attributes:
+        facts: of the last start.
+        steps: (first step, account of it and of those up to the next entry), in order.
+        outside: sums of what came between steps.
+        end: completed updates, 0 if the run did not say.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[tuple[int, Tally]] = field(default_factory=list)
+    outside: Tally = field(default_factory=Tally)
+    end: int = 0
+
+    def at(self, step: int) -> Tally:
+        """The account of an update.
+
+        Raises:
+            ValueError: the file has none of it.
+        """
+        found = [tally for first, tally in self.steps if first <= step]
+        if not found or (self.end and step >= self.end):
+            raise ValueError(f"rank {self.facts.get('rank')} has no account of step {step}")
+        return found[-1]
+
+
+def read_accounts(folder: str | Path) -> dict[int, RankAccount]:
+    """The accounts of all ranks of a run whose files are here, by rank.
+
+    Raises:
+        ValueError: there are none, or a file is damaged; the message says where and what to do.
+    """
+    files = sorted(Path(folder, FOLDER).glob("rank_*.jsonl"))
+    accounts = {}
+    for path in files:
+        account = RankAccount()
+        for record in read_lines(path):
+            try:
+                _take(account, record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: not a line of an account: {error}") from error
+        accounts[int(account.facts.get("rank", -1))] = account
+    if not accounts:
+        raise ValueError(
+            f"{Path(folder, FOLDER)} has no accounts (rank_<n>.jsonl); train with logging.communication=counts"
+        )
+    return dict(sorted(accounts.items()))
+
+
+def _take(account: RankAccount, record: dict[str, Any]) -> None:
+    if "rank" in record:
+        account.facts = record
+    if "step" in record:
+        step = int(record["step"])
+        if "calls" in record:  # a resumed run writes later steps again
+            account.steps = [(first, tally) for first, tally in account.steps if first < step]
+            account.steps.append((step, Tally.of_rows(record["calls"])))
+    if "before" in record:
+        account.outside += Tally.of_rows(record["before"])
+    if "end" in record:
+        account.end = int(record["end"])
+
+
+def by_group(tally: Tally) -> dict[str, dict[str, dict[str, int]]]:
+    """For records: group -> operation -> messages and bytes."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for (group, operation), (messages, size) in tally.by("group", "operation").items():
+        found.setdefault(group, {})[operation] = {"messages": messages, "bytes": size}
+    return found
+
+
+def readable(size: float) -> str:
+    """Bytes with three digits and a unit: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns side by side, numbers to the right."""
+    texts = [list(map(str, headers)), *([str(each) for each in row] for row in rows)]
+    numeric = [all(isinstance(row[at], (int, float)) for row in rows) for at in range(len(headers))]
+    widths = [max(len(row[at]) for row in texts) for at in range(len(headers))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric))
+        .rstrip()
+        for row in texts
+    )  # fmt: skip
+
+
+def step_table(tally: Tally) -> str:
+    """One step by phase and group: messages, bytes, and what a rank sends of them with a ring."""
+    wire: dict[tuple, float] = {}
+    for call, _, size in tally:
+        place = (call.phase, call.group, call.operation, call.dtype)
+        wire[place] = wire.get(place, 0.0) + wire_bytes(call.operation, call.ranks, size)
+    rows = [
+        [phase or "-", group, operation, dtype or "-", messages, readable(size),
+         readable(wire[phase, group, operation, dtype])]
+        for (phase, group, operation, dtype), (messages, size) in tally.by(
+            "phase", "group", "operation", "dtype"
+        ).items()
+    ]  # fmt: skip
+    return table(["phase", "group", "operation", "type", "messages", "bytes", "sent"], rows)

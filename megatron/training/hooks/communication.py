@@ -1,0 +1,89 @@
+"""The account of every step's communication: in the metrics, in a file per rank, and as a table at the end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+from megatron.model.block import Block
+from megatron.model.compile import choose
+from megatron.model.ends import Embedding, Head
+from megatron.parallel.account import Recorder
+from megatron.parallel.traffic import Tally
+from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
+
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+
+def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) -> None:
+    """Have the recorder name the layers of a model (or a stage): `embedding`, `layers.3`, `layers.3.mlp`, `head`.
+
+    Args:
+        inside: whether to tell the parts of blocks apart. Compiled blocks are left alone: hooks would be traced.
+    """
+    for each in module.modules():
+        if isinstance(each, Embedding):
+            recorder.label(each, "embedding")
+        elif isinstance(each, Head):
+            recorder.label(each, "head")
+        elif isinstance(each, Block) and inside:
+            place = ".".join(next(each.parameters()).logical.name.split(".")[:2])
+            recorder.label(each, place)
+            for part, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
+                if part is not None:
+                    recorder.label(part, f"{place}.{kind.name}")
+
+
+class Communication(Hook):
+    """Counts between the beginning and the end of each step; what comes between steps is kept apart.
+
+    Args:
+        folder: the run's directory.
+        every: steps between records.
+        inside: see `label_layers`.
+    """
+
+    def __init__(self, folder: str | Path, every: int, *, inside: bool = True) -> None:
+        self._folder, self._every, self._inside = Path(folder), every, inside
+        self._recorder: Recorder | None = None
+        self._file: AccountFile | None = None
+        self._outside, self._last = Tally(), Tally()
+
+    @classmethod
+    def of(cls, parts: Parts) -> Communication | None:
+        config = parts.config
+        if config.logging.communication == "off":
+            return None
+        compiled = choose(config, parts.world.device if parts.world else "cpu")[0]
+        return cls(config.run.dir, config.logging.every, inside=not compiled)
+
+    def on_start(self, trainer: Trainer) -> None:
+        mesh = trainer.mesh
+        self._recorder = Recorder(mesh)
+        label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
+        place = {"tensor": mesh.at.tensor, "data": mesh.at.data, "pipeline": mesh.at.pipeline}
+        self._file = AccountFile(self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place})
+        self._recorder.install()
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        self._outside += self._recorder.tally.take()
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        self._last = self._recorder.tally.take()
+        if step % self._every == 0 or trainer.last:
+            self._file.step(step, self._last, self._outside)
+            self._outside = Tally()
+            trainer.beside["communication"] = by_group(self._last)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._recorder is None:  # the run failed before it began
+            return
+        self._recorder.remove()
+        self._file.close(trainer.completed, self._outside + self._recorder.tally.take())
+        if len(self._last):
+            trainer.say(f"communication of rank {trainer.mesh.rank} in the last step:\n{step_table(self._last)}")
+            trainer.say(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")

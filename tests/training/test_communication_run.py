@@ -1,0 +1,143 @@
+"""A run with an account: in its metrics, in a file per rank, and complete by an independent count."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.parallel.traffic import Tally
+from megatron.report.communication import RankAccount, by_group, read_accounts
+from megatron.report.tags import tagged
+from megatron.training.trainer import Trainer
+from tests.training.test_run import job
+from tests.workers import run
+
+CONFIG = """
+model: {layers: (attention/mlp) x2, hidden_size: 32, vocab_size: 258, attention: {heads: 4}, embedding: {tied: true}}
+training: {steps: 4, sequence_length: 16, global_batch_size: 4, micro_batch_size: 2}
+optimizer: {lr: 0.01}
+schedule: {warmup_steps: 2}
+tokenizer: {type: bytes}
+data: {synthetic: copy}
+evaluation: {every: 2}
+checkpoint: {every: 100}
+logging: {console: plain, curve: false, communication: counts}
+"""
+
+
+train = Trainer.run
+
+
+class Dispatched(TorchDispatchMode):
+    """What torch's dispatcher sees of messages: another place than the account's, too slow for every run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.seen[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def watched(folder: str, ranks: int, *overrides: str) -> tuple[list[dict], dict[str, int]]:
+    mode = Dispatched()
+
+    def run_watched(trainer):
+        with mode:
+            return train(trainer)
+
+    with mock.patch.object(Trainer, "run", autospec=True, side_effect=run_watched):
+        lines = job(folder, ranks, *overrides)
+    return lines, dict(mode.seen)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[Path, list[dict], list[dict[str, int]]]:
+    folder = tmp_path_factory.mktemp("communication")
+    (folder / "tiny.yml").write_text(CONFIG)
+    results = run(2, watched, str(folder), 2, "parallel.pipeline=2", "training.micro_batch_size=1")
+    return folder / "run", results[0][0], [seen for _, seen in results]
+
+
+def test_metrics_have_each_group(found):
+    folder, lines, _ = found
+    steps = [line for line in lines if "loss" in line]
+    assert len(steps) == 4
+    for line in steps:
+        pipeline = line["communication"]["pipeline"]
+        # 4 micro-batches of 16 x 32 floats; the first step tells the shape, in 256 integers
+        first = line["step"] == 0
+        assert pipeline["send"] == {"messages": 4 + first, "bytes": 4 * 16 * 32 * 4 + 1024 * first}
+        assert pipeline["recv"] == {"messages": 4, "bytes": 4 * 16 * 32 * 4}
+    assert tagged(steps[1])["communication/pipeline/send/bytes"] == 4 * 16 * 32 * 4
+
+
+def test_every_message_is_in_an_account(found):
+    """Against torch's dispatcher, which sees all between the run's start and its end."""
+    folder, _, seen = found
+    accounts = read_accounts(folder)
+    assert list(accounts) == [0, 1] and all(account.end == 4 for account in accounts.values())
+    names = {
+        "send": {"c10d::send"},
+        "recv": {"c10d::recv_"},
+        "broadcast": {"c10d::broadcast_"},
+        "all_reduce": {"c10d::allreduce_"},
+        "all_gather": {"c10d::allgather_", "c10d::_allgather_base_"},
+        "barrier": {"c10d::barrier"},
+    }
+    assert {name for calls in seen for name in calls} <= set().union(*names.values())
+    for account, calls in zip(accounts.values(), seen):
+        total = account.outside
+        for step in range(4):
+            total += account.at(step)
+        for operation, own in names.items():
+            counted = total.by("operation").get((operation,), (0, 0))[0]
+            assert counted == sum(calls.get(name, 0) for name in own), operation
+    evaluation = accounts[0].outside.by("phase", "operation")
+    assert evaluation["evaluate", "send"][0] > 0  # what happens between steps is not in a step
+
+
+def test_steps_that_repeat_are_written_once(found):
+    folder, lines, _ = found
+    text = [json.loads(line) for line in (folder / "communication" / "rank_0.jsonl").read_text().splitlines()]
+    assert text[0]["layout"]["pipeline"] == 2 and text[0]["at"] == {"tensor": 0, "data": 0, "pipeline": 0}
+    assert [line["step"] for line in text if "calls" in line] == [0, 1]  # the first sends shapes too
+    account = read_accounts(folder)[0]
+    assert account.at(1) == account.at(3) != account.at(0)
+    assert (
+        by_group(account.at(2))
+        == next(line for line in lines if line.get("step") == 2 and "loss" in line)["communication"]
+    )
+    with pytest.raises(ValueError, match="step 4"):
+        account.at(4)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="logging.communication=counts"):
+        read_accounts(tmp_path)
+    file = tmp_path / "communication" / "rank_0.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"rank": 0}\n{"step": 0, "calls": [["forward", 3]]}\n')
+    with pytest.raises(ValueError, match="rank_0.jsonl"):
+        read_accounts(tmp_path)
+
+
+def test_an_account_of_a_resumed_run():
+    """Steps that are done again replace what was written of them."""
+    from megatron.report.communication import _take
+
+    account, row = RankAccount(), ["forward", "", "data", 2, "all_reduce", "fp32", 1, 8]
+    for step, size in ((0, 8), (2, 16), (1, 24)):
+        _take(account, {"step": step, "calls": [[*row[:7], size]]})
+    assert [(first, tally.by("operation")) for first, tally in account.steps] == [
+        (0, {("all_reduce",): (1, 8)}),
+        (1, {("all_reduce",): (1, 24)}),
+    ]
+    assert account.at(2) == Tally.of_rows([[*row[:7], 24]])
