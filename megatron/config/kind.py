@@ -85,6 +85,7 @@ class LayerKind:
         packages: of fused kernels that the module can use: names, and how to get each.
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
+        exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         draws: whether, with these options, a forward pass in training draws random numbers.
     """
 
@@ -97,6 +98,7 @@ class LayerKind:
     packages: Mapping[str, str] = field(default_factory=dict)
     keeps_fp32: bool = False
     attends: bool = False
+    exchange: str = ""
     draws: Callable[[Any], bool] = lambda options: False
 
     @property

@@ -24,6 +24,7 @@ from typing import Any
 from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
+ARCHITECTURE = "architecture"
 
 # By role, then by name. What is added inside the tree is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -82,7 +83,37 @@ INSIDE: dict[str, dict[str, str]] = {
         "wandb": "megatron.report.weights_and_biases:WeightsAndBiases",
     },
     "data_source": {},
-    "architecture": {},
+    # Of Hugging Face models, by model_type, in the order in which export tries them; see
+    # megatron.checkpoint.hf.architecture.
+    ARCHITECTURE: {
+        "gpt_neox": "megatron.checkpoint.hf.architectures.gpt:GPT_NEOX",
+        "llama": "megatron.checkpoint.hf.architectures.llama:LLAMA",
+        "mistral": "megatron.checkpoint.hf.architectures.llama:MISTRAL",
+        "qwen3": "megatron.checkpoint.hf.architectures.llama:QWEN3",
+        "olmo2": "megatron.checkpoint.hf.architectures.llama:OLMO2",
+        "qwen2": "megatron.checkpoint.hf.architectures.llama:QWEN2",
+        "smollm3": "megatron.checkpoint.hf.architectures.llama:SMOLLM3",
+        "olmo3": "megatron.checkpoint.hf.architectures.llama:OLMO3",
+        "granite": "megatron.checkpoint.hf.architectures.llama:GRANITE",
+        "phi3": "megatron.checkpoint.hf.architectures.llama:PHI3",
+        "glm4": "megatron.checkpoint.hf.architectures.llama:GLM4",
+        "gemma2": "megatron.checkpoint.hf.architectures.gemma:GEMMA2",
+        "gemma3_text": "megatron.checkpoint.hf.architectures.gemma:GEMMA3",
+        "olmo_hybrid": "megatron.checkpoint.hf.architectures.olmo_hybrid:OLMO_HYBRID",
+        "gpt2": "megatron.checkpoint.hf.architectures.gpt:GPT2",
+        "mamba": "megatron.checkpoint.hf.architectures.mamba:MAMBA",
+        "mamba2": "megatron.checkpoint.hf.architectures.mamba:MAMBA2",
+        "mixtral": "megatron.checkpoint.hf.architectures.experts:MIXTRAL",
+        "qwen2_moe": "megatron.checkpoint.hf.architectures.experts:QWEN2_MOE",
+        "qwen3_moe": "megatron.checkpoint.hf.architectures.experts:QWEN3_MOE",
+        "olmoe": "megatron.checkpoint.hf.architectures.experts:OLMOE",
+        "zamba": "megatron.checkpoint.hf.architectures.zamba:ZAMBA",
+        "zamba2": "megatron.checkpoint.hf.architectures.zamba:ZAMBA2",
+        "bamba": "megatron.checkpoint.hf.architectures.mamba:BAMBA",
+        "jamba": "megatron.checkpoint.hf.architectures.jamba:JAMBA",
+        "zaya": "megatron.checkpoint.hf.architectures.zaya:ZAYA",
+        "rwkv": "megatron.checkpoint.hf.architectures.rwkv:RWKV",
+    },
     RUNNER: {},
     # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {"evaluate": "eval_tasks.check:before_start", "train": "eval_tasks.check:before_training"},

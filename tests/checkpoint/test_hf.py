@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.hf import convert
-from megatron.checkpoint.hf.config import architecture_of, dims_of, hf_config, model_values
+from megatron.checkpoint.hf.config import architecture_of, hf_config, model_values
 from megatron.config import resolve
 from megatron.model.stack import build_model
 from tests.float64 import FP32
@@ -58,7 +58,9 @@ def with_own_widths(disk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def loaded(config, architecture, written: dict[str, torch.Tensor], folder) -> hf.PreTrainedModel:
     """A new model of theirs with these weights, and no others."""
-    if "moe" in architecture.block or architecture.renamed:  # on disk experts are single, in memory they are not
+    if (
+        any("moe" in block for block in architecture.blocks) or architecture.renamed
+    ):  # on disk experts are single, in memory they are not
         save_file(written, folder / "model.safetensors", {"format": "pt"})
         config.save_pretrained(folder)
         again, left = hf.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -77,7 +79,7 @@ def loaded(config, architecture, written: dict[str, torch.Tensor], folder) -> hf
 def steps_of(config) -> list[convert.Step]:
     model = build_model(config, device="meta")
     architecture, _ = hf_config(config)
-    return convert.plan(architecture, named(model), len(config.model.blocks), dims_of(config.model))
+    return convert.plan(architecture, named(model), config.model)
 
 
 def test_leftover_and_missing_tensors_are_named():
@@ -235,7 +237,7 @@ def test_a_hybrid_without_attention(tmp_path):
     assert architecture.name == "bamba"
     model = build_model(config).eval()
     randomise(model, 3)
-    steps = convert.plan(architecture, stored(model), 2, dims_of(config.model))
+    steps = convert.plan(architecture, stored(model), config.model)
     written = dict(convert.to_hf(steps, {name: p.detach() for name, p in stored(model).items()}.__getitem__))
     again = loaded(theirs, architecture, written, tmp_path)
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))

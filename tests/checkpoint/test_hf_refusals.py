@@ -10,15 +10,14 @@ import transformers as hf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.hf.architectures import ARCHITECTURES
-from megatron.checkpoint.hf.config import hf_config
+from megatron.checkpoint.hf.config import hf_config, names
 from megatron.checkpoint.hf.export import config_of
 from megatron.checkpoint.hf.importer import settings
 from megatron.config import ConfigError, resolve
 from tests.checkpoint.test_hf_tools import tool
 from tests.model.test_parity import CASES
 
-OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(ARCHITECTURES))
+OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(names()))
 SHORTEST = {CASES[name].model_type: name for name in reversed(CASES)}
 
 
@@ -58,7 +57,7 @@ def test_a_configuration_that_is_none(text: str | None, words: str, tmp_path: Pa
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("kind", sorted(names()))
 def test_strange_values_are_refused_or_taken(kind: str, tmp_path: Path) -> None:
     """Every setting in turn lost, empty, negative, of another type: an error that names something, never another."""
     good = json.loads(CASES[SHORTEST[kind]].to_json_string(use_diff=False))

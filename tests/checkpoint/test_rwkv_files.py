@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import WEIGHT, CheckpointError, FragmentSpec, open_checkpoint
-from megatron.checkpoint.hf.rwkv import export_published, import_published
+from megatron.checkpoint.hf.rwkv_files import export_published, import_published
 from megatron.checkpoint.reshape import parse_layout, reshape
 from megatron.training.text import load_model
 from tests.checkpoint.test_hf_tools import checkpoint_of, tool

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import transformers
 
 from megatron.checkpoint.hf import convert
-from megatron.checkpoint.hf.config import architecture_of, dims_of, model_values
+from megatron.checkpoint.hf.config import architecture_of, model_values
 from megatron.config import Config, resolve
 from megatron.model.stack import Model, build_model
 from megatron.parallel.parameters import stored_tensors
@@ -56,7 +56,7 @@ def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[
     model = build_model(config, dtype=next(theirs.parameters()).dtype)
     architecture = architecture_of(theirs.config)
     ours = stored(model)
-    steps = convert.plan(architecture, ours, len(config.model.blocks), dims_of(config.model))
+    steps = convert.plan(architecture, ours, config.model)
     state = on_disk(theirs.state_dict(), theirs.config.model_type)
     with torch.no_grad():
         for name, tensor in convert.from_hf(architecture, steps, state, state.__getitem__):

@@ -210,13 +210,13 @@ def twin(config):
     import transformers
 
     from megatron.checkpoint.hf import convert
-    from megatron.checkpoint.hf.config import dims_of, hf_config
+    from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
 
     architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else "gpt_neox")
     theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
     ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
-    steps = convert.plan(architecture, ours, len(config.model.blocks), dims_of(config.model))
+    steps = convert.plan(architecture, ours, config.model)
     in_memory = {disk: memory for memory, disk in architecture.aliases.items()}
     state = {in_memory.get(name, name): tensor for name, tensor in convert.to_hf(steps, ours.__getitem__)}
     theirs.load_state_dict(state, strict=True)

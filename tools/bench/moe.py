@@ -76,7 +76,7 @@ def mixtral(setup: Setup):
     import transformers
 
     from megatron.checkpoint.hf import convert
-    from megatron.checkpoint.hf.config import dims_of, hf_config
+    from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
 
     config = configuration(setup)
@@ -84,7 +84,7 @@ def mixtral(setup: Setup):
     theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
     theirs.set_experts_implementation("grouped_mm")
     ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
-    steps = convert.plan(architecture, ours, len(config.model.blocks), dims_of(config.model))
+    steps = convert.plan(architecture, ours, config.model)
     state = {}
     for name, tensor in convert.to_hf(steps, ours.__getitem__):
         if ".experts." not in name:  # in memory the experts are one tensor, as ours

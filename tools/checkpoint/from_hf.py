@@ -24,6 +24,7 @@ from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.progress import now_and_then
 from megatron.config import ConfigError
 from megatron.config.frozen import thaw
+from megatron.config.registry import RegistryError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,15 +32,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("model", help="a local folder, or a name on the hub")
     parser.add_argument("out", type=Path, help="directory of the checkpoint; must not exist")
     parser.add_argument("--sequence-length", type=int, help="tokens of a sample (default: the model's own longest)")
+    parser.add_argument(
+        "--extension",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module that has the model's architecture, as in model.extensions; may be repeated",
+    )
     parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
     try:
-        folder = locate(options.model)
+        extensions = tuple(options.extension)
+        folder = locate(options.model, extensions)
         tell = now_and_then(quiet=options.json)
-        resolved = import_model(folder, options.out, sequence_length=options.sequence_length, progress=tell)
+        resolved = import_model(
+            folder, options.out, sequence_length=options.sequence_length, extensions=extensions, progress=tell
+        )
         proof = prove(open_checkpoint(options.out), folder, None) if options.verify else None
-    except (CheckpointError, ConfigError, OSError, ValueError) as error:
+    except (CheckpointError, ConfigError, RegistryError, OSError, ValueError) as error:
         print(f"from_hf: {error}", file=sys.stderr)
         return 2
     model = thaw(resolved.config.model.model_dump(exclude_defaults=True))

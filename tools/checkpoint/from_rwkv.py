@@ -19,7 +19,7 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError
-from megatron.checkpoint.hf.rwkv import import_published
+from megatron.checkpoint.hf.rwkv_files import import_published
 from megatron.config import ConfigError
 from megatron.config.frozen import thaw
 

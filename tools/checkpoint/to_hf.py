@@ -19,12 +19,13 @@ import json
 from pathlib import Path
 
 from megatron.checkpoint import CheckpointError, open_checkpoint
-from megatron.checkpoint.hf.architectures import ARCHITECTURES
+from megatron.checkpoint.hf.config import names
 from megatron.checkpoint.hf.export import GIBIBYTE, TYPES, export
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.store import find_checkpoint
 from megatron.config import ConfigError
+from megatron.config.registry import RegistryError
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -32,7 +33,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of checkpoints or a run's directory")
     parser.add_argument("out", type=Path, help="the folder to write; must not exist")
     parser.add_argument(
-        "--architecture", choices=sorted(ARCHITECTURES), help="default: the first that can express the model"
+        "--architecture",
+        metavar="NAME",
+        help=f"{', '.join(sorted(names()))}, or one of an extension that the run lists (default: the first that can "
+        "express the model)",
     )
     parser.add_argument(
         "--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)"
@@ -57,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress=tell,
         )
         proof = prove(checkpoint, options.out, done.dtype) if options.verify else None
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (CheckpointError, ConfigError, RegistryError, OSError) as error:
         print(f"to_hf: {error}", file=sys.stderr)
         return 2
     dtype = str(done.dtype).removeprefix("torch.")

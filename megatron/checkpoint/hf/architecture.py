@@ -1,4 +1,8 @@
-"""What the converters know of a Hugging Face architecture: its tensors, its configuration, its names."""
+"""What the converters know of a Hugging Face architecture: its tensors, its configuration, its names.
+
+An architecture is described once, in a file of `architectures/` or in a user's package, and read in both directions.
+`megatron/config/registry.py` names it (role `architecture`); nothing else knows a single one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import Config
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Link
 
-from .hybrids import Hybrid
-from .links import Link
+from .layers import Layers
+from .parts import Part
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,20 @@ class Field:
 
 
 @dataclass(frozen=True)
+class Power(Field):
+    """Our number is theirs to a power (-1: the inverse); whole numbers of theirs stay whole."""
+
+    power: float = -1.0
+
+    def to_hf(self, value: Any) -> Any:
+        found = value ** (1.0 / self.power)
+        return round(found) if abs(found - round(found)) < 1e-9 * abs(found) else found
+
+    def from_hf(self, value: Any) -> Any:
+        return float(value) ** self.power
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A Hugging Face architecture.
 
@@ -53,55 +72,51 @@ class Architecture:
         name: its `model_type`.
         class_name: of the causal language model.
         links: its tensors and ours.
+        layers: which of our blocks it has, and how its configuration says which layer is which.
         fields: options that both sides have.
         fixed: our options (dotted, below `model`) that it always computes this way.
         required: attributes of its configuration with the one value that we compute.
-        rotary: "none", "whole" (all channels of a head) or "partial".
-        block: the pattern of each of its layers, variants left out.
-        window: "none", "all" layers, or by "layer" (`layer_types`).
+        parts: what else is read from its configuration and written to it, such as rotary options.
         aliases: names in a module's state dict -> names on disk, where they differ.
         renamed: (pattern, replacement): parts of names in a module's state dict -> what they are called on disk.
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
-        hybrid: what it has beside, where its layers are of several kinds.
-        reads: what else their configuration says: our options (dotted, below `model`), and what is not computed here.
-        writes: what else their configuration needs of ours.
+        newer: why version 4 of transformers does not give this model's logits; "" if it does.
+        older: settings that version 4 reads beside those of version 5, from the latter.
     """
 
     name: str
     class_name: str
     links: tuple[Link, ...]
+    layers: Layers
     fields: tuple[Field, ...]
     fixed: dict[str, Any]
     required: dict[str, Any] = field(default_factory=dict)
-    rotary: str = "whole"
-    block: str = "attention/mlp"
-    window: str = "none"
+    parts: tuple[Part, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
-    hybrid: Hybrid | None = None
-    reads: Callable[[Any], tuple[dict[str, Any], list[str]]] = lambda theirs: ({}, [])
-    writes: Callable[[Config], dict[str, Any]] = lambda config: {}
+    newer: Callable[[ModelSection], str] = lambda model: ""
+    older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """The patterns of its layers, variants left out."""
-        return (self.block,) if self.hybrid is None else tuple(self.hybrid.blocks)
+        return tuple(self.layers.blocks)
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Patterns of which a model of this architecture has some layer."""
-        return self.blocks[:1] if self.hybrid is None or not self.hybrid.needed else self.hybrid.needed
+        return self.layers.needed or self.blocks[:1]
 
     def all_links(self, ours: Collection[str]) -> tuple[Link, ...]:
         """Its tensors and ours, for a model with tensors of these names."""
-        return self.links if self.hybrid is None else (*self.links, *self.hybrid.links(ours))
+        return (*self.links, *self.layers.links(ours))
 
     def source(self, name: str, saved: Collection[str]) -> str | None:
         """The tensor, among those that a model is saved with, that a name is a second name of; None if of none."""
-        return None if self.hybrid is None else self.hybrid.source(name, saved)
+        return self.layers.source(name, saved)
 
     @property
     def head(self) -> str:

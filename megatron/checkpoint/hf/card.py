@@ -19,7 +19,7 @@ def card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dty
     meta, sizes = checkpoint.meta, totals(config)
     tokens = meta.data.get("tokens")
     optimizer, schedule = config.optimizer, config.schedule
-    version, reason = least_version(architecture.name, config.model)
+    version, reason = least_version(architecture, config.model)
     facts = {
         "architecture": architecture.class_name,
         "transformers": f"{version} or later" + (f" ({reason})" if reason else ""),

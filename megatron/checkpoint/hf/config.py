@@ -15,61 +15,69 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from megatron.config import Config, ConfigError, resolve
 from megatron.config.kind import kinds_of
 from megatron.config.pattern import Block, parse
+from megatron.config.registry import ARCHITECTURE, RegistryError, offered, registry_of
 from megatron.config.sections.model import ModelSection
-from megatron.config.variants import options_of
-from megatron.model.rotary import rotated_channels
 
 from ..errors import CheckpointError
 from .architecture import Architecture
-from .architectures import ARCHITECTURES
-from .hybrids import without_variants
-from .links import Dims
-from .rope import rope_parameters, rope_values
+from .layers import without_variants
 from .same import differences
 
+Extensions = tuple[str, ...]
 
-def known(name: Any) -> Architecture:
+
+def names(extensions: Extensions = ()) -> tuple[str, ...]:
+    """The model_types that we have tables of, in the order in which export tries them."""
+    return registry_of(extensions).names(ARCHITECTURE)
+
+
+def extensions_for(name: Any, extensions: Extensions = ()) -> Extensions:
+    """The extensions with which a model_type is known: these, or one more that an installed package offers for it."""
+    if isinstance(name, str) and name not in names(extensions) and (module := offered(ARCHITECTURE, name)):
+        return (*extensions, module)
+    return extensions
+
+
+def known(name: Any, extensions: Extensions = ()) -> Architecture:
     """The tables of a model_type.
 
     Raises:
         CheckpointError: we have none.
+        RegistryError: those of an extension cannot be used.
     """
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(
-            str(name), f"models of this architecture are not exchanged; there are {', '.join(sorted(ARCHITECTURES))}"
+    extensions = extensions_for(name, extensions)
+    if not isinstance(name, str) or name not in names(extensions):
+        there = ", ".join(sorted(names(extensions)))
+        raise CheckpointError(str(name), f"models of this architecture are not exchanged; there are {there}")
+    registry = registry_of(extensions)
+    found = registry.load(ARCHITECTURE, name)
+    if not isinstance(found, Architecture) or found.name != name:
+        raise RegistryError(
+            f"{registry.path(ARCHITECTURE, name)} must be an Architecture whose name is {name!r}",
+            "describe it as the files of megatron/checkpoint/hf/architectures do",
         )
-    return ARCHITECTURES[name]
+    return found
 
 
-def architecture_of(config: PreTrainedConfig) -> Architecture:
+def architecture_of(config: PreTrainedConfig, extensions: Extensions = ()) -> Architecture:
     """The tables of a Hugging Face configuration; errors as of `known`."""
-    return known(config.model_type)
+    return known(config.model_type, extensions)
 
 
-def dims_of(model: ModelSection) -> Dims:
-    inner, mamba2, delta, cca = model.mamba2.expand * model.hidden_size, model.mamba2, model.gated_delta, model.cca
-    return Dims(
-        model.attention.heads,
-        model.attention.head_dim,
-        (inner, 2 * mamba2.groups * mamba2.state_size, inner // mamba2.head_dim),
-        model.moe.experts,
-        (2 * (delta.key_heads or 0) * (delta.key_dim or 0), (delta.heads or 0) * (delta.value_dim or 0)),
-        ((cca.heads or 0) * (cca.head_dim or 0), (cca.kv_heads or 0) * (cca.head_dim or 0)),
-        model.mamba.heads,
-        rotated_channels(model.attention.rotary, model.attention.head_dim) if model.attention.head_dim else 0,
-    )
+def _all(extensions: Extensions) -> list[Architecture]:
+    return [known(name, extensions) for name in names(extensions)]
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------
 
 
-def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
+def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[str, Any]:
     """Our `model` section, as nested plain values, of a Hugging Face configuration.
 
     Raises:
         CheckpointError: with every setting that our model does not compute.
     """
-    architecture, problems = architecture_of(theirs), []
+    architecture, problems = architecture_of(theirs, extensions), []
     values: dict[str, Any] = {}
     for ours, value in architecture.fixed.items():
         _put(values, ours, value)
@@ -84,20 +92,11 @@ def model_values(theirs: PreTrainedConfig) -> dict[str, Any]:
     for name, value in architecture.required.items():
         if getattr(theirs, name) != value:
             problems.append(f"{name}={getattr(theirs, name)!r} is not computed here, only {value!r}")
-    if architecture.rotary != "none":
-        rotary, found = rope_values(theirs.rope_parameters, partial=architecture.rotary == "partial")
-        _put(values, "attention.rotary", rotary)
-        problems += found
-    _put_layers(values, architecture, theirs)
-    if architecture.hybrid is not None:
-        more, found = architecture.hybrid.values(theirs)
+    for part in (*architecture.parts, architecture.layers):
+        more, found = part.read(theirs)
         for ours, value in more.items():
             _put(values, ours, value)
         problems += found
-    more, found = architecture.reads(theirs)
-    for ours, value in more.items():
-        _put(values, ours, value)
-    problems += found
     if problems:
         raise CheckpointError(theirs.model_type, problems)
     return values
@@ -109,21 +108,6 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         values = values.setdefault(name, {})
     if value is not None:
         values[last] = value
-
-
-def _put_layers(values: dict[str, Any], architecture: Architecture, theirs: PreTrainedConfig) -> None:
-    """The pattern, with a window where there is one: in all layers, or in the variant `sliding`."""
-    count = theirs.num_hidden_layers
-    values["layers"] = f"({architecture.block}) x{count}"
-    if architecture.hybrid is not None:
-        values["layers"] = architecture.hybrid.pattern(theirs)
-    if architecture.window == "all" and theirs.sliding_window is not None:
-        values["attention"]["window"] = theirs.sliding_window
-    if architecture.window == "layer" and "sliding_attention" in theirs.layer_types:
-        values["layers"] = " ".join(
-            "attention@sliding/mlp" if kind == "sliding_attention" else "attention/mlp" for kind in theirs.layer_types
-        )
-        values["variants"] = {"sliding": {"window": theirs.sliding_window}}
 
 
 # -- ours to theirs ------------------------------------------------------------------------------------------------
@@ -139,8 +123,9 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     Raises:
         CheckpointError: none can (or the named one cannot), with the options that are in the way.
     """
+    extensions = tuple(config.model.extensions)
     tried = {}
-    for each in [known(name)] if name else ARCHITECTURES.values():
+    for each in [known(name, extensions)] if name else _all(extensions):
         theirs, problems = _express(config, each)
         if not problems:
             return each, theirs
@@ -170,12 +155,12 @@ def _distance(model: ModelSection, architecture: Architecture, theirs, problems:
 
 def _refuse_unknown_kinds(model: ModelSection) -> None:
     """Raises CheckpointError for kinds of layers that are in no architecture at all."""
-    everywhere = set().union(*map(_known, ARCHITECTURES.values()))
+    extensions = tuple(model.extensions)
+    everywhere = set().union(*map(_known, _all(extensions)))
     unknown = sorted(_kinds(model.blocks) - everywhere)
     if unknown:
-        advice = ""
-        if any(kind.startswith("rwkv") for kind in unknown):
-            advice = "; tools/checkpoint/to_rwkv.py writes RWKV-5, 6 and 7 in the layout of their authors"
+        ways = dict.fromkeys(kinds_of(extensions)[kind].exchange for kind in unknown)
+        advice = "".join(f"; {way}" for way in ways if way)
         raise CheckpointError("the model", f"no class of transformers computes {', '.join(unknown)}{advice}")
 
 
@@ -198,25 +183,18 @@ def _express(config: Config, architecture: Architecture) -> tuple[PreTrainedConf
         "eos_token_id": config.tokenizer.eod_id,
         **architecture.required,
     }
-    kinds = _kinds(model.blocks)
+    kinds, extensions = _kinds(model.blocks), tuple(model.extensions)
     for field in architecture.fields:
         section = field.ours.split(".")[0]
-        if section in kinds or section not in kinds_of():  # sizes of layers that are not there are not known
+        if section in kinds or section not in kinds_of(extensions):  # sizes of layers that are not there are not known
             settings[field.theirs] = field.to_hf(_get(model, field.ours))
-    if architecture.rotary != "none":
-        settings["max_position_embeddings"] = config.training.sequence_length
-        settings["rope_parameters"] = rope_parameters(model.attention.rotary, partial=architecture.rotary == "partial")
-    if settings.get("n_positions", 0) is None:
-        settings["n_positions"] = config.training.sequence_length
-    settings.update(_windows(model, architecture))
-    if architecture.hybrid is not None:
-        settings["max_position_embeddings"] = config.training.sequence_length
-        settings.update(architecture.hybrid.settings(model, architecture.hybrid.kinds(model)))
-    settings.update(architecture.writes(config))
+    for part in (*architecture.parts, architecture.layers):
+        settings.update(part.write(config))
     try:
         theirs = CONFIG_MAPPING[architecture.name](**settings)
         training = {"steps": 1, "sequence_length": config.training.sequence_length}
-        back = resolve({"model": model_values(theirs), "training": training})
+        again = {**model_values(theirs, extensions), "extensions": list(extensions)}
+        back = resolve({"model": again, "training": training})
     # their own validation, or ours of what they made of it
     except (ValueError, StrictDataclassError, ConfigError, CheckpointError) as error:
         return None, [str(error)]
@@ -228,20 +206,3 @@ def _get(model: ModelSection, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
-
-
-def _windows(model: ModelSection, architecture: Architecture) -> dict[str, Any]:
-    """Settings of sliding windows; what they cannot express shows when they are read back."""
-    if architecture.window == "none":
-        return {}
-    windows = [options_of(model, block.mixer).window for block in model.blocks]
-    if architecture.window == "all":
-        return {"sliding_window": windows[0]}
-    if architecture.window == "layer":
-        used = sorted({window for window in windows if window is not None})
-        return {
-            "use_sliding_window": bool(used),
-            "sliding_window": used[0] if used else None,
-            "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
-        }
-    return {}

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Form
+
 from ..errors import CheckpointError
 from .architecture import Architecture
-from .links import Dims, Form
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 
@@ -21,34 +23,33 @@ class Step:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     form: Form
-    dims: Dims
 
     def to_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Their tensors, contiguous, made of ours; `read` gives one of ours by its name."""
-        made = self.form.to_hf([read(name) for name in self.ours], self.dims)
+        made = self.form.to_hf([read(name) for name in self.ours])
         return ((name, tensor.contiguous()) for name, tensor in zip(self.theirs, made, strict=True))
 
     def from_hf(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Our tensors, contiguous, made of theirs; `read` gives one of theirs by its name."""
-        made = self.form.from_hf([read(name) for name in self.theirs], self.dims)
+        made = self.form.from_hf([read(name) for name in self.theirs])
         return ((name, tensor.contiguous()) for name, tensor in zip(self.ours, made, strict=True))
 
 
-def plan(architecture: Architecture, ours: Iterable[str], layers: int, dims: Dims) -> list[Step]:
+def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -> list[Step]:
     """The steps that convert a model with these logical tensors, in either direction.
 
     Args:
         ours: names of all logical tensors of the model.
-        layers: number of blocks.
+        model: has the number of layers, and the widths that forms need.
 
     Raises:
         CheckpointError: a tensor has no counterpart in the architecture, or only part of what one is made of exists.
     """
     wanted, steps, problems = set(ours), [], []
     for link in architecture.all_links(wanted.copy()):
-        for layer in range(layers) if link.repeated else [None]:
+        for layer in range(len(model.blocks)) if link.repeated else [None]:
             for suffix in link.suffixes:
-                names, theirs = link.names(layer, suffix, dims.experts)
+                names, theirs = link.names(layer, suffix, model)
                 have = [name for name in names if name in wanted]
                 if not have:
                     continue
@@ -56,7 +57,7 @@ def plan(architecture: Architecture, ours: Iterable[str], layers: int, dims: Dim
                     absent = " and ".join(name for name in names if name not in wanted)
                     problems.append(f"{' and '.join(have)} cannot become {theirs[0]} without {absent}")
                 wanted.difference_update(names)
-                steps.append(Step(names, theirs, link.form, dims))
+                steps.append(Step(names, theirs, link.form_in(model)))
     problems += [f"{name} has no counterpart in {architecture.class_name}" for name in sorted(wanted)]
     if problems:
         raise CheckpointError(architecture.class_name, problems)

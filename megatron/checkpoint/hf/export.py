@@ -20,7 +20,7 @@ from ..fragment import MASTER, WEIGHT, FragmentSpec
 from ..reader import Checkpoint
 from .architecture import Architecture
 from .card import card
-from .config import dims_of, hf_config
+from .config import hf_config
 from .convert import plan
 from .versions import least_version, make_readable
 from .written import shapes_of, write_tensors
@@ -97,7 +97,7 @@ def export(
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     theirs.dtype = wanted
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
-    steps = plan(architecture, shapes, len(config.model.blocks), dims_of(config.model))
+    steps = plan(architecture, shapes, config.model)
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)
     try:
@@ -106,10 +106,10 @@ def export(
             progress(file)
             files.append(file)
         notes = _write_tokenizer(draft, config, theirs)
-        version, reason = least_version(architecture.name, config.model)
+        version, reason = least_version(architecture, config.model)
         notes += [f"needs transformers {version}: {reason}"] if reason else []
         theirs.save_pretrained(draft)
-        make_readable(draft)
+        make_readable(draft, architecture)
         _generation(config, theirs).save_pretrained(draft)
         (draft / "README.md").write_text(card(checkpoint, config, architecture, wanted), encoding="utf-8")
         draft.rename(out)

@@ -26,7 +26,7 @@ from ..meta import Meta
 from ..rankfile import write_rank_file
 from ..writer import Draft
 from .architecture import Architecture
-from .config import architecture_of, dims_of, known, model_values
+from .config import Extensions, architecture_of, extensions_for, known, model_values
 from .convert import Step, match, plan
 from .written import INDEX
 
@@ -98,7 +98,7 @@ class Folder:
             return file.get_tensor(name)
 
 
-def locate(model: str) -> Path:
+def locate(model: str, extensions: Extensions = ()) -> Path:
     """A local folder, or the files of a model on the hub, fetched.
 
     Raises:
@@ -109,7 +109,8 @@ def locate(model: str) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
-        read_config(Path(hf_hub_download(model, "config.json")).parent)  # nothing is fetched for a model we cannot take
+        # nothing is fetched for a model that we cannot take
+        read_config(Path(hf_hub_download(model, "config.json")).parent, extensions)
         return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
     except CheckpointError:
         raise
@@ -119,7 +120,7 @@ def locate(model: str) -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
     """The configuration of a Hugging Face folder. No code that the folder brings is run.
 
     Raises:
@@ -133,7 +134,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(folder, f"it is no Hugging Face model: {CONFIG} cannot be read ({error})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(file, f"it is damaged, or has no model_type: {error!r}") from error
-    known(kind)
+    known(kind, extensions)
     if written.get("quantization_config"):
         raise CheckpointError(file, "its weights are quantised (quantization_config); take a model in 16 or 32 bits")
     try:
@@ -148,12 +149,13 @@ def longest(theirs: PreTrainedConfig) -> int:
     return next((value for name in names if (value := getattr(theirs, name, None))), UNLIMITED)
 
 
-def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
+def settings(folder: Path, sequence_length: int | None = None, extensions: Extensions = ()) -> Resolved:
     """The configuration of a run with this model; errors as of `import_model`."""
-    theirs = read_config(folder)
+    theirs = read_config(folder, extensions)
+    extensions = extensions_for(theirs.model_type, extensions)
     length = sequence_length or longest(theirs)
     try:
-        model = model_values(theirs)
+        model = model_values(theirs, extensions)
     except (
         ArithmeticError,
         AttributeError,
@@ -164,6 +166,8 @@ def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
         raise CheckpointError(
             folder / CONFIG, f"a setting has another form than in {theirs.model_type}: {error!r}"
         ) from error
+    if extensions:
+        model["extensions"] = list(extensions)
     values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
@@ -172,9 +176,17 @@ def settings(folder: Path, sequence_length: int | None = None) -> Resolved:
 
 
 def import_model(
-    folder: Path, out: Path, *, sequence_length: int | None = None, progress: Callable[[str], None] = lambda text: None
+    folder: Path,
+    out: Path,
+    *,
+    sequence_length: int | None = None,
+    extensions: Extensions = (),
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Resolved:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0 (weights alone, in their own type).
+
+    Args:
+        extensions: modules that may have its architecture; the checkpoint's configuration lists them.
 
     Returns:
         The configuration with which it was written.
@@ -184,8 +196,9 @@ def import_model(
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
-    resolved = settings(folder, sequence_length)
-    write(Folder(folder), architecture_of(read_config(folder)), resolved, out, progress)
+    resolved = settings(folder, sequence_length, extensions)
+    listed = tuple(resolved.config.model.extensions)
+    write(Folder(folder), architecture_of(read_config(folder, listed), listed), resolved, out, progress)
     return resolved
 
 
@@ -205,7 +218,7 @@ def write(
 ) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
-    steps = plan(architecture, logical, len(resolved.config.model.blocks), dims_of(resolved.config.model))
+    steps = plan(architecture, logical, resolved.config.model)
     there = match(architecture, steps, source.places, read=source.read)
     _check_shapes(source.path, steps, logical, source, there)
     # Each tensor in the type it has; the writer asks for those of wide types first, so that steps stay whole.

@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from megatron.config.pattern import parse
-from megatron.config.sections.model import ModelSection
+from megatron.config import Config
 from megatron.config.sections.rotary import RotaryScaling
 from megatron.config.variants import options_of
 
-from .hybrids import Hybrid, runs_of
+from .layers import Layers, runs_of
+from .parts import Found
 from .rope import rope_parameters, rope_values
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,16 +26,38 @@ def _no_more(_: Any) -> dict[str, Any]:
     return {}
 
 
-def _nothing(_model: ModelSection, _kinds: list[str]) -> dict[str, Any]:
-    return {}
+@dataclass(frozen=True)
+class Windowed(Layers):
+    """Layers of one pattern, of which some have a window (`layer_types`, `use_sliding_window`)."""
+
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        (block,) = self.blocks
+        if SLIDING not in theirs.layer_types:
+            return f"({block}) x{theirs.num_hidden_layers}"
+        mixer, slash, ffn = block.partition("/")
+        return " ".join(f"{mixer}@sliding{slash}{ffn}" if kind == SLIDING else block for kind in theirs.layer_types)
+
+    def read(self, theirs: PreTrainedConfig) -> Found:
+        values, window = {"layers": self.pattern(theirs)}, {"window": theirs.sliding_window}
+        return values | ({"variants": {"sliding": window}} if SLIDING in theirs.layer_types else {}), []
+
+    def write(self, config: Config) -> dict[str, Any]:
+        """What they cannot express shows when it is read back."""
+        windows = [options_of(config.model, block.mixer).window for block in config.model.blocks]
+        used = sorted({window for window in windows if window is not None})
+        return {
+            "use_sliding_window": bool(used),
+            "sliding_window": used[0] if used else None,
+            "layer_types": [FULL if window is None else SLIDING for window in windows],
+        }
 
 
-def _no_values(_theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
-    return {}, []
+def windowed(block: str) -> Windowed:
+    return Windowed({block: ""})
 
 
 @dataclass(frozen=True)
-class ByLayer(Hybrid):
+class ByLayer(Layers):
     """Layers of one pattern whose attention differs.
 
     Attributes:
@@ -44,24 +66,17 @@ class ByLayer(Hybrid):
         more: further options of ours, from their configuration.
     """
 
-    values: Callable = _no_values
-    settings: Callable = _nothing
     ropes: bool = False
     unturned: bool = False
     more: Callable[[PreTrainedConfig], dict[str, Any]] = _no_more
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "values", self._values)
-        object.__setattr__(self, "settings", self._settings)
-
     def pattern(self, theirs: PreTrainedConfig) -> str:
         (block,) = self.blocks
-        words = (
-            block.replace("attention", f"attention@{name}" if name else "attention") for name in self._names(theirs)
-        )
-        return runs_of(list(words))
+        mixer, slash, ffn = block.partition("/")
+        variants = self._variants(theirs)
+        return runs_of([f"{mixer}@{name}{slash}{ffn}" if name else block for name in variants])
 
-    def _names(self, theirs: PreTrainedConfig) -> list[str]:
+    def _variants(self, theirs: PreTrainedConfig) -> list[str]:
         """The variant of each layer; "" is none."""
         turned = theirs.no_rope_layers if self.unturned else [1] * theirs.num_hidden_layers
         parts = (
@@ -70,8 +85,10 @@ class ByLayer(Hybrid):
         )
         return ["_".join(part) for part in parts]
 
-    def _values(self, theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
-        values, problems, own = self.more(theirs), [], {"window": theirs.sliding_window}
+    def read(self, theirs: PreTrainedConfig) -> Found:
+        values: dict[str, Any] = {"layers": self.pattern(theirs), **self.more(theirs)}
+        problems: list[str] = []
+        own: dict[str, Any] = {"window": theirs.sliding_window}
         if self.ropes:
             for kind in dict.fromkeys((FULL, *theirs.layer_types)):
                 rotary, found = rope_values(theirs.rope_parameters[kind], partial=False)
@@ -81,14 +98,19 @@ class ByLayer(Hybrid):
                 else:
                     own["rotary"] = rotary | {"scaling": RotaryScaling().model_dump() | rotary.get("scaling", {})}
         every = {"sliding": own, "nope": {"position": "none"}, "nope_sliding": {"position": "none", **own}}
-        used = {name: every[name] for name in self._names(theirs) if name}
+        used = {name: every[name] for name in self._variants(theirs) if name}
         return values | ({"variants": used} if used else {}), problems
 
-    def _settings(self, model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-        mixers = [options_of(model, block.mixer) for block in parse(model.layers)]
+    def write(self, config: Config) -> dict[str, Any]:
+        model = config.model
+        mixers = [options_of(model, block.mixer) for block in model.blocks]
         kinds = [FULL if each.window is None else SLIDING for each in mixers]
         windows = sorted({each.window for each in mixers if each.window is not None})
-        found = {"layer_types": kinds, "sliding_window": windows[0] if windows else None}
+        found = {
+            "max_position_embeddings": config.training.sequence_length,
+            "layer_types": kinds,
+            "sliding_window": windows[0] if windows else None,
+        }
         if self.unturned:
             found |= {"no_rope_layers": [int(each.position == "rotary") for each in mixers]}
             found |= {"use_sliding_window": bool(windows)}
@@ -97,3 +119,9 @@ class ByLayer(Hybrid):
             ropes = {each: rotary.get(each, model.attention.rotary) for each in (FULL, SLIDING)}
             found["rope_parameters"] = {each: rope_parameters(ropes[each], partial=False) for each in ropes}
         return found
+
+
+def near_rotary(model) -> Any:
+    """Rotary options of layers with a window; None where no layer has one."""
+    mixers = (options_of(model, block.mixer) for block in model.blocks if block.mixer)
+    return next((each.rotary for each in mixers if getattr(each, "window", None)), None)

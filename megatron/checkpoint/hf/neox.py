@@ -23,8 +23,8 @@ from ..errors import CheckpointError
 from ..fragment import MASTER, WEIGHT, FragmentSpec
 from ..meta import Meta
 from ..writer import write_tensors
-from .architectures import GPT_NEOX
-from .config import dims_of, hf_config
+from .architectures.gpt import GPT_NEOX
+from .config import hf_config
 from .convert import match, plan
 from .importer import logical_tensors
 from .neox_files import Shard, layers_of
@@ -212,8 +212,7 @@ def to_checkpoint(folder: Path, config: Sequence[str], out: Path, say: Say) -> t
     run = open_run(folder, config, say, batch)
     _same_model(run, optimizer)
     tensors = logical_tensors(run.resolved)
-    model = run.resolved.config.model
-    steps = plan(GPT_NEOX, tensors, len(model.blocks), dims_of(model))
+    steps = plan(GPT_NEOX, tensors, run.resolved.config.model)
     there = match(
         GPT_NEOX, steps, run.places, read=lambda name: run.whole(run.places[name], run.weights(run.places[name]))
     )

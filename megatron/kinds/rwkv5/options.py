@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.kind import LayerKind
 from megatron.config.sections.base import key
-from megatron.kinds.common.rwkv.options import RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
+from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
 
 
 class RWKV5Options(RWKVOptions):
@@ -22,4 +22,5 @@ KIND = LayerKind(
     layer="megatron.kinds.rwkv5.layer:RWKV5",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
     keeps_fp32=True,
+    exchange=EXCHANGE,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config.kind import LayerKind
 from megatron.config.sections.base import key
-from megatron.kinds.common.rwkv.options import heads_are_whole, heads_divide_over_tensor_ranks
+from megatron.kinds.common.rwkv.options import EXCHANGE, heads_are_whole, heads_divide_over_tensor_ranks
 from megatron.kinds.rwkv5.options import RWKV5Options
 
 
@@ -20,4 +20,5 @@ KIND = LayerKind(
     layer="megatron.kinds.rwkv6.layer:RWKV6",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
     keeps_fp32=True,
+    exchange=EXCHANGE,
 )

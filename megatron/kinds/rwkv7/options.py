@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.kind import LayerKind
 from megatron.config.sections.base import Derived, key
-from megatron.kinds.common.rwkv.options import RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
+from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -43,4 +43,5 @@ KIND = LayerKind(
     layer="megatron.kinds.rwkv7.layer:RWKV7",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
     keeps_fp32=True,
+    exchange=EXCHANGE,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
 from megatron.config.sections.base import Derived, key
-from megatron.kinds.common.rwkv.options import RWKVOptions
+from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -70,6 +70,7 @@ def _kind(number: int, options: type[RWKVOptions]) -> LayerKind:
         about=f"Options of the rwkv{number}_ffn feed-forward.",
         layer=f"megatron.kinds.rwkv_ffn.layer:RWKV{number}ChannelMix",
         rules=(channels_divide_over_tensor_ranks,),
+        exchange=EXCHANGE if number > 4 else "",
     )
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.hf.convert import Step
-from megatron.checkpoint.hf.rwkv import steps_of
+from megatron.checkpoint.hf.rwkv_files import steps_of
 from megatron.config import resolve
 from megatron.model.stack import Model, build_model
 from tests.float64 import DOUBLE, EXACT

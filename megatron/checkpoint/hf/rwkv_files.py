@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,108 +18,33 @@ from torch import Tensor
 from megatron.config import Config, resolve
 from megatron.config.layers import Source as Values
 from megatron.config.resolution import Resolved, combine
+from megatron.kinds.common.links import Link
+from megatron.kinds.common.rwkv.hf import PUBLISHED
+from megatron.kinds.rwkv5 import hf as rwkv5
+from megatron.kinds.rwkv6 import hf as rwkv6
+from megatron.kinds.rwkv7 import hf as rwkv7
 from megatron.model.stack import build_model
 
 from ..errors import CheckpointError
 from ..pickles import load_tensors
 from ..reader import Checkpoint
 from .architecture import Architecture
-from .config import dims_of
 from .convert import Step, plan, to_hf
 from .export import TYPES, config_of, reader, type_of
 from .importer import write
-from .links import Dims, Link, Same, Transposed, Wide
+from .layers import uniform
 from .same import differences
 
-_OURS, _THEIRS = "layers.{n}", "blocks.{n}"
-
-
-@dataclass(frozen=True)
-class ByHead:
-    """Our vector is their [heads, head_dim]."""
-
-    head_dim: int
-
-    def to_hf(self, ours: list[Tensor], dims: Dims) -> list[Tensor]:
-        return [ours[0].view(-1, self.head_dim)]
-
-    def from_hf(self, theirs: list[Tensor], dims: Dims) -> list[Tensor]:
-        return [theirs[0].flatten()]
-
-
-def _outside() -> tuple[Link, ...]:
-    return (
-        Link("embedding.tokens", "emb"),
-        Link("embedding.norm", "blocks.0.ln0"),
-        Link(f"{_OURS}.mixer_norm", f"{_THEIRS}.ln1"),
-        Link(f"{_OURS}.ffn_norm", f"{_THEIRS}.ln2"),
-        Link("final_norm", "ln_out"),
-        Link("head", "head"),
-    )
-
-
-def _matrices(mixer: str, ffn: str, *names: str) -> tuple[Link, ...]:
-    return (
-        *(Link(f"{_OURS}.{mixer}.{name}", f"{_THEIRS}.att.{name}") for name in (*names, "output")),
-        Link(f"{_OURS}.{mixer}.norm", f"{_THEIRS}.att.ln_x"),
-        *(Link(f"{_OURS}.{ffn}.{name}", f"{_THEIRS}.ffn.{name}") for name in ("key", "value", "receptance")),
-    )
-
-
-def _tensor(ours: str, theirs: str | tuple[str, ...], form) -> Link:
-    names = (theirs,) if isinstance(theirs, str) else theirs
-    return Link(f"{_OURS}.{ours}", tuple(f"{_THEIRS}.{name}" for name in names), form, suffixes=("",))
-
-
-def rwkv7(head_dim: int) -> tuple[Link, ...]:
-    """The tensors of RWKV-7."""
-    low = {"decay": "w", "rate": "a", "blend": "v", "gate": "g"}
-    vectors = {"decay_base": "w0", "rate_base": "a0", "blend_base": "v0", "key_scale": "k_k", "rate_scale": "k_a"}
-    return (
-        *_outside(),
-        *_matrices("rwkv7", "rwkv7_ffn", "receptance", "key", "value"),
-        _tensor("rwkv7.mix", tuple(f"att.x_{name}" for name in "rwkvag"), Wide()),
-        _tensor("rwkv7_ffn.mix", ("ffn.x_k",), Wide()),
-        *(_tensor(f"rwkv7.{ours}", f"att.{theirs}", Wide(rows=False)) for ours, theirs in vectors.items()),
-        *(
-            _tensor(f"rwkv7.{ours}.{part}.weight", f"att.{theirs}{number}", Transposed())
-            for ours, theirs in low.items()
-            for part, number in (("down", 1), ("up", 2))
-        ),
-        _tensor("rwkv7.bonus", "att.r_k", ByHead(head_dim)),
-    )
-
-
-def rwkv6(head_dim: int) -> tuple[Link, ...]:
-    """The tensors of RWKV-6."""
-    return (
-        *_outside(),
-        *_matrices("rwkv6", "rwkv6_ffn", "receptance", "key", "value", "gate"),
-        _tensor("rwkv6.mix_all", ("att.time_maa_x",), Wide()),
-        _tensor("rwkv6.mix", tuple(f"att.time_maa_{name}" for name in "wkvrg"), Wide()),
-        _tensor("rwkv6.mix_down.weight", "att.time_maa_w1", Transposed()),
-        _tensor("rwkv6.mix_up", "att.time_maa_w2", Same()),
-        _tensor("rwkv6.decay", "att.time_decay", Wide(rows=False)),
-        _tensor("rwkv6.move.down.weight", "att.time_decay_w1", Transposed()),
-        _tensor("rwkv6.move.up.weight", "att.time_decay_w2", Transposed()),
-        _tensor("rwkv6.bonus", "att.time_faaaa", ByHead(head_dim)),
-        _tensor("rwkv6_ffn.mix", ("ffn.time_maa_k", "ffn.time_maa_r"), Wide()),
-    )
-
-
-def rwkv5(head_dim: int) -> tuple[Link, ...]:
-    """The tensors of RWKV-5."""
-    return (
-        *_outside(),
-        *_matrices("rwkv5", "rwkv5_ffn", "receptance", "key", "value", "gate"),
-        _tensor("rwkv5.mix", tuple(f"att.time_mix_{name}" for name in "kvrg"), Wide()),
-        _tensor("rwkv5.decay", "att.time_decay", ByHead(head_dim)),
-        _tensor("rwkv5.bonus", "att.time_faaaa", ByHead(head_dim)),
-        _tensor("rwkv5_ffn.mix", ("ffn.time_mix_k", "ffn.time_mix_r"), Wide()),
-    )
-
-
-LINKS = {"rwkv5": rwkv5, "rwkv6": rwkv6, "rwkv7": rwkv7}
+_OURS, _THEIRS = "layers.{n}", PUBLISHED
+_OUTSIDE = (
+    Link("embedding.tokens", "emb"),
+    Link("embedding.norm", "blocks.0.ln0"),
+    Link(f"{_OURS}.mixer_norm", f"{_THEIRS}.ln1"),
+    Link(f"{_OURS}.ffn_norm", f"{_THEIRS}.ln2"),
+    Link("final_norm", "ln_out"),
+    Link("head", "head"),
+)
+LINKS = {"rwkv5": rwkv5.published(), "rwkv6": rwkv6.published(), "rwkv7": rwkv7.published()}
 
 
 def kind_of(config: Config) -> str:
@@ -143,7 +67,8 @@ def architecture_of(config: Config) -> Architecture:
     return Architecture(
         kind,
         f"a published {kind} file",
-        LINKS[kind](getattr(config.model, kind).head_dim),
+        (*_OUTSIDE, *LINKS[kind]),
+        uniform(f"{kind}/{kind}_ffn"),
         fields=(),
         fixed={},
         prefix="",
@@ -158,7 +83,7 @@ def steps_of(config: Config) -> list[Step]:
         CheckpointError: it has something that the published files have not.
     """
     names = [parameter.logical.name for parameter in build_model(config, device="meta").parameters()]
-    return plan(architecture_of(config), names, len(config.model.blocks), dims_of(config.model))
+    return plan(architecture_of(config), names, config.model)
 
 
 class Published:

@@ -1,9 +1,14 @@
-"""Options that architectures share, by their names on both sides, and what they all compute the same way."""
+"""What architectures share: tensors and options by their names on both sides, and what all compute the same way."""
 
 from __future__ import annotations
 
-from .architecture import Field
+from megatron.kinds.attention import hf as attention
+from megatron.kinds.common.links import Link
+from megatron.kinds.mlp import hf as mlp
 
+from ..architecture import Field
+
+OURS, THEIRS = "layers.{n}", "model.layers.{n}"
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_tanh": "gelu_pytorch_tanh",
@@ -28,6 +33,8 @@ def activation(theirs: str, section: str = "mlp") -> Field:
 def rms(theirs: str = "rms_norm_eps") -> Field:
     return Field("norm.epsilon", theirs)
 
+
+# -- options -----------------------------------------------------------------------------------------------------------
 
 SIZES = (
     Field("hidden_size", "hidden_size"),
@@ -57,6 +64,7 @@ LLAMA_FIXED = {
     "embedding.position": "none",
 }
 NO_BIAS = {"attention.qkv_bias": False, "attention.output_bias": False, "mlp.bias": False}
+BARE = {"norm.type": "rmsnorm", "residual.norm": "pre", "embedding.position": "none"}
 
 
 def experts(width: str, count: str) -> tuple[Field, ...]:
@@ -85,4 +93,23 @@ MOE_FIXED = {
     "moe.router.groups": 1,
     "moe.router.correction": "none",
 }
-NORMALIZE = Field("moe.router.normalize", "norm_topk_prob")
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+EMBEDDING = Link("embedding.tokens", "model.embed_tokens")
+FINAL_NORM = Link("final_norm", "model.norm")
+HEAD = Link("head", "lm_head")
+LLAMA_ATTENTION = attention.separate(f"{THEIRS}.self_attn")
+LLAMA_MLP = mlp.gated(f"{THEIRS}.mlp")
+QK_NORMS = attention.norms(f"{THEIRS}.self_attn")
+LLAMA_COMMON = (EMBEDDING, *LLAMA_ATTENTION, *LLAMA_MLP, FINAL_NORM, HEAD)
+
+
+def norms(mixer: str, ffn: str) -> tuple[Link, ...]:
+    """The two norms of a layer, by their names there."""
+    return Link(f"{OURS}.mixer_norm", f"{THEIRS}.{mixer}"), Link(f"{OURS}.ffn_norm", f"{THEIRS}.{ffn}")
+
+
+PRE_NORMS = norms("input_layernorm", "post_attention_layernorm")
+POST_NORMS = norms("post_attention_layernorm", "post_feedforward_layernorm")
+LLAMA_LINKS = LLAMA_COMMON + PRE_NORMS

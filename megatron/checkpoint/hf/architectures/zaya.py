@@ -4,60 +4,55 @@ residuals.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
+from megatron.kinds.cca import hf as cca
+from megatron.kinds.common.links import Link
+from megatron.kinds.moe import hf as moe
 
-from .hybrids import Hybrid
-from .links import Fused, Joined, Link
-from .rope import rope_parameters, rope_values
+from ..architecture import Architecture, Field
+from ..layers import Layers
+from ..parts import Found
+from ..rope import rope_parameters, rope_values
+from .common import EMBEDDING, FINAL_NORM, HEAD, OURS, THEIRS, activation
 
-_OURS, _THEIRS = "layers.{n}", "model.layers.{n}"
 _FULL, _SLIDING = "hybrid", "hybrid_sliding"
-
-
-def _whole(ours: str, theirs: str) -> Link:
-    """One tensor that has a name of its own on both sides."""
-    return Link(f"{_OURS}.{ours}", f"{_THEIRS}.{theirs}", suffixes=("",))
-
-
-_JOINTS = {
+_SCALES = {
     "branch_scale": "hidden_states_scale",
     "branch_shift": "hidden_states_bias",
     "stream_scale": "residual_scale",
     "stream_shift": "residual_bias",
 }
-_PROJECTION, _GATE = f"{_THEIRS}.self_attn.qkv_proj", f"{_THEIRS}.mlp.gate"
 
-LINKS = (
-    Link("embedding.tokens", "model.embed_tokens"),
+
+def _scales(ours: str, theirs: str) -> tuple[Link, ...]:
+    """Factors and shifts of a residual merge."""
+    return tuple(
+        Link(f"{OURS}.{ours}.{mine}", f"{THEIRS}.{theirs}.{each}", suffixes=("",)) for mine, each in _SCALES.items()
+    )
+
+
+_LINKS = (
+    EMBEDDING,
     Link("embedding.scale", "model.input_hidden_states_scale", suffixes=("",)),
     Link("embedding.shift", "model.input_hidden_states_bias", suffixes=("",)),
-    Link(f"{_OURS}.mixer_norm", f"{_THEIRS}.input_layernorm"),
-    Link(f"{_OURS}.cca.query_key", (f"{_PROJECTION}.q_proj", f"{_PROJECTION}.k_proj"), Joined()),
-    Link(f"{_OURS}.cca.value", (f"{_PROJECTION}.v_proj_current", f"{_PROJECTION}.v_proj_delayed"), Fused()),
-    Link(f"{_OURS}.cca.depthwise", f"{_PROJECTION}.conv_qk_depthwise"),
-    Link(f"{_OURS}.cca.grouped", f"{_PROJECTION}.conv_qk_grouped"),
-    _whole("cca.temperature", "self_attn.qk_norm.temp"),
-    Link(f"{_OURS}.cca.output", f"{_THEIRS}.self_attn.o_proj"),
-    *(_whole(f"mixer_joint.{ours}", f"post_attention_residual_scale.{theirs}") for ours, theirs in _JOINTS.items()),
-    Link(f"{_OURS}.ffn_norm", f"{_THEIRS}.post_attention_layernorm"),
-    Link(f"{_OURS}.moe.router.down", f"{_GATE}.down_proj"),
-    _whole("moe.router.state_scale", "mlp.gate.router_states_scale"),
-    *(Link(f"{_OURS}.moe.router.{each}", f"{_GATE}.router_mlp.{each}") for each in ("norm", "fc1", "fc2")),
-    Link(f"{_OURS}.moe.router.out", f"{_GATE}.router_mlp.out_proj"),
-    _whole("moe.router.correction", "mlp.gate.balancing_biases"),
-    _whole("moe.experts.gate_up.weight", "mlp.experts.gate_up_proj"),
-    _whole("moe.experts.down.weight", "mlp.experts.down_proj"),
-    *(_whole(f"ffn_joint.{ours}", f"post_mlp_residual_scale.{theirs}") for ours, theirs in _JOINTS.items()),
-    Link("final_norm", "model.norm"),
-    Link("head", "lm_head"),
+    Link(f"{OURS}.mixer_norm", f"{THEIRS}.input_layernorm"),
+    *cca.mixer(f"{THEIRS}.self_attn"),
+    *_scales("mixer_joint", "post_attention_residual_scale"),
+    Link(f"{OURS}.ffn_norm", f"{THEIRS}.post_attention_layernorm"),
+    *moe.network_router(f"{THEIRS}.mlp.gate"),
+    *moe.experts_as_one(f"{THEIRS}.mlp.experts"),
+    *_scales("ffn_joint", "post_mlp_residual_scale"),
+    FINAL_NORM,
+    HEAD,
 )
 
-FIELDS = {  # ours -> theirs
+_FIELDS = {  # ours -> theirs
     "hidden_size": "hidden_size",
     "vocab_size": "vocab_size",
     "embedding.tied": "tie_word_embeddings",
@@ -75,7 +70,7 @@ FIELDS = {  # ours -> theirs
     "moe.hidden_size": "moe_intermediate_size",
     "moe.router.width": "router_hidden_size",
 }
-FIXED = {
+_FIXED = {
     "norm.type": "rmsnorm",
     "residual.form": "sequential",
     "residual.norm": "pre",
@@ -97,7 +92,8 @@ FIXED = {
 }
 
 
-class _Zaya(Hybrid):
+@dataclass(frozen=True)
+class _Zaya(Layers):
     """The first layer's router has no state before it; some layers may have a window, and rotary options of
     their own.
     """
@@ -109,14 +105,15 @@ class _Zaya(Hybrid):
         return " ".join(f"{mixer}/moe{'' if number else '@first'}" for number, mixer in enumerate(mixers))
 
 
-def _values(theirs: PreTrainedConfig) -> tuple[dict[str, Any], list[str]]:
+def _values(theirs: PreTrainedConfig) -> Found:
+    """Its stream is always fp32, for which it has no option."""
     rotary, problems = rope_values(theirs.rope_parameters[_FULL], partial=True)
     variants: dict[str, Any] = {"first": {"router": {"average": False}}}
     if _SLIDING in theirs.layer_types:
         near, found = rope_values(theirs.rope_parameters[_SLIDING], partial=True)
         variants["sliding"] = {"window": theirs.sliding_window, "rotary": near}
         problems += found
-    return {"cca.rotary": rotary, "variants": variants}, problems
+    return {"cca.rotary": rotary, "variants": variants, "residual.fp32": True}, problems
 
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
@@ -128,4 +125,12 @@ def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     return {"layer_types": kinds, "rope_parameters": ropes, "sliding_window": windows[0] if windows else None}
 
 
-HYBRID = _Zaya({"cca/moe": _FULL}, _values, _settings)
+ZAYA = Architecture(
+    "zaya",
+    "ZayaForCausalLM",
+    _LINKS,
+    _Zaya({"cca/moe": _FULL}, _values, _settings),
+    fields=(*(Field(ours, theirs) for ours, theirs in _FIELDS.items()), activation("hidden_act", "moe")),
+    fixed=_FIXED,
+    newer=lambda model: "version 4 does not have the class",
+)

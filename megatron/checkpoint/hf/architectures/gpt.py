@@ -1,0 +1,118 @@
+"""GPT-NeoX (Pythia) and GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.attention import hf as attention
+from megatron.kinds.common.links import Link, Transposed
+from megatron.kinds.mlp import hf as mlp
+
+from ..architecture import Architecture, Field
+from ..layers import uniform
+from ..parts import Functions, Rotary
+from .common import HEAD, OUTPUT_BIAS, QKV_BIAS, SIZES, activation
+
+_OURS, _NEOX, _GPT2 = "layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
+
+
+def _older(settings: dict[str, Any]) -> dict[str, Any]:
+    rope = settings.get("rope_parameters") or {}
+    if rope.get("rope_theta") is None:
+        return {}
+    return {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}
+
+
+GPT_NEOX = Architecture(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    (
+        Link("embedding.tokens", "gpt_neox.embed_in"),
+        Link(f"{_OURS}.mixer_norm", f"{_NEOX}.input_layernorm"),
+        *attention.joined(
+            f"{_NEOX}.attention.query_key_value", f"{_NEOX}.attention.dense", attention.query_key_value_by_head
+        ),
+        Link(f"{_OURS}.ffn_norm", f"{_NEOX}.post_attention_layernorm"),
+        *mlp.plain(f"{_NEOX}.mlp.dense_h_to_4h", f"{_NEOX}.mlp.dense_4h_to_h"),
+        Link("final_norm", "gpt_neox.final_layer_norm"),
+        Link("head", "embed_out"),
+    ),
+    uniform("attention/mlp"),
+    fields=(
+        *SIZES,
+        Field("mlp.hidden_size", "intermediate_size"),
+        activation("hidden_act"),
+        Field("norm.epsilon", "layer_norm_eps"),
+        Field("residual.form", "use_parallel_residual", {"parallel": True, "sequential": False}),
+        QKV_BIAS,
+        OUTPUT_BIAS,
+    ),
+    fixed={
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.norm": "pre",
+        "residual.shared_norm": False,
+        "attention.position": "rotary",
+        "attention.qk_norm": "none",
+        "mlp.gated": False,
+        "mlp.bias": True,
+        "embedding.position": "none",
+    },
+    parts=(Rotary(partial=True),),
+    aliases={"lm_head.weight": "embed_out.weight"},
+    prefix="gpt_neox.",
+    buffers=(r".*rotary_emb\.inv_freq", r".*\.attention\.(bias|masked_bias)"),
+    older=_older,
+)
+
+
+def _turned(model: ModelSection) -> Transposed:
+    return Transposed(attention.query_key_value(model))
+
+
+def _positions(config: Config) -> dict[str, Any]:
+    """A model without learned positions is none of this architecture, which shows when it is read back."""
+    return {"n_positions": config.model.embedding.max_positions or config.training.sequence_length}
+
+
+GPT2 = Architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    (
+        Link("embedding.tokens", "transformer.wte"),
+        Link("embedding.positions", "transformer.wpe"),
+        Link(f"{_OURS}.mixer_norm", f"{_GPT2}.ln_1"),
+        *attention.joined(f"{_GPT2}.attn.c_attn", f"{_GPT2}.attn.c_proj", _turned, Transposed()),
+        Link(f"{_OURS}.ffn_norm", f"{_GPT2}.ln_2"),
+        *mlp.plain(f"{_GPT2}.mlp.c_fc", f"{_GPT2}.mlp.c_proj", Transposed()),
+        Link("final_norm", "transformer.ln_f"),
+        HEAD,
+    ),
+    uniform("attention/mlp"),
+    fields=(
+        *SIZES,
+        Field("mlp.hidden_size", "n_inner"),
+        activation("activation_function"),
+        Field("norm.epsilon", "layer_norm_epsilon"),
+        Field("embedding.max_positions", "n_positions"),
+    ),
+    fixed={
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.form": "sequential",
+        "residual.norm": "pre",
+        "attention.position": "none",
+        "attention.qk_norm": "none",
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
+        "mlp.gated": False,
+        "mlp.bias": True,
+        "embedding.position": "learned",
+    },
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    parts=(Functions(write=_positions),),
+    prefix="transformer.",
+    buffers=(r".*\.attn\.(bias|masked_bias)",),
+)

@@ -1,0 +1,175 @@
+"""Architectures of Llama's kind: rotary attention and a gated MLP in every layer."""
+
+from __future__ import annotations
+
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.attention import hf as attention
+from megatron.kinds.common.links import Link
+from megatron.kinds.mlp import hf as mlp
+
+from ..architecture import Architecture, Field, Power
+from ..layer_types import ByLayer, near_rotary, windowed
+from ..layers import uniform
+from ..parts import Rotary, Window
+from .common import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    HEAD_DIM,
+    LLAMA_COMMON,
+    LLAMA_FIXED,
+    LLAMA_LINKS,
+    LLAMA_SIZES,
+    NO_BIAS,
+    OURS,
+    OUTPUT_BIAS,
+    POST_NORMS,
+    PRE_NORMS,
+    QK_NORMS,
+    QKV_BIAS,
+    THEIRS,
+)
+
+_BLOCK = "attention/mlp"
+
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    LLAMA_LINKS,
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed=LLAMA_FIXED,
+    parts=(Rotary(),),
+)
+
+MISTRAL = Architecture(
+    "mistral",
+    "MistralForCausalLM",
+    LLAMA_LINKS,
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM),
+    fixed={**LLAMA_FIXED, **NO_BIAS},
+    parts=(Rotary(), Window()),
+)
+
+QWEN2 = Architecture(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    LLAMA_LINKS,
+    windowed(_BLOCK),
+    fields=LLAMA_SIZES,
+    fixed={**LLAMA_FIXED, "attention.qkv_bias": True, "attention.output_bias": False, "mlp.bias": False},
+    parts=(Rotary(),),
+)
+
+QWEN3 = Architecture(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    LLAMA_LINKS + QK_NORMS,
+    windowed(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
+    fixed={**LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
+    parts=(Rotary(),),
+)
+
+SMOLLM3 = Architecture(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    LLAMA_LINKS,
+    ByLayer({_BLOCK: ""}, unturned=True),
+    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
+    fixed=LLAMA_FIXED,
+    parts=(Rotary(),),
+)
+
+GRANITE = Architecture(
+    "granite",
+    "GraniteForCausalLM",
+    LLAMA_LINKS,
+    uniform(_BLOCK),
+    fields=(
+        *LLAMA_SIZES,
+        QKV_BIAS,
+        OUTPUT_BIAS,
+        Field("mlp.bias", "mlp_bias"),
+        Field("embedding.multiplier", "embedding_multiplier"),
+        Field("residual.multiplier", "residual_multiplier"),
+        Field("attention.scale", "attention_multiplier"),
+        Power("head.multiplier", "logits_scaling"),
+    ),
+    fixed=LLAMA_FIXED,
+    parts=(Rotary(),),
+)
+
+# -- OLMo --------------------------------------------------------------------------------------------------------------
+
+_OLMO = LLAMA_COMMON + POST_NORMS + QK_NORMS
+_OLMO_FIXED = {**LLAMA_FIXED, "residual.norm": "post", "attention.qk_norm": "full", "mlp.bias": False}
+
+OLMO2 = Architecture(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    _OLMO,
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
+    fixed=_OLMO_FIXED,
+    parts=(Rotary(),),
+)
+
+
+def _newer_olmo3(model: ModelSection) -> str:
+    near = near_rotary(model)
+    if near and (near.base != model.attention.rotary.base or near.scaling.type != "none"):
+        return "version 4 has one rotary base for all layers, and no scaling in those with a window"
+    return ""
+
+
+OLMO3 = Architecture(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    _OLMO,
+    ByLayer({_BLOCK: ""}, ropes=True),
+    fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
+    fixed=_OLMO_FIXED,
+    buffers=(r".*rotary_emb\..*",),
+    newer=_newer_olmo3,
+)
+
+# -- matrices that are joined ------------------------------------------------------------------------------------------
+
+
+def _newer_phi3(model: ModelSection) -> str:
+    scaled = model.attention.rotary.scaling.type != "none"
+    return "version 4 refuses rotary scaling of this type" if scaled else ""
+
+
+_QKV, _OUTPUT = attention.joined(f"{THEIRS}.self_attn.qkv_proj", f"{THEIRS}.self_attn.o_proj")
+_GATE_UP, _DOWN = mlp.gate_up_joined(f"{THEIRS}.mlp")
+PHI3 = Architecture(
+    "phi3",
+    "Phi3ForCausalLM",
+    (EMBEDDING, _OUTPUT, _DOWN, FINAL_NORM, HEAD, *PRE_NORMS, _QKV, _GATE_UP),
+    uniform(_BLOCK),
+    fields=LLAMA_SIZES,
+    fixed={**LLAMA_FIXED, **NO_BIAS},
+    parts=(Rotary(partial=True), Window()),
+    newer=_newer_phi3,
+)
+
+_QUERY, _KEY_VALUE, _ = attention.separate(
+    f"{THEIRS}.self_attn", query=attention.pairs, key_value=attention.pairs_and_values
+)
+GLM4 = Architecture(
+    "glm4",
+    "Glm4ForCausalLM",
+    (
+        *(EMBEDDING, _OUTPUT, _DOWN, FINAL_NORM, HEAD, *PRE_NORMS, _QUERY, _KEY_VALUE),
+        Link(f"{OURS}.mixer_output_norm", f"{THEIRS}.post_self_attn_layernorm"),
+        Link(f"{OURS}.ffn_output_norm", f"{THEIRS}.post_mlp_layernorm"),
+        _GATE_UP,
+    ),
+    uniform(_BLOCK),
+    fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS),
+    fixed={**LLAMA_FIXED, "residual.norm": "both", "attention.output_bias": False, "mlp.bias": False},
+    parts=(Rotary(partial=True),),
+)

@@ -1,0 +1,69 @@
+"""RWKV-4, which transformers calls Rwkv. Later ones are published as files of their own (`rwkv_files`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron.config import Config
+from megatron.kinds.common.links import Link
+from megatron.kinds.rwkv4 import hf as rwkv4
+from megatron.kinds.rwkv_ffn import hf as rwkv_ffn
+
+from ..architecture import Architecture, Field
+from ..layers import uniform
+from ..parts import Found, Functions
+from .common import OURS
+
+_THEIRS = "rwkv.blocks.{n}"
+
+
+def _read(theirs: PreTrainedConfig) -> Found:
+    inner, hidden = theirs.attention_hidden_size, theirs.hidden_size
+    return {}, [] if inner == hidden else [f"attention_hidden_size={inner} is not hidden_size={hidden}"]
+
+
+def _write(config: Config) -> dict[str, Any]:
+    """Halving the stream now and then changes no logits, but weights in place: it is switched off."""
+    return {"rescale_every": 0, "context_length": config.training.sequence_length}
+
+
+RWKV = Architecture(
+    "rwkv",
+    "RwkvForCausalLM",
+    (
+        Link("embedding.tokens", "rwkv.embeddings"),
+        Link("embedding.norm", "rwkv.blocks.0.pre_ln"),
+        Link(f"{OURS}.mixer_norm", f"{_THEIRS}.ln1"),
+        Link(f"{OURS}.ffn_norm", f"{_THEIRS}.ln2"),
+        rwkv4.mix(_THEIRS),
+        rwkv_ffn.transformers_mix(_THEIRS),
+        *rwkv4.mixer(_THEIRS),
+        *rwkv_ffn.transformers_ffn(_THEIRS),
+        Link("final_norm", "rwkv.ln_out"),
+        Link("head", "head"),
+    ),
+    uniform("rwkv4/rwkv4_ffn"),
+    fields=(
+        Field("hidden_size", "attention_hidden_size"),
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("embedding.tied", "tie_word_embeddings"),
+        Field("rwkv4_ffn.hidden_size", "intermediate_size"),
+    ),
+    fixed={
+        "norm.type": "layernorm",
+        "norm.bias": True,
+        "residual.form": "sequential",
+        "residual.norm": "pre",
+        "embedding.norm": True,
+        "embedding.position": "none",
+        "norm.epsilon": 1e-5,
+    },
+    # transformers' last norm has this epsilon whatever the configuration says
+    required={"layer_norm_epsilon": 1e-5},
+    parts=(Functions(_read, _write),),
+    prefix="rwkv.",
+    buffers=(),
+)

@@ -1,0 +1,222 @@
+"""Zamba and Zamba2: Mamba or Mamba-2 layers, and before some of them a transformer of shared weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Link
+from megatron.kinds.mamba import hf as mamba
+from megatron.kinds.mamba2 import hf as mamba2
+from megatron.kinds.shared_attention import hf as shared
+
+from ..architecture import Architecture, Field
+from ..layers import Layers, numbers_of
+from ..parts import Found
+from ..rope import rope_parameters, rope_values
+from .common import ACTIVATIONS, ALSO, BARE, EMBEDDING, HEAD, rms
+from .jamba import MAMBA_SIZES
+from .mamba import heads
+
+_SHARED = "shared_attention"
+_ENDS = (EMBEDDING, Link("final_norm", "model.final_layernorm"), HEAD)
+
+
+def _layers(ours: Collection[str]) -> tuple[list[int], list[int], int]:
+    """All layers, those before which a shared block runs, and the number of shared blocks."""
+    layers = numbers_of(ours)
+    calls = [layer for layer in layers if f"layers.{layer}.shared_attention.output.weight" in ours]
+    return layers, calls, len({name.split(".")[1] for name in ours if name.startswith("shared_attention.")})
+
+
+def _mixers(layers: list[int], calls: list[int], mixer: Callable[[str, str], tuple[Link, ...]]) -> list[Link]:
+    """Every layer's norm and own mixer, in a module of their own where a shared block runs before it.
+
+    Args:
+        mixer: links of a mixer, from the module's name there and here.
+    """
+    links = []
+    for layer in layers:
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}" + (".mamba_decoder" if layer in calls else "")
+        links.append(Link(f"{ours}.mixer_norm", f"{theirs}.input_layernorm"))
+        links += mixer(f"{theirs}.mamba", ours)
+    return links
+
+
+def _source(module: str) -> Callable[[str, Collection[str]], str | None]:
+    """A later layer's names of its shared block stand for those of the block's first layer."""
+
+    def source(name: str, saved: Collection[str]) -> str | None:
+        found = re.fullmatch(rf"model\.layers\.(\d+)\.{module}\.(.+)", name)
+        if found is None:
+            return None
+        calls = sorted(
+            int(each.split(".")[2]) for each in saved if re.fullmatch(r"model\.layers\.\d+\.linear\.weight", each)
+        )
+        blocks = len({each.split(".")[2] for each in saved if f".{module}." in each})
+        layer = int(found[1])
+        if layer not in calls[blocks:]:
+            return None
+        return f"model.layers.{calls[calls.index(layer) % blocks]}.{module}.{found[2]}"
+
+    return source
+
+
+# -- Zamba: Mamba of several heads, one shared block ------------------------------------------------------------------
+
+
+def _zamba_values(theirs: PreTrainedConfig) -> Found:
+    problems = []
+    if theirs.attention_hidden_size != 2 * theirs.hidden_size:
+        problems.append(
+            f"attention_hidden_size={theirs.attention_hidden_size} is not computed here, "
+            f"only 2 * hidden_size = {2 * theirs.hidden_size}"
+        )
+    if list(theirs.layers_block_type).count("hybrid") < 2:
+        problems.append("layers_block_type: transformers builds no Zamba with fewer than two layers that share")
+    return {}, problems
+
+
+def _zamba_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    return {"layers_block_type": kinds}
+
+
+def _zamba_links(ours: Collection[str]) -> tuple[Link, ...]:
+    layers, calls, _ = _layers(ours)
+    links = _mixers(layers, calls, lambda theirs, ours: mamba.mixer_of_heads(theirs, f"{ours}.mamba"))
+    links += map(shared.output, calls)
+    if calls:
+        links += shared.block(0, f"model.layers.{calls[0]}.shared_transf", gate_up_joined=False)
+    return tuple(links)
+
+
+ZAMBA = Architecture(
+    "zamba",
+    "ZambaForCausalLM",
+    _ENDS,
+    Layers(
+        {"mamba+shared_attention": "hybrid", "mamba": "linear_attention"},
+        _zamba_values,
+        _zamba_settings,
+        _zamba_links,
+        _source("shared_transf"),
+    ),
+    fields=(
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        rms(),
+        *MAMBA_SIZES,
+        Field("mamba.heads", "n_mamba_heads"),
+        Field("mamba.time_step_low", "time_step_min"),
+        Field("mamba.time_step_high", "time_step_max"),
+        Field("mamba.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"),
+        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.head_dim", "attention_head_dim"),
+        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
+    ),
+    # as for Zamba2, shared blocks are tied where the embedding is
+    fixed={
+        **BARE,
+        "embedding.tied": True,
+        "mamba.inner_norms": False,
+        f"{_SHARED}.blocks": 1,
+        f"{_SHARED}.adapter_rank": 0,
+        f"{_SHARED}.position": "none",
+        f"{_SHARED}.mlp.gated": True,
+        f"{_SHARED}.mlp.bias": False,
+    },
+    required={"tie_word_embeddings": True, "hidden_mamba_act": "silu"},
+)
+
+
+# -- Zamba2: Mamba-2, shared blocks used in turn, adapters -------------------------------------------------------------
+
+# Their lower bound of time steps where we have none: they take its logarithm while they build a model.
+NO_STEP = 1e-30
+
+
+def _zamba2_values(theirs: PreTrainedConfig) -> Found:
+    values: dict[str, Any] = {
+        "mamba2.head_dim": theirs.mamba_headdim,
+        "mamba2.bias": theirs.add_bias_linear,
+        "shared_attention.mlp.bias": theirs.add_bias_linear,
+        "shared_attention.position": "rotary" if theirs.use_mem_rope else "none",
+        "mamba2.least_step": float(theirs.time_step_min) if theirs.time_step_min > NO_STEP else 0.0,
+    }
+    if not theirs.use_mem_rope:
+        return values, []
+    rotary, problems = rope_values(theirs.rope_parameters, partial=False)
+    return {**values, "shared_attention.rotary": rotary}, problems
+
+
+def _zamba2_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    own = model.shared_attention
+    return {
+        "layers_block_type": kinds,
+        "n_mamba_heads": heads(model),
+        "add_bias_linear": model.mamba2.bias,
+        "use_mem_rope": own.position == "rotary",
+        "rope_parameters": rope_parameters(own.rotary, partial=False),
+        "time_step_min": max(model.mamba2.least_step, NO_STEP),
+        # a model of theirs always has adapters
+        "adapter_rank": max(own.adapter_rank, 1),
+    }
+
+
+def _zamba2_links(ours: Collection[str]) -> tuple[Link, ...]:
+    """A shared block is saved with its first layer; the adapters of all its layers are saved there, too."""
+    layers, calls, blocks = _layers(ours)
+    links = _mixers(layers, calls, lambda theirs, ours: mamba2.mixer(theirs, f"{ours}.mamba2"))
+    for number, layer in enumerate(calls):
+        links.append(shared.output(layer))
+        links += shared.adapters(layer, number, f"model.layers.{calls[number % blocks]}.shared_transformer")
+    for number, layer in enumerate(calls[:blocks]):
+        links += shared.block(number, f"model.layers.{layer}.shared_transformer", gate_up_joined=True)
+    return tuple(links)
+
+
+ZAMBA2 = Architecture(
+    "zamba2",
+    "Zamba2ForCausalLM",
+    _ENDS,
+    Layers(
+        {"mamba2+shared_attention": "hybrid", "mamba2": "linear_attention"},
+        _zamba2_values,
+        _zamba2_settings,
+        _zamba2_links,
+        _source("shared_transformer"),
+    ),
+    fields=(
+        Field("hidden_size", "hidden_size"),
+        Field("vocab_size", "vocab_size"),
+        Field("mamba2.expand", "mamba_expand"),
+        Field("mamba2.state_size", "mamba_d_state"),
+        Field("mamba2.convolution", "mamba_d_conv"),
+        Field("mamba2.groups", "mamba_ngroups"),
+        Field("mamba2.time_step_high", "time_step_max"),
+        Field("mamba2.time_step_floor", "time_step_floor"),
+        Field(f"{_SHARED}.heads", "num_attention_heads"),
+        Field(f"{_SHARED}.kv_heads", "num_key_value_heads"),
+        Field(f"{_SHARED}.blocks", "num_mem_blocks"),
+        Field(f"{_SHARED}.adapter_rank", "adapter_rank"),
+        Field(f"{_SHARED}.attention_adapters", "use_shared_attention_adapter"),
+        Field(f"{_SHARED}.mlp.hidden_size", "intermediate_size"),
+        Field(f"{_SHARED}.mlp.activation", "hidden_act", ACTIVATIONS, ALSO),
+    ),
+    # transformers ties the shared blocks where it ties the embedding, and only there
+    fixed={
+        **BARE,
+        "embedding.tied": True,
+        "norm.epsilon": 1e-5,
+        "mamba2.convolution_bias": True,
+        "mamba2.most_step": None,
+        f"{_SHARED}.mlp.gated": True,
+    },
+    required={"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "use_long_context": False, "use_conv_bias": True},
+)

@@ -1,0 +1,91 @@
+"""Parts of a Hugging Face configuration that no table of fields has: read from it, and written to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron.config import Config
+from megatron.config.variants import options_of
+
+from .rope import rope_parameters, rope_values
+
+MOST = torch.finfo(torch.float32).max  # stands for no limit: JSON has no infinite numbers
+
+Found = tuple[dict[str, Any], list[str]]
+"""Our options (dotted, below `model`), and what we do not compute, a sentence each."""
+
+
+def nothing_read(_theirs: Any) -> Found:
+    return {}, []
+
+
+def nothing_written(_config: Config) -> dict[str, Any]:
+    return {}
+
+
+class Part(Protocol):
+    """A part of a configuration."""
+
+    def read(self, theirs: Any, /) -> Found:
+        """Our options of their configuration object."""
+        ...
+
+    def write(self, config: Config, /) -> dict[str, Any]:
+        """Their settings of our configuration."""
+        ...
+
+
+@dataclass(frozen=True)
+class Functions:
+    """A part that is two functions."""
+
+    read: Callable[[Any], Found] = nothing_read
+    write: Callable[[Config], dict[str, Any]] = nothing_written
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary options that all layers share, and the longest sequence.
+
+    Attributes:
+        partial: it can rotate part of a head's channels.
+        section: of our options.
+    """
+
+    partial: bool = False
+    section: str = "attention"
+
+    def read(self, theirs: Any) -> Found:
+        rotary, problems = rope_values(theirs.rope_parameters, partial=self.partial)
+        return {f"{self.section}.rotary": rotary}, problems
+
+    def write(self, config: Config) -> dict[str, Any]:
+        rotary = getattr(config.model, self.section).rotary
+        return {
+            "max_position_embeddings": config.training.sequence_length,
+            "rope_parameters": rope_parameters(rotary, partial=self.partial),
+        }
+
+
+@dataclass(frozen=True)
+class Window:
+    """One sliding window in all layers, or in none."""
+
+    section: str = "attention"
+
+    def read(self, theirs: Any) -> Found:
+        return {f"{self.section}.window": theirs.sliding_window}, []
+
+    def write(self, config: Config) -> dict[str, Any]:
+        """That of the first layer: where another differs, it shows when the configuration is read back."""
+        return {"sliding_window": options_of(config.model, config.model.blocks[0].mixer).window}
+
+
+def unlimited(value: float) -> bool:
+    """Whether an upper limit, read from a configuration, limits nothing."""
+    return math.isinf(value) or value >= MOST

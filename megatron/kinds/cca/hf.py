@@ -1,0 +1,27 @@
+"""The tensors of a cca layer by the names of transformers' ZAYA1."""
+
+from __future__ import annotations
+
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Fused, Joined, Link
+
+OURS = "layers.{n}.cca"
+
+
+def query_key(model: ModelSection) -> Joined:
+    """Our one tensor is their two, of the queries and of the keys."""
+    own = model.cca
+    return Joined((own.heads * own.head_dim, own.kv_heads * own.head_dim))
+
+
+def mixer(theirs: str) -> tuple[Link, ...]:
+    """The mixer; `theirs` is its module."""
+    projection = f"{theirs}.qkv_proj"
+    return (
+        Link(f"{OURS}.query_key", (f"{projection}.q_proj", f"{projection}.k_proj"), query_key),
+        Link(f"{OURS}.value", (f"{projection}.v_proj_current", f"{projection}.v_proj_delayed"), Fused()),
+        Link(f"{OURS}.depthwise", f"{projection}.conv_qk_depthwise"),
+        Link(f"{OURS}.grouped", f"{projection}.conv_qk_grouped"),
+        Link(f"{OURS}.temperature", f"{theirs}.qk_norm.temp", suffixes=("",)),
+        Link(f"{OURS}.output", f"{theirs}.o_proj"),
+    )

@@ -1,0 +1,36 @@
+"""A Mamba-2 layer's tensors by the names of transformers' models."""
+
+from __future__ import annotations
+
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Link, Parts, tensors
+
+
+def _widths(model: ModelSection) -> tuple[int, int, int]:
+    """Inner channels, those of B and C together, and heads."""
+    own = model.mamba2
+    inner = own.expand * model.hidden_size
+    return inner, 2 * own.groups * own.state_size, inner // own.head_dim
+
+
+def projection(model: ModelSection) -> Parts:
+    """Our z and x, B and C, and time steps are their one matrix."""
+    inner, read, heads = _widths(model)
+    return Parts((2 * inner, read, heads))
+
+
+def convolution(model: ModelSection) -> Parts:
+    """Our convolutions of x, and of B and C, are their one."""
+    inner, read, _ = _widths(model)
+    return Parts((inner, read))
+
+
+def mixer(theirs: str, ours: str = "layers.{n}.mamba2") -> tuple[Link, ...]:
+    """The mixer; `theirs` is its module."""
+    return (
+        *tensors(ours, theirs, "A_log", "D", "dt_bias"),
+        Link(tuple(f"{ours}.{each}" for each in ("zx", "bc", "dt")), f"{theirs}.in_proj", projection),
+        Link((f"{ours}.x_conv", f"{ours}.bc_conv"), f"{theirs}.conv1d", convolution),
+        Link(f"{ours}.norm", f"{theirs}.norm"),
+        Link(f"{ours}.output", f"{theirs}.out_proj"),
+    )
