@@ -2,7 +2,7 @@
 
 A test that fails after an upgrade says that a trap is gone or has changed: then look at what is built around it. Those
 that the configuration refuses are in tests/config/broken. Exact gradient norms and losses on all layouts, which need
-several of the corrections below, are in test_layouts.py.
+several of the corrections below, are in test_layouts_*.py.
 """
 
 from __future__ import annotations

@@ -44,6 +44,16 @@ class Case:
     def name(self) -> str:
         return f"{self.recipe}: {self.architecture} on {self.layout}"
 
+    @property
+    def part(self) -> str:
+        """Which of the files test_layouts_*.py runs it: each is run in one go, and none may take too long."""
+        layers = self.values["model"]["layers"]
+        if "moe" in layers:
+            return "experts"
+        if any(kind in layers for kind in ("mamba", "rwkv", "gated_delta")):
+            return "recurrent"
+        return "dense" if self.ranks <= 2 else "dense_wide"
+
 
 def merged(*trees: dict[str, Any]) -> dict[str, Any]:
     """Nested dicts, the later over the earlier."""
@@ -85,6 +95,10 @@ def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
                         )
                     )
     return sorted(found, key=lambda case: case.ranks)
+
+
+def part(name: str) -> list[Case]:
+    return [case for case in cases() if case.part == name]
 
 
 def _named(names: str | list[str], known: dict[str, Any]) -> list[str]:

@@ -32,6 +32,11 @@ def test_every_layout_and_architecture_is_tested():
     assert {case.architecture for case in cases()} == set(read()["architectures"])
 
 
+def test_every_case_is_run_by_some_file():
+    files = (ROOT / "tests" / "training").glob("test_layouts_*.py")
+    assert {case.part for case in cases()} == {file.stem.removeprefix("test_layouts_") for file in files}
+
+
 def test_the_summary_says_what_is_tested():
     """By hand for two of them, from tests/layouts.yml."""
     rows = {cells[0].strip(): cells for row in summary().splitlines() if (cells := row.strip("| ").split(" | "))}

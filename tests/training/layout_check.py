@@ -1,4 +1,4 @@
-"""Every architecture on every layout of tests/layouts.yml: the numbers of one process of plain PyTorch."""
+"""A run on a layout of tests/layouts.yml against one process of plain PyTorch: what the files test_layouts_*.py run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import json
 from functools import cache
 
 import numpy as np
-import pytest
 
 from tests.margins import Measured
 from tests.training import runs
-from tests.training.matrix import Case, cases
+from tests.training.matrix import Case
 from tests.workers import run
 
 
@@ -26,8 +25,7 @@ def worst(found, expected) -> Measured:
     return Measured(np.max(np.abs(np.array(found) / np.array(expected) - 1.0)))
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_numbers_of_one_process(case: Case):
+def compare(case: Case) -> None:
     """Within the bounds of the recipe, and some times what rounding does to one process: ten times for a single number,
     whose rounding may happen to be small; five times for a tensor, in whose norm there is no luck.
     """

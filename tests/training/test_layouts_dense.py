@@ -1,0 +1,13 @@
+"""Attention and feed-forward layers on one and two ranks: the numbers of one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.layout_check import compare
+from tests.training.matrix import Case, part
+
+
+@pytest.mark.parametrize("case", part("dense"), ids=lambda case: case.name)
+def test_numbers_of_one_process(case: Case):
+    compare(case)

@@ -1,0 +1,13 @@
+"""Mixtures of experts on every layout: the numbers of one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.layout_check import compare
+from tests.training.matrix import Case, part
+
+
+@pytest.mark.parametrize("case", part("experts"), ids=lambda case: case.name)
+def test_numbers_of_one_process(case: Case):
+    compare(case)
