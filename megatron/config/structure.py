@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from .catalog import Path, catalog, describe, dotted, lookup, pattern_of, section_of, type_at, without_none
+from .catalog import Path, catalog_of, describe, dotted, lookup, pattern_of, section_of, type_at, without_none
 from .frozen import thaw
 from .origins import Origin
 from .problems import ABSENT, Problem, shown
 from .schema import Config, current_schema
 from .tree import drop, get, put
 
+HINTS = 30  # unknown keys for which near names are looked up: with more, it is another kind of file
 _STAND_INS = {"model.layers": "attention/mlp"}  # for a required key that is missing, so that the rest can be checked
 
 
@@ -30,14 +32,15 @@ def check(values: dict[str, Any], origin: Callable[[Path], Origin]) -> tuple[Con
         The configuration (values that are wrong replaced by defaults or stand-ins), the problems, and the keys
         whose value is not the user's because it was wrong or missing.
     """
-    values, problems, broken = thaw(values), [], set()
+    values, problems, broken, hints = thaw(values), [], set(), HINTS
     for _ in range(20):  # each round mends all that it finds; a mended value may uncover another below it
         try:
             return current_schema().model_validate(values), problems, frozenset(broken)
         except ValidationError as error:
             paths = dict.fromkeys(_key_path(tuple(each["loc"])) for each in error.errors(include_url=False))
             for path in paths:
-                problems.append(_problem(path, values, origin))
+                hints -= type_at(path) is None
+                problems.append(_problem(path, values, origin, hint=hints >= 0))
                 broken.add(".".join(pattern_of(path)))
                 broken.update(".".join(pattern_of(path[:n])) for n, part in enumerate(path) if isinstance(part, int))
             for path in reversed(list(paths)):
@@ -66,7 +69,8 @@ def _mend(path: Path, values: dict[str, Any]) -> None:
         put(values, path, _STAND_INS.get(key.name, 1))
 
 
-def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin]) -> Problem:
+def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin], hint: bool = True) -> Problem:
+    """`hint`: look for names that the user may have meant."""
     value, name, annotation = get(values, path), dotted(path), type_at(path)
     where = "" if value is ABSENT else str(origin(path))
     choices = _names(path[:-1])
@@ -79,7 +83,8 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
             where,
         )
     if annotation is None:
-        fix = nearest_key(path) or f"the keys there are: {', '.join(siblings(path))}"
+        known = f"the keys there are: {', '.join(siblings(path))}"
+        fix = (nearest_key(path) or known) if hint else "see the keys that are named above"
         return Problem(name, f"unknown key in {dotted(path[:-1]) or 'the configuration'}", fix, value, where)
     key = lookup(path)
     limits = key.limits if key else {}
@@ -115,18 +120,25 @@ def nearest_key(path: Path) -> str:
     if "." in str(path[-1]):
         return f"nest it: `{str(path[-1]).replace('.', ': {')}: ...{'}' * str(path[-1]).count('.')}`"
     name = str(path[-1]).replace("-", "_")
-    same = [key.name for key in catalog().values() if name in (key.path[-1], "_".join(key.path[-2:]))]
+    same = _by_name(current_schema()).get(name, [])
     beside = difflib.get_close_matches(name.lower(), siblings(path), n=1, cutoff=0.8 if same else 0.6)
     ways = [dotted((*path[:-1], each)) for each in beside] + same[:3] or _spellings(name)[:1]
     return f"did you mean {' or '.join(dict.fromkeys(ways))}?" if ways else ""
 
 
+@cache
+def _by_name(schema: type[Config]) -> dict[str, list[str]]:
+    """The keys of a schema by their last part, and by their last two parts joined by '_'."""
+    found: dict[str, list[str]] = {}
+    for key in catalog_of(schema).values():
+        for way in dict.fromkeys(("_".join(key.path[-2:]), key.path[-1])):
+            found.setdefault(way, []).append(key.name)
+    return found
+
+
 def _spellings(name: str) -> list[str]:
     """Keys anywhere whose last part, or whose last two parts joined by '_', look like `name`."""
-    ways: dict[str, str] = {}
-    for key in catalog().values():
-        ways.setdefault("_".join(key.path[-2:]), key.name)
-        ways.setdefault(key.path[-1], key.name)
+    ways = {way: names[0] for way, names in _by_name(current_schema()).items()}
     return [ways[each] for each in difflib.get_close_matches(name, ways, n=2, cutoff=0.75)]
 
 

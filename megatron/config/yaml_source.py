@@ -6,6 +6,7 @@ wins in silence. Here numbers are numbers, only true and false are booleans, and
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path as File
@@ -13,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from ..installation import configuration_names
 from .catalog import Path, dotted, lookup, parse_path
 from .layers import Source
 from .origins import Origin
@@ -236,8 +238,11 @@ def read_file(path: str) -> Source:
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         fix = f"check the path; it is seen from {File.cwd()}"
+        near = difflib.get_close_matches(str(File(path).with_suffix("")), configuration_names(), n=1)
         if lookup(parse_path(path)):
             fix = f"write {path}=VALUE to set this key"
+        elif near and not path.startswith(("/", ".")):
+            fix = f"did you mean {near[0]}? Otherwise {fix}"
         problem = Problem("", reason, fix, ABSENT, path)
         return Source({}, {}, origin(1), [problem], unread=True)
     value, places, problems = parse(text, origin)

@@ -259,7 +259,12 @@ class _Builder:
             )
         self.name, self.batch = name, config.training.global_batch_size
         self.request = OrderRequest(
-            self.data.order, self.data.packing, config.training.sequence_length, self.data.seed, self.data.cache
+            self.data.order,
+            self.data.packing,
+            config.training.sequence_length,
+            self.data.seed,
+            self.data.cache,
+            self.data.drop_long,
         )
 
     @property
@@ -391,6 +396,7 @@ class _Builder:
             data.mask_loss_at_eod,
             data.reset_attention_at_eod,
             infilling or None,
+            filler=0 if data.packing == "until_overflow" else None,
         )
 
     def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[Source]:

@@ -34,6 +34,8 @@ class Options:
         mask_eod: the end-of-document token is no target.
         boundaries: say where documents begin.
         infilling: None leaves documents as they are.
+        filler: id that fills samples up and is a target like any other where all tokens are, as in GPT-NeoX; None fills
+            them with `eod`, which is no target there.
     """
 
     sequence_length: int
@@ -42,6 +44,7 @@ class Options:
     mask_eod: bool = False
     boundaries: bool = False
     infilling: Infilling | None = None
+    filler: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: n
     """Make a sample.
 
     Args:
-        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up with tokens that are no targets.
+        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up; see `Options.filler`.
         number: the sample's global number, for keyed draws.
         targets: bool, which tokens may be targets; None means all.
     """
@@ -124,9 +127,11 @@ def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: n
     if targets is not None:
         allowed[: len(targets)] = targets
         allowed[len(targets) :] = False  # what infilling has added
-    allowed[len(tokens) :] = False
+    if options.filler is None:
+        allowed[len(tokens) :] = False
     if len(tokens) < width:
-        tokens = np.concatenate([tokens, np.full(width - len(tokens), options.eod or 0)])
+        filler = (options.eod or 0) if options.filler is None else options.filler
+        tokens = np.concatenate([tokens, np.full(width - len(tokens), filler)])
     if options.mask_eod:
         allowed &= tokens != options.eod
     weights = None if allowed[1:].all() else allowed[1:].astype(np.float32)

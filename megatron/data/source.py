@@ -12,6 +12,7 @@ from .cache import examine
 from .errors import DataError
 from .manifest import Manifest, read_manifest
 from .order import Order, SequentialOrder, Span, StreamOrder
+from .overflow import OverflowOrder
 from .packing import PackedOrder
 from .pythia import PythiaOrder
 from .sample import IGNORED, Options, Sample, assemble
@@ -28,16 +29,18 @@ class OrderRequest:
     Attributes:
         kind: data.order.
         packing: data.packing.
+        drop_long: data.drop_long.
         sequence_length: S.
         seed: data.seed.
         cache: data.cache; None keeps arrays in memory.
     """
 
     kind: Literal["pythia", "stream", "sequential"]
-    packing: Literal["continuous", "best_fit"]
+    packing: Literal["continuous", "best_fit", "until_overflow"]
     sequence_length: int
     seed: int
     cache: str | os.PathLike | None
+    drop_long: bool = False
 
 
 class SourceFile:
@@ -98,6 +101,11 @@ class SourceFile:
                     "use data.order: stream (shuffled) or sequential",
                 )
             return PackedOrder(*where, request.seed if request.kind == "stream" else None, **known)
+        if request.packing == "until_overflow":
+            if request.kind != "pythia":
+                raise DataError("data.packing", "until_overflow is GPT-NeoX's", "use data.order: pythia, or best_fit")
+            known |= {"drop_long": request.drop_long, "labels": self.labels}
+            return OverflowOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
         if request.kind == "pythia":
             return PythiaOrder(*where, request.seed, samples=samples, epochs=epochs, **known)
         return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)

@@ -331,11 +331,20 @@ def _huggingface(section: TokenizerSection) -> Tokenizer:
 
 def _from_hub(name: str, file: str) -> Path:
     """A file of a repository on the hub, from the local cache if it is there."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import constants, hf_hub_download
 
+    from .hub import unreachable
+
+    missing = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     try:
-        return Path(hf_hub_download(name, file))
+        return Path(hf_hub_download(name, file, endpoint=constants.ENDPOINT, local_files_only=bool(missing)))
     except (OSError, ValueError) as error:
+        if missing:
+            raise DataError(
+                name,
+                f"it is no local file, it is not in the hub's local cache, and {missing}",
+                "give the path of a tokenizer.json, or fetch it where there is a network and take HF_HOME along",
+            ) from error
         raise DataError(
             name, f"it is neither a local file nor a tokenizer on the hub ({error})", "correct tokenizer.path"
         ) from error

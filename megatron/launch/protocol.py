@@ -16,6 +16,7 @@ from typing import Any
 
 VERSION = 2
 LIMIT = 1000  # bytes of one line from an agent, its newline included
+LONGEST = 1 << 26  # bytes of any line; the specification of a job on many hosts is the longest one that is meant
 MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or mpirun is told apart
 
 
@@ -49,23 +50,29 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 class Lines:
-    """Collects bytes as they come and gives them back as whole lines."""
+    """Collects bytes as they come and gives them back as whole lines.
 
-    def __init__(self) -> None:
+    Args:
+        longest: bytes of a line without an end that are kept; then they are given back as if it had ended.
+    """
+
+    def __init__(self, longest: int = LONGEST) -> None:
         self._parts: list[bytes] = []
+        self._longest, self._size = longest, 0
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes, without their newlines."""
-        if b"\n" not in data:
-            self._parts.append(data)
-            return []
         self._parts.append(data)
-        *lines, rest = b"".join(self._parts).split(b"\n")
-        self._parts = [rest] if rest else []
-        return lines
+        self._size += len(data)
+        if b"\n" in data:
+            *lines, rest = b"".join(self._parts).split(b"\n")
+            self._parts, self._size = ([rest] if rest else []), len(rest)
+        else:
+            lines = []
+        return [*lines, self.rest()] if self._size > self._longest else lines
 
     def rest(self) -> bytes:
         """What is left without a newline; forgets it."""
         rest = b"".join(self._parts)
-        self._parts = []
+        self._parts, self._size = [], 0
         return rest

@@ -37,6 +37,7 @@ _THE_AGENTS_PLACE = (
     "JOB_TICKET",
 )
 TAIL_LINES, TAIL_BYTES = 400, 65536
+LONGEST_OUTPUT = 1 << 20  # bytes of a line that does not end, such as a progress bar, before it is shown as it is
 _CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 TRACEBACK = re.compile(
     rb"^(\[rank\d+\]: )?Traceback \(most recent call last\)", re.MULTILINE
@@ -73,7 +74,7 @@ class Stream:
 
     def __init__(self, number: int, source: int) -> None:
         self.number, self.source = number, source
-        self.lines = Lines()
+        self.lines = Lines(LONGEST_OUTPUT)
         self.held: list[bytes] = []
         self.held_since = 0.0
         os.set_blocking(source, False)

@@ -320,3 +320,16 @@ def test_weights_by_number_of_documents():
             "weighted_sampler_alpha",
         ).rule
     )
+
+
+def test_pack_until_overflow():
+    found = flat(data_path="a", pack_impl="pack_until_overflow", allow_chopped=False)
+    assert found.problems == [] and noted(found, "data.packing: until_overflow", "training documents")
+    assert (at(found, "data.packing"), at(found, "data.drop_long"), at(found, "data.order")) == (
+        "until_overflow",
+        True,
+        "pythia",
+    )
+    plain = flat(data_path="a", pack_impl="packed", allow_chopped=False)
+    assert plain.problems == [] and "packing" not in plain.values["data"] and noted(plain, "allow_chopped")
+    assert "not available" in problem_of(flat(pack_impl="unpacked"), "pack_impl").rule

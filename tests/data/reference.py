@@ -77,3 +77,55 @@ def best_fit(lengths: list[int], width: int) -> int:
         else:
             room.append(width - length)
     return len(room)
+
+
+def pack_until_overflow(
+    documents: list[list[int]],
+    labels: list[list[int]] | None,
+    samples: int,
+    length: int,
+    seed: int,
+    allow_chopped: bool = True,
+) -> list[tuple[list[int], list[bool]]]:
+    """GPT-NeoX's pack_until_overflow, document by document: tokens and targets of each sample of the set's length, N-1.
+
+    The sample made last is incomplete, so reading it fails there, and the first sample of the set is read in its place.
+    """
+    random, width = np.random.RandomState(seed), length + 1
+    shuffled = np.arange(samples)
+    random.shuffle(shuffled)
+    order = np.arange(len(documents))
+    random.shuffle(order)
+    used, begins, room, at = [], [], None, 0
+    while len(begins) < samples:
+        document = int(order[at])
+        size = len(documents[document])
+        at += 1
+        if at == len(order):
+            at = 0
+            random.shuffle(order)
+        if not allow_chopped and size > width:
+            continue
+        if labels is not None and all(label == -100 for label in labels[document][:width]):
+            continue
+        if room is None or room == width or size > room:
+            begins.append(len(used))
+            room = width
+        room -= size
+        used.append(document)
+
+    def read(number: int) -> tuple[list[int], list[bool]]:
+        piece = int(shuffled[number])
+        if piece == samples - 1:
+            return read(piece % (samples - 1))
+        first, after = begins[piece], begins[piece + 1]
+        tokens = [token for document in used[first:after] for token in documents[document]]
+        tokens = (tokens + documents[used[after]][:1])[:width]
+        counted = [True] * width
+        if labels is not None:
+            flat = [label for document in used[first:after] for label in labels[document]]
+            flat = (flat + labels[used[after]][:1])[:width]
+            counted = [label != -100 for label in flat] + [False] * (width - len(flat))
+        return tokens + [0] * (width - len(tokens)), counted
+
+    return [read(number) for number in range(samples - 1)]

@@ -173,6 +173,14 @@ def test_standard_library_corpus(tmp_path):
     assert not again["kept"] and again["files"] == made["files"]
 
 
+@pytest.mark.parametrize("name", ["stdlib_train.jsonl", "stdlib.json"])
+def test_files_of_others_are_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(DataError, match="did not write it|no record|not a record"):
+        prepare("stdlib", tmp_path, 0.1, limit=3)
+    assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
 def stdlib_texts_of(count: int) -> list[dict]:
     texts = stdlib_texts()
     return [next(texts) for _ in range(count)]

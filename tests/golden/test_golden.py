@@ -20,6 +20,12 @@ OTHER_DEFAULT = {"model.moe.losses.balance"}  # compared where somebody gives it
 CASES, RESOLVED, MODELS = make.read("cases"), make.read("resolved"), make.read("models")
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """Cases name files of the quick start, and what is resolved depends on whether they are there."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("name", RESOLVED)
 def test_resolved_configurations_are_equal(name):
     """In values, origins and order; keys that came later are left out."""

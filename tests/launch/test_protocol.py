@@ -124,3 +124,13 @@ def test_a_line_without_end_does_not_silence_the_other_ranks(monkeypatch):
     console.show("a", 1, 1, "two\n")
     console.show("a", 0, 1, "\r 20 %")
     assert shown() == "\r 10 %\n[a:1] one\n[a:1] two\n\r 20 %"
+
+
+def test_a_line_without_an_end_is_not_kept_for_ever():
+    lines, sent = Lines(longest=1000), []
+    for _ in range(100):
+        sent += lines.feed(b"x" * 64)
+        assert sum(map(len, lines._parts)) <= 1000
+    sent += [*lines.feed(b"y\nlast"), lines.rest()]
+    assert b"".join(sent) == b"x" * 6400 + b"ylast" and sent[-1] == b"last"
+    assert lines.rest() == b""

@@ -15,6 +15,7 @@ from megatron.config.layers import Source as Values
 from megatron.config.paths import UnsafeName, inside
 from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
+from megatron.data.hub import unreachable
 from megatron.model.stack import build_model
 from megatron.parallel.parameters import stored_tensors
 from megatron.parallel.shard import LogicalTensor
@@ -106,17 +107,20 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
 
+    missing = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
+    where = {"local_files_only": bool(missing)}
     try:
         # nothing is fetched for a model that we cannot take
-        read_config(Path(hf_hub_download(model, "config.json")).parent, extensions)
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"]))
+        read_config(Path(hf_hub_download(model, "config.json", **where)).parent, extensions)
+        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"], **where))
     except CheckpointError:
         raise
     except Exception as error:  # the hub library raises errors of many kinds: no such name, no network, no access
+        why = missing and f"it is not in the hub's local cache, and {missing}"
         raise CheckpointError(
-            model, f"it is no local folder, and could not be fetched from the hub: {error}"
+            model, f"it is no local folder, and {why or f'could not be fetched from the hub: {error}'}"
         ) from error
 
 

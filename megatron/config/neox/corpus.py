@@ -21,6 +21,8 @@ KEYS: dict[str, Any] = {
     "test_data_weights": None,
     "weight_by_num_documents": False,
     "weighted_sampler_alpha": 1.0,
+    "pack_impl": "packed",
+    "allow_chopped": True,
     "num_workers": 2,
     "tokenizer_type": "GPT2BPETokenizer",
     "vocab_file": None,
@@ -61,7 +63,28 @@ def translate(flat: Flat, native: Native) -> None:
     if not flat.given("data_path"):
         native.unused("only data_path is split", "split")
     _weighting(flat, native)
+    _packing(flat, native)
     _tokenizer(flat, native)
+
+
+def _packing(flat: Flat, native: Native) -> None:
+    kind = flat.choice(
+        "pack_impl",
+        {"packed": "continuous", "pack_until_overflow": "until_overflow"},
+        {"unpacked": "take pack_until_overflow, or natively data.packing: best_fit; both keep documents whole"},
+    )
+    chopped = flat.boolean("allow_chopped")
+    if kind != "until_overflow":
+        native.unused("at a value that changes nothing", "pack_impl")
+        native.unused("GPT-NeoX reads it only where pack_impl is not packed", "allow_chopped")
+        return
+    native.put("data.packing", kind, "pack_impl")
+    native.put("data.drop_long", not chopped, "allow_chopped")
+    if flat.given("data_path"):
+        native.note(
+            "data.packing: until_overflow: with data_path, GPT-NeoX fills validation and test samples from the first "
+            "documents of the file, which are training documents; here they come from their own part of the split"
+        )
 
 
 def _weighting(flat: Flat, native: Native) -> None:

@@ -93,7 +93,6 @@ REASONS: dict[str, tuple[str, ...]] = {
         "mmap_warmup",
         "use_shared_fs",
     ),
-    "GPT-NeoX reads it only where pack_impl is not packed": ("allow_chopped",),
     "an extra metric": ("char_level_ppl",),
     "the backend follows from the device": ("distributed_backend",),
     "launchers are recognised by themselves": ("deepspeed_mpi", "deepspeed_slurm", "no_ssh_check"),

@@ -48,11 +48,6 @@ REFUSED: dict[str, Refusal] = (
             ("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind", "tokenize the text again"
         ),
         "dataset_impl": _later("pairwise and online data", "take gpt2", "gpt2"),
-        "pack_impl": Refusal(
-            ("packed",),
-            "GPT-NeoX's other ways of packing are not available",
-            "take packed, or natively data.packing: best_fit, which packs whole documents",
-        ),
         "eod_mask_loss": Refusal(
             (False,),
             "GPT-NeoX's eod_mask_loss leaves the token after an end of document out of the loss, which is not "

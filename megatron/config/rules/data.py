@@ -339,6 +339,20 @@ def packing_has_its_order(facts: Facts) -> Iterator[Problem]:
             rule="best_fit must not go with the pythia order, which splits documents",
             fix="use data.order: stream (shuffled) or sequential",
         )
+    if data.packing == "until_overflow" and data.order != "pythia" and data.synthetic == "none":
+        yield facts.problem(
+            "data.packing",
+            "data.order",
+            rule="until_overflow must go with the pythia order, of which it is a part",
+            fix="use data.order: pythia, or packing: best_fit",
+        )
+    if data.drop_long and data.packing != "until_overflow":
+        yield facts.problem(
+            "data.drop_long",
+            "data.packing",
+            rule="must go with data.packing: until_overflow",
+            fix="use data.packing=until_overflow, or drop_long=false",
+        )
 
 
 RULES = (

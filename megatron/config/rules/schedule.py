@@ -56,7 +56,12 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
     if schedule.type == "infinite":
         parts["schedule.cooldown_steps"] = schedule.cooldown_steps or 0
     if length > 0 and sum(parts.values()) > length:
-        listed = " + ".join(f"{name.split('.')[1]} {value:g}" for name, value in parts.items() if value)
+        converted = ("schedule.warmup_tokens", "schedule.warmup_fraction")
+        listed = " + ".join(
+            f"{name.split('.')[1]} ({value:g} steps)" if name in converted else f"{name.split('.')[1]} {value:g}"
+            for name, value in parts.items()
+            if value
+        )
         first, *others = sorted((name for name, value in parts.items() if value), key=lambda name: -parts[name])
         keys = ["training.global_batch_size"] if first == "schedule.warmup_tokens" else []
         yield facts.problem(
@@ -64,7 +69,7 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
             *others,
             "schedule.steps",
             *keys,
-            rule=f"{listed} steps must fit into the {length} steps of the schedule",
+            rule=f"{listed} must fit into the {length} steps of the schedule",
             fix=f"shorten them to {length} steps together, or raise schedule.steps",
         )
 

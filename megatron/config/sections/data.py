@@ -72,9 +72,14 @@ class DataSection(Section):
         "weights.",
     )
     alpha: float = key(1.0, "Exponent of data.weighting; below 1 small sources count for more.", ge=0)
-    packing: Literal["continuous", "best_fit"] = key(
+    packing: Literal["continuous", "best_fit", "until_overflow"] = key(
         "continuous",
-        "Documents back to back and cut, or packed whole into samples with as little room left as possible.",
+        "Documents back to back and cut; packed whole into samples with as little room left as possible; or GPT-NeoX's "
+        "pack_until_overflow: whole documents in shuffled order until the next one does not fit, the rest filled with "
+        "id 0, which counts in the loss.",
+    )
+    drop_long: bool = key(
+        False, "until_overflow: leave out documents of more than a sample's tokens instead of cutting them off."
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
     reset_attention_at_eod: bool = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -118,9 +119,11 @@ def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None
     record = folder / f"{name}.json"
     state = {"name": name, "validation": validation, "limit": limit, "source": _source(name)}
     if record.is_file():
-        known = json.loads(record.read_text())
-        if known["state"] == state and all(_intact(part) for part in known["files"].values()):
-            return {"files": known["files"], "kept": True}
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # not ours: refused below
+            known = json.loads(record.read_text())
+            if known["state"] == state and all(_intact(part) for part in known["files"].values()):
+                return {"files": known["files"], "kept": True}
+    _refuse_foreign(record, [folder / f"{name}_{part}.jsonl" for part in _parts(name)])
     folder.mkdir(parents=True, exist_ok=True)
     if name in ARCHIVES:
         files = _from_archive(name, ARCHIVES[name], folder)
@@ -143,6 +146,30 @@ def _source(name: str) -> str:
     if name == "english":
         return english.english_source()
     return ARCHIVES[name].url if name in ARCHIVES else HUB[name].name
+
+
+def _parts(name: str) -> list[str]:
+    """Names of the files that a corpus becomes."""
+    return [part for part, _ in ARCHIVES[name].cuts] if name in ARCHIVES else ["train", "validation"]
+
+
+def _refuse_foreign(record: Path, paths: list[Path]) -> None:
+    """Refuse to replace files that are not those of the record of an earlier call.
+
+    Raises:
+        DataError: naming the file.
+    """
+    known = set()
+    if record.is_file():
+        try:
+            known = {Path(part["path"]).resolve() for part in json.loads(record.read_text())["files"].values()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(record, "it is not a record of this program", "give another --output") from error
+    for path in paths:
+        if path.exists() and path.resolve() not in known:
+            raise DataError(
+                path, "it exists, and this program did not write it", "move it away, or give another --output"
+            )
 
 
 def _intact(part: dict) -> bool:

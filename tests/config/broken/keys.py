@@ -212,6 +212,13 @@ YAML = [
         "write optimizer.lr=VALUE",
         arguments=("optimizer.lr",),
     ),
+    case(
+        "a ready configuration misspelt",
+        "zero: {stage: 1}",
+        "pythia/70n",
+        "did you mean pythia/70m?",
+        arguments=("pythia/70n",),
+    ),
     case("no such file", "zero: {stage: 1}", "absent.yml", "there is no such file", arguments=("absent.yml",)),
     case(
         "override of an unknown key",

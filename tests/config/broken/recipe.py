@@ -110,13 +110,13 @@ SCHEDULE = [
         "warmup in tokens longer than the run",
         "schedule: {warmup_tokens: 1000000}",
         "schedule.warmup_tokens = 1000000",
-        "warmup_tokens 1953.12 steps must fit",
+        "warmup_tokens (1953.12 steps) must fit",
     ),
     case(
         "warmup and decay longer than the run",
         "schedule: {type: wsd, warmup_steps: 60, decay_steps: 50}",
         "a.yml:2: schedule.warmup_steps = 60",
-        "warmup_steps 60 + decay_steps 50 steps must fit into the 100 steps",
+        "warmup_steps 60 + decay_steps 50 must fit into the 100 steps",
     ),
     case("start after the end", "schedule: {start: 100}", "schedule.start = 100", "must be below schedule.steps"),
     case(
