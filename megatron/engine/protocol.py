@@ -39,14 +39,14 @@ class StepDropped(Exception):
     """A step is given up between two of its micro-batches, on all ranks: no weight and no optimizer state has changed.
 
     Attributes:
-        wishes: why.
+        requests: why.
         done: share of its work that is lost.
         left: seconds that the rest would have taken.
     """
 
-    def __init__(self, wishes: set[str], done: float, left: float) -> None:
+    def __init__(self, requests: set[str], done: float, left: float) -> None:
         super().__init__(f"dropped after {done:.0%} of its work")
-        self.wishes, self.done, self.left = wishes, done, left
+        self.requests, self.done, self.left = requests, done, left
 
 
 class Engine(Protocol):

@@ -43,11 +43,11 @@ class Looks:
         if self._finishing or parts * done // total == parts * (done - 1) // total:
             return
         self._trainer.ask(self._step)
-        wishes, elapsed = self._trainer.exchange.look(self._trainer.wishes, time.monotonic() - self._begin)
-        if not wishes & set(STOPS):
+        requests, elapsed = self._trainer.exchange.look(self._trainer.requests, time.monotonic() - self._begin)
+        if not requests & set(STOPS):
             return
         left = elapsed * (total - done) / done
         if left <= elapsed and left <= SHARE_OF_GRACE * self._trainer.config.launch.grace:
             self._finishing = True
             return
-        raise StepDropped(wishes, done / total, left)
+        raise StepDropped(requests, done / total, left)

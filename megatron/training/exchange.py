@@ -1,6 +1,6 @@
-"""The one small message of every step: all ranks add up their losses, batch hashes and wishes in a single all-reduce.
+"""The one small message of every step: all ranks add up their losses, batch hashes and requests in a single all-reduce.
 
-A wish is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
+A request is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
 decide alike. The sums stay on the device until somebody reads them.
 """
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.engine.protocol import StepResult
 from megatron.parallel.account import phase
 
-WISHES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
-STOPS = WISHES[:-1]  # those that end the run
+REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
+STOPS = REQUESTS[:-1]  # those that end the run
 Number = torch.Tensor | float
 _LIMBS = 4  # a 64-bit hash travels as four 16-bit numbers, whose sums a float64 holds exactly
 
@@ -31,7 +31,7 @@ class StepReport:
         step: number of the update, from 0.
         lr: the scheduled learning rate.
         result: what this rank's engine said.
-        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per wish,
+        sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per request,
             rank 0's seconds.
     """
 
@@ -61,9 +61,9 @@ class StepReport:
         return sum(int(limb) << (16 * index) for index, limb in enumerate(limbs)) % 2**64
 
     @property
-    def wishes(self) -> set[str]:
-        """Wishes that at least one rank has."""
-        return {wish for wish, count in zip(WISHES, self._values[2 + _LIMBS : -1], strict=True) if count}
+    def requests(self) -> set[str]:
+        """Requests that at least one rank has."""
+        return {request for request, count in zip(REQUESTS, self._values[2 + _LIMBS : -1], strict=True) if count}
 
     @property
     def seconds(self) -> float:
@@ -98,13 +98,16 @@ class Exchange:
             dist.all_reduce(vector)
         return vector
 
-    def look(self, wishes: Collection[str], elapsed: float) -> tuple[set[str], float]:
-        """Wishes that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
-        *counts, seconds = self.sum([*(wish in wishes for wish in WISHES), elapsed * (self._rank == 0)]).tolist()
-        return {wish for wish, count in zip(WISHES, counts, strict=True) if count}, seconds
+    def look(self, requests: Collection[str], elapsed: float) -> tuple[set[str], float]:
+        """Requests that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
+        *counts, seconds = self.sum([
+            *(request in requests for request in REQUESTS),
+            elapsed * (self._rank == 0),
+        ]).tolist()
+        return {request for request, count in zip(REQUESTS, counts, strict=True) if count}, seconds
 
     def report(
-        self, step: int, lr: float, result: StepResult, batch_hash: int, wishes: Collection[str], seconds: float = 0.0
+        self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:
         """Exchange a step's numbers; every rank calls it once per step."""
         code = batch_hash % 2**64 if self._reports_hash else 0
@@ -112,7 +115,7 @@ class Exchange:
         sums = self.sum([
             *weighted(result.loss, result.tokens),
             *limbs,
-            *(wish in wishes for wish in WISHES),
+            *(request in requests for request in REQUESTS),
             seconds * (self._rank == 0),
         ])
         return StepReport(step, lr, result, sums)

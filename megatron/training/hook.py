@@ -95,8 +95,8 @@ class Hook:
     def during_step(self, trainer: Trainer, step: int) -> None:
         """Between micro-batches of a slow step; who wishes to stop here may have the step dropped. No collectives."""
 
-    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
-        """The step was dropped for these wishes: the state is that of before it, and the run ends."""
+    def on_drop(self, trainer: Trainer, step: int, requests: set[str]) -> None:
+        """The step was dropped for these requests: the state is that of before it, and the run ends."""
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         """The update is done. Reading a number of `report` waits for the device."""

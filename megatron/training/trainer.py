@@ -18,7 +18,7 @@ from megatron.report.sinks import Sinks
 
 from .clock import Clock
 from .early_stop import Looks
-from .exchange import WISHES, Exchange, StepReport
+from .exchange import REQUESTS, Exchange, StepReport
 from .hook import Hook
 from .schedule import Schedule
 
@@ -79,7 +79,7 @@ class Trainer:
         self.beside: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
-        self._wishes: set[str] = set()
+        self._requests: set[str] = set()
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
@@ -119,8 +119,8 @@ class Trainer:
         lr = self.schedule.lr(step)
         begin = time.monotonic()
         result = self.engine.step(batch, lr, Looks(self, step, self._pace))
-        wishes, self._wishes = self._wishes, set()
-        report = self.exchange.report(step, lr, result, batch.hash, wishes, time.monotonic() - begin)
+        requests, self._requests = self._requests, set()
+        report = self.exchange.report(step, lr, result, batch.hash, requests, time.monotonic() - begin)
         self.completed = step + 1
         # On an accelerator a step's numbers are read while the next step runs, so that the device never waits.
         earlier, self._unread = self._unread, report
@@ -134,7 +134,7 @@ class Trainer:
         left = f"the rest would have taken {dropped.left:.0f} s"
         self.say(f"step {step} dropped after {dropped.done:.0%} of its work: {left}; nothing else is lost")
         self.note("dropped", step=step, done=dropped.done, seconds_left=dropped.left)
-        self._call("on_drop", step, dropped.wishes)
+        self._call("on_drop", step, dropped.requests)
         self.stop("told to stop within a step")
 
     def settle(self) -> None:
@@ -148,19 +148,19 @@ class Trainer:
         self._call("on_numbers", report)
 
     def ask(self, step: int) -> None:
-        """Have the hooks say within a step whether they wish for something; see `wishes`."""
+        """Have the hooks say within a step whether they request something; see `requests`."""
         self._call("during_step", step)
 
     @property
-    def wishes(self) -> set[str]:
-        """What this rank wishes for and has not told the others."""
-        return set(self._wishes)
+    def requests(self) -> set[str]:
+        """What this rank requests and has not told the others."""
+        return set(self._requests)
 
-    def wish(self, wish: str) -> None:
+    def request(self, request: str) -> None:
         """Ask all ranks for something; they hear of it with the numbers of a step."""
-        if wish not in WISHES:
-            raise ValueError(f"unknown request {wish!r}; choose from {', '.join(WISHES)}")
-        self._wishes.add(wish)
+        if request not in REQUESTS:
+            raise ValueError(f"unknown request {request!r}; choose from {', '.join(REQUESTS)}")
+        self._requests.add(request)
 
     def stop(self, reason: str) -> None:
         """End the run after the current step. All ranks call it at the same step."""

@@ -126,17 +126,17 @@ def test_a_step_that_is_nearly_done_is_finished(tmp_path, case):
 
 
 class Exchange:
-    def __init__(self, elapsed: float, wishes: set[str]) -> None:
-        self.elapsed, self.wanted, self.count = elapsed, wishes, 0
+    def __init__(self, elapsed: float, requests: set[str]) -> None:
+        self.elapsed, self.wanted, self.count = elapsed, requests, 0
 
-    def look(self, wishes, elapsed):
+    def look(self, requests, elapsed):
         self.count += 1
         return self.wanted, self.elapsed
 
 
 class Trainer:
-    def __init__(self, elapsed: float = 0.0, wishes=()) -> None:
-        self.exchange, self.wishes = Exchange(elapsed, set(wishes)), set()
+    def __init__(self, elapsed: float = 0.0, requests=()) -> None:
+        self.exchange, self.requests = Exchange(elapsed, set(requests)), set()
         self.config = SimpleNamespace(launch=SimpleNamespace(grace=60.0))
 
     def ask(self, step: int) -> None:
@@ -161,7 +161,7 @@ def test_what_is_cheaper_is_done(elapsed, done, dropped):
     if dropped:
         with pytest.raises(StepDropped) as caught:
             look(done, 32)
-        assert caught.value.left == pytest.approx(elapsed * (32 - done) / done) and caught.value.wishes == {"SIGINT"}
+        assert caught.value.left == pytest.approx(elapsed * (32 - done) / done) and caught.value.requests == {"SIGINT"}
     else:
         look(done, 32)
         look(done + 1, 32)

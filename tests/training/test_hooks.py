@@ -110,8 +110,9 @@ def test_wall_time_stops_and_minutes_save(tmp_path):
     )
     trainer.clock = Clock(hands)
     outcome = run(trainer)
-    # Before step s the clock shows s minutes; a wish made there is heard with the numbers of step s, after which s + 1
-    # steps are done and the clock shows s + 1. So: wish at 3, saved at 4; wish at 7, saved at 8; stop wished for at 10.
+    # Before step s the clock shows s minutes; a request made there is heard with the numbers of step s, after which
+    # s + 1 steps are done and the clock shows s + 1. So: request at 3, saved at 4; request at 7, saved at 8; stop
+    # requested at 10.
     assert trainer.saver.saved == [4, 8, 11] and outcome.step == 11
     assert outcome.reason == "training.stop_after: 10 minutes"
 
@@ -175,15 +176,15 @@ def test_hashes_survive_the_exchange(tmp_path):
     trainer = toy_trainer(config(tmp_path))
     for code in (0, 1, 2**64 - 1, 0x0123456789ABCDEF):
         report = trainer.exchange.report(0, 0.1, StepResult(2.0, 5.0), code, {"save"})
-        assert report.batch_hash == code and report.loss == 2.0 and report.wishes == {"save"}
+        assert report.batch_hash == code and report.loss == 2.0 and report.requests == {"save"}
     assert math.isnan(trainer.exchange.report(0, 0.1, StepResult(math.nan, 0.0), 0, ()).loss)
     run(trainer)
 
 
-def test_unknown_wishes_are_refused(tmp_path):
+def test_unknown_requests_are_refused(tmp_path):
     trainer = toy_trainer(config(tmp_path, steps=1))
     with pytest.raises(ValueError, match="unknown request 'tea'"):
-        trainer.wish("tea")
+        trainer.request("tea")
     run(trainer)
 
 

@@ -209,20 +209,20 @@ class Choice:
     unsafe: str = ""
 
 
-def choose_encoder(tokenizer: Tokenizer, wish: str = "auto", text_bytes: int | None = None) -> Choice:
+def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: int | None = None) -> Choice:
     """Which encoder to use.
 
     Args:
-        wish: "auto" takes gigatoken if it is installed and, on all probes, agrees with the tokenizer's own library.
+        requested: "auto" takes gigatoken if it is installed and agrees with the tokenizer's own library on all probes.
         text_bytes: how much there is to encode; the probes cost more than they save on little.
 
     Raises:
         DataError: gigatoken was demanded and cannot be used.
     """
     own = {"huggingface": "tokenizers", "gpt2": "tokenizers"}.get(tokenizer.kind, tokenizer.kind)
-    if wish == "tokenizer":
+    if requested == "tokenizer":
         return Choice("tokenizer", f"{own}, as asked")
-    if wish == "auto" and text_bytes is not None and text_bytes < LITTLE:
+    if requested == "auto" and text_bytes is not None and text_bytes < LITTLE:
         return Choice("tokenizer", f"{own}: little to encode")
     reason, unsafe = _try_gigatoken(tokenizer)
     if not reason:
@@ -231,7 +231,7 @@ def choose_encoder(tokenizer: Tokenizer, wish: str = "auto", text_bytes: int | N
             f"gigatoken: agrees with {own} on all probes; {len(unsafe)} rare characters are left to {own}",
             unsafe,
         )
-    if wish == "gigatoken":
+    if requested == "gigatoken":
         raise DataError("--encoder", f"gigatoken cannot be used: {reason}", "use --encoder auto")
     return Choice("tokenizer", f"{own}: {reason}")
 

@@ -61,16 +61,16 @@ class Checkpoint(Hook):
     def before_step(self, trainer: Trainer, step: int) -> None:
         minutes = self._policy.minutes
         if minutes is not None and trainer.speaks and trainer.clock.total - self._saved_at >= 60 * minutes:
-            trainer.wish("save")  # clocks differ, so rank 0's decides
+            trainer.request("save")  # clocks differ, so rank 0's decides
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
-        self._time_is_up = self._time_is_up or "save" in report.wishes
+        self._time_is_up = self._time_is_up or "save" in report.requests
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         self._tell(trainer, self._saver.poll())
         self._save_if_due(trainer)
 
-    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
+    def on_drop(self, trainer: Trainer, step: int, requests: set[str]) -> None:
         self._tell(trainer, self._saver.poll())
         self._save_if_due(trainer)
 

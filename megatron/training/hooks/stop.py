@@ -38,23 +38,23 @@ class Stop(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if self._signals is not None and self._signals.received is not None:
-            trainer.wish(self._signals.received)
+            trainer.request(self._signals.received)
         if self._minutes is not None and trainer.speaks and trainer.clock.total >= 60 * self._minutes:
-            trainer.wish("wall time")
+            trainer.request("wall time")
 
     during_step = before_step
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
-        self._stop(trainer, report.wishes)
+        self._stop(trainer, report.requests)
 
-    def on_drop(self, trainer: Trainer, step: int, wishes: set[str]) -> None:
-        self._stop(trainer, wishes)
+    def on_drop(self, trainer: Trainer, step: int, requests: set[str]) -> None:
+        self._stop(trainer, requests)
 
-    def _stop(self, trainer: Trainer, wishes: set[str]) -> None:
+    def _stop(self, trainer: Trainer, requests: set[str]) -> None:
         for name in SIGNALS:
-            if name in wishes:
+            if name in requests:
                 trainer.stop(f"signal {name}")
-        if "wall time" in wishes:
+        if "wall time" in requests:
             trainer.stop(f"training.stop_after: {self._minutes:g} minutes")
 
     def on_end(self, trainer: Trainer) -> None:
