@@ -430,14 +430,14 @@ def _gap(lost: int) -> bytes:
 
 
 def main(arguments: list[str]) -> int:
-    """`deepy.py --agent [--index N or VARIABLE] [--ticket PATH or VARIABLE]`."""
+    """`deepy.py --agent [--index N or VARIABLE] [--credentials PATH or VARIABLE]`."""
     options = dict(zip(arguments[::2], arguments[1::2]))
     index = options.get("--index")
     number = None if index is None else int(os.environ.get(index, index))
-    if "--ticket" in options:
-        from .ticket import connect
+    if "--credentials" in options:
+        from .credentials import connect
 
-        link = connect(options["--ticket"], number or 0)
+        link = connect(options["--credentials"], number or 0)
         return Agent(link.fileno(), link.fileno(), number).run()
     target = os.dup(1)
     os.dup2(2, 1)  # whatever prints by accident must not mix with our messages

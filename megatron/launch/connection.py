@@ -18,8 +18,9 @@ class Command:
         arguments: the argument list; the same for every job on these hosts.
         hosts: indices of the hosts whose agents it starts.
         index: the host's index, told to its agent; None where one input goes to several agents, which know theirs.
-        dials: whether the agents call back over a socket (the ticket) instead of using the command's input and output.
-        ticket_file: where the ticket goes; by default an environment variable of the command carries it.
+        dials: whether the agents call back over a socket, with credentials, instead of using the command's input and
+            output.
+        credentials_file: where the credentials go; by default in an environment variable of the command.
         environment: variables set for the command itself, over the launcher's.
     """
 
@@ -27,7 +28,7 @@ class Command:
     hosts: tuple[int, ...]
     index: int | None = None
     dials: bool = False
-    ticket_file: str = ""
+    credentials_file: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
 

@@ -13,8 +13,8 @@ from megatron.worker import network
 
 from .connection import Command, Connection
 from .console import Console, say
-from .desk import Desk
 from .link import Link
+from .listener import AgentListener
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
 
@@ -72,9 +72,9 @@ class Launcher:
     """One start of a job on its hosts. `run` does it all, in one thread."""
 
     def __init__(
-        self, job: Specification, commands: list[Command], settings: Settings, desk: Desk | None = None
+        self, job: Specification, commands: list[Command], settings: Settings, listener: AgentListener | None = None
     ) -> None:
-        self.job, self.settings, self.desk = job, settings, desk
+        self.job, self.settings, self.listener = job, settings, listener
         self.waiting = list(commands)
         self.connections: list[Connection] = []
         self.hosts = [HostState(host.name) for host in job.hosts]
@@ -95,8 +95,8 @@ class Launcher:
         _raise_file_limit(4 * len(self.hosts) + 64)
         restore = self._catch_signals()
         try:
-            if self.desk:
-                self.selector.register(self.desk.ready, selectors.EVENT_READ, self._visitors)
+            if self.listener:
+                self.selector.register(self.listener.ready, selectors.EVENT_READ, self._visitors)
             while not self._over():
                 self._start_waiting()
                 for key, _ in self.selector.select(0.2):
@@ -164,7 +164,7 @@ class Launcher:
 
     def _visitors(self) -> None:
         """Agents have called and proved that they know the secret."""
-        for link in self.desk.admitted():
+        for link in self.listener.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
                 say(f"an agent called as host {index}, which is not expected; ignored")
@@ -173,7 +173,7 @@ class Launcher:
             self._listen(link, None)
             link.send(self.job.to_message(index))
         if all(host.link for host in self.hosts):
-            self.desk.shut()
+            self.listener.shut()
 
     def _tick(self) -> None:
         now = time.monotonic()

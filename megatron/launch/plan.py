@@ -223,7 +223,7 @@ def _specification(
         heartbeat=0.0 if here else launch.heartbeat,
         device=launch.device,
         bind=launch.bind,
-        ticket_file=str(Path(directory, config.run.dir, f".ticket-{secrets.token_hex(4)}")),
+        credentials_file=str(Path(directory, config.run.dir, f".credentials-{secrets.token_hex(4)}")),
     )
     return wrapped(job, launch, secrets.token_hex(4)) if choice.runner == "torchrun" else job
 

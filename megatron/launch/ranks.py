@@ -34,7 +34,7 @@ _THE_AGENTS_PLACE = (
     "PALS_",
     "SLURM_PROCID",
     "SLURM_LOCALID",
-    "JOB_TICKET",
+    "JOB_CREDENTIALS",
 )
 TAIL_LINES, TAIL_BYTES = 400, 65536
 LONGEST_OUTPUT = 1 << 20  # bytes of a line that does not end, such as a progress bar, before it is shown as it is

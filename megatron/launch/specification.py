@@ -45,7 +45,7 @@ class Specification:
         wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
             RANK, WORLD_SIZE and the like are its business.
         attempt: 0 for the first start, then counting restarts.
-        ticket_file: where agents that call the launcher find out how, if the runner needs a file for that.
+        credentials_file: where agents that call the launcher find out how, if the runner needs a file for that.
     """
 
     hosts: tuple[Host, ...]
@@ -64,7 +64,7 @@ class Specification:
     bind: str = "none"
     wrapper: bool = False
     attempt: int = 0
-    ticket_file: str = ""
+    credentials_file: str = ""
 
     @property
     def world_size(self) -> int:

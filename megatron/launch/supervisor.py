@@ -16,12 +16,12 @@ from megatron.worker.job import CONFIG_ERROR
 from ..config.problems import ConfigError, listing
 from ..report.ledger import Ledger
 from .console import YELLOW, report, say
-from .desk import Desk
+from .credentials import VARIABLE, write_file
 from .hosts import HostError
 from .launcher import Launcher, Result
+from .listener import AgentListener
 from .plan import Plan, again, commands, without
 from .status import describe
-from .ticket import VARIABLE, write_file
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures
@@ -104,13 +104,13 @@ def start(plan: Plan, attempt: int) -> Result:
         say("the source code has changed since this run was started: what follows is computed by other code")
     if not any(each.dials for each in todo):
         return Launcher(job, todo, plan.settings).run()
-    desk = Desk(network.towards([host.name for host in plan.choice.hosts], plan.settings.interface))
-    files = [write_file(Path(each.ticket_file), desk.ticket()) for each in todo if each.ticket_file]
-    todo = [replace(each, environment={**each.environment, VARIABLE: desk.ticket()}) for each in todo]
+    listener = AgentListener(network.towards([host.name for host in plan.choice.hosts], plan.settings.interface))
+    files = [write_file(Path(each.credentials_file), listener.credentials()) for each in todo if each.credentials_file]
+    todo = [replace(each, environment={**each.environment, VARIABLE: listener.credentials()}) for each in todo]
     try:
-        return Launcher(job, todo, plan.settings, desk).run()
+        return Launcher(job, todo, plan.settings, listener).run()
     finally:
-        desk.close()
+        listener.close()
         for file in files:
             file.unlink(missing_ok=True)
 

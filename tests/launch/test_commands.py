@@ -42,7 +42,7 @@ def job(number, slots=2, configuration="x"):
         "/work dir",
         {"API_KEY": "hushhush"},
         configuration,
-        ticket_file="/run dir/.ticket-1",
+        credentials_file="/run dir/.credentials-1",
     )
 
 
@@ -75,9 +75,9 @@ def test_pdsh():
         "1024",
         "-w",
         "node0000,node0001",
-        f"exec {shlex.join(AGENT)} --index %n --ticket '/run dir/.ticket-1'",
+        f"exec {shlex.join(AGENT)} --index %n --credentials '/run dir/.credentials-1'",
     )
-    assert command.dials and command.ticket_file == "/run dir/.ticket-1" and command.hosts == (0, 1)
+    assert command.dials and command.credentials_file == "/run dir/.credentials-1" and command.hosts == (0, 1)
     assert "-p 2222" in command.environment["PDSH_SSH_ARGS_APPEND"]
 
 
@@ -94,7 +94,7 @@ def test_openmpi():
         "--bind-to",
         "none",
         "-x",
-        "JOB_TICKET",
+        "JOB_CREDENTIALS",
         "--mca",
         "oob_tcp_if_include",
         "ib0",
@@ -104,10 +104,10 @@ def test_openmpi():
         *AGENT,
         "--index",
         "OMPI_COMM_WORLD_RANK",
-        "--ticket",
-        "JOB_TICKET",
+        "--credentials",
+        "JOB_CREDENTIALS",
     ]
-    assert command.dials and not command.ticket_file
+    assert command.dials and not command.credentials_file
 
 
 def test_mpich():
@@ -123,8 +123,8 @@ def test_mpich():
         *AGENT,
         "--index",
         "PMI_RANK",
-        "--ticket",
-        "JOB_TICKET",
+        "--credentials",
+        "JOB_CREDENTIALS",
     ]
 
 
@@ -185,7 +185,12 @@ def test_a_thousand_hosts_and_a_huge_configuration(runner):
 def test_the_same_command_for_every_job(runner):
     first = RUNNERS[runner](job(2), LaunchSection(hostfile="hosts"))
     other = Specification(
-        job(2).hosts, ("python", "other.py", "--x"), "/elsewhere", {"A": "b"}, "y", ticket_file="/run dir/.ticket-1"
+        job(2).hosts,
+        ("python", "other.py", "--x"),
+        "/elsewhere",
+        {"A": "b"},
+        "y",
+        credentials_file="/run dir/.credentials-1",
     )
     assert first == RUNNERS[runner](other, LaunchSection(hostfile="hosts"))
 

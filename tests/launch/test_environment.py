@@ -120,7 +120,14 @@ def test_deepy_becomes_a_rank_where_others_have_started_it(yaml, tmp_path, envir
 
 
 def test_ranks_are_not_told_the_place_of_their_agent():
-    outside = {**OPENMPI, **MPICH, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "5", "JOB_TICKET": "s"}
+    outside = {
+        **OPENMPI,
+        **MPICH,
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_ID": "5",
+        "JOB_CREDENTIALS": "s",
+    }
     given = rank_environment({**outside, "PATH": "/bin"}, 3, 1, 2, 4, ("10.0.0.1", 5))
     assert set(given) - {"PATH", "SLURM_JOB_ID"} == {
         "RANK",

@@ -1,4 +1,4 @@
-"""Messages, specifications, tickets: what is sent arrives as it was."""
+"""Messages, specifications, credentials: what is sent arrives as it was."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     program = next((each for each in PROGRAMS if shutil.which(each)), PROGRAMS[-1])
     number = len(job.hosts)
     options = ["--host", ",".join(host.name for host in job.hosts)] if launch.hostfile else ["--oversubscribe"]
-    options += ["-np", str(number), "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "JOB_TICKET"]
+    options += ["-np", str(number), "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "JOB_CREDENTIALS"]
     if launch.interface:
         options += ["--mca", "oob_tcp_if_include", launch.interface]
     ssh = [*launch.ssh_options, *(["-p", str(launch.ssh_port)] if launch.ssh_port else [])]
@@ -29,5 +29,5 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
         options += ["--mca", "plm_rsh_args", shlex.join(ssh)]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    agent = [*agent_command(launch.python), "--index", "OMPI_COMM_WORLD_RANK", "--ticket", "JOB_TICKET"]
+    agent = [*agent_command(launch.python), "--index", "OMPI_COMM_WORLD_RANK", "--credentials", "JOB_CREDENTIALS"]
     return [Command((program, *options, *agent), tuple(range(number)), dials=True)]

@@ -22,9 +22,11 @@ FAN_OUT = 1024
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     # pdsh itself replaces %n by the host's number, and %% by a percent sign.
     agent = shlex.join(agent_command(launch.python)).replace("%", "%%")
-    ticket = job.ticket_file
-    remote = f"exec {agent} --index %n --ticket {shlex.quote(ticket).replace('%', '%%')}"
+    file = job.credentials_file
+    remote = f"exec {agent} --index %n --credentials {shlex.quote(file).replace('%', '%%')}"
     names = ",".join(host.name for host in job.hosts)
     arguments = ("pdsh", "-S", "-R", "ssh", "-f", str(FAN_OUT), "-w", names, remote)
     environment = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": shlex.join(ssh_options(launch))}
-    return [Command(arguments, tuple(range(len(job.hosts))), dials=True, ticket_file=ticket, environment=environment)]
+    return [
+        Command(arguments, tuple(range(len(job.hosts))), dials=True, credentials_file=file, environment=environment)
+    ]

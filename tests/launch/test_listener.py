@@ -1,4 +1,4 @@
-"""Where agents call: those with the ticket are let in, and strangers can neither enter nor disturb."""
+"""Where agents call: those with the credentials are let in, and strangers can neither enter nor disturb."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import time
 
 import pytest
 
-from megatron.launch import desk as desks
-from megatron.launch.desk import Desk
+from megatron.launch import listener as listening
+from megatron.launch.credentials import connect, write_file
+from megatron.launch.listener import AgentListener
 from megatron.launch.protocol import decode
-from megatron.launch.ticket import connect, write_file
 from megatron.worker import network
 from tests.launch.running import Job
 from tests.paths import ROOT
 
 
 @pytest.fixture
-def desk():
-    made = Desk()
+def listener():
+    made = AgentListener()
     yield made
     made.close()
 
 
-def place(desk: Desk) -> tuple[str, int]:
-    address, port = json.loads(desk.ticket())["addresses"][0]
+def place(listener: AgentListener) -> tuple[str, int]:
+    address, port = json.loads(listener.credentials())["addresses"][0]
     return address, port
 
 
-def admitted(desk: Desk, number: int = 1, timeout: float = 10.0) -> list:
+def admitted(listener: AgentListener, number: int = 1, timeout: float = 10.0) -> list:
     links, end = [], time.monotonic() + timeout
     while len(links) < number and time.monotonic() < end:
-        select.select([desk.ready], [], [], 0.1)
-        links += desk.admitted()
+        select.select([listener.ready], [], [], 0.1)
+        links += listener.admitted()
     return links
 
 
-def call(desk: Desk, tmp_path, index: int = 0, ticket: str | None = None) -> socket.socket:
-    path = tmp_path / f"ticket-{index}-{time.monotonic_ns()}"
-    return connect(str(write_file(path, ticket or desk.ticket())), index, 0.0)
+def call(listener: AgentListener, tmp_path, index: int = 0, credentials: str | None = None) -> socket.socket:
+    path = tmp_path / f"credentials-{index}-{time.monotonic_ns()}"
+    return connect(str(write_file(path, credentials or listener.credentials())), index, 0.0)
 
 
 def closed(link: socket.socket, timeout: float = 15.0) -> bool:
@@ -60,51 +60,51 @@ def closed(link: socket.socket, timeout: float = 15.0) -> bool:
         return True
 
 
-def test_an_agent_with_the_ticket_is_let_in(desk, tmp_path):
-    path = write_file(tmp_path / "ticket", desk.ticket())
+def test_an_agent_with_the_credentials_is_let_in(listener, tmp_path):
+    path = write_file(tmp_path / "credentials", listener.credentials())
     assert path.stat().st_mode & 0o777 == 0o600
     with connect(str(path), 5) as agent:
-        (link,) = admitted(desk)
+        (link,) = admitted(listener)
         assert link.hosts == (5,)
         link.send({"type": "start"})
         assert decode(agent.recv(100).rstrip(b"\n")) == {"type": "start"}
 
 
-def test_an_agent_with_another_secret_is_not(desk, tmp_path):
+def test_an_agent_with_another_secret_is_not(listener, tmp_path):
     with pytest.raises(OSError):
-        call(desk, tmp_path, ticket=desk.ticket().replace(desk.secret, "0" * 64))
-    assert admitted(desk, timeout=0.3) == []
+        call(listener, tmp_path, credentials=listener.credentials().replace(listener.secret, "0" * 64))
+    assert admitted(listener, timeout=0.3) == []
 
 
-def test_a_launcher_without_the_secret_is_not_obeyed(desk, tmp_path):
+def test_a_launcher_without_the_secret_is_not_obeyed(listener, tmp_path):
     """Somebody else listens on the launcher's port: he must not be able to tell an agent what to run."""
-    ticket = desk.ticket()
-    desk.secret = "0" * 64
+    credentials = listener.credentials()
+    listener.secret = "0" * 64
     with pytest.raises(ConnectionError):
-        call(desk, tmp_path, ticket=ticket)
+        call(listener, tmp_path, credentials=credentials)
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing(desk, tmp_path):
+def test_a_proof_that_was_overheard_is_worth_nothing(listener, tmp_path):
     """The launcher's question is another one each time."""
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as middle:
 
         def relay():
             agent, _ = middle.accept()
-            with agent, socket.create_connection(place(desk)) as launcher:
+            with agent, socket.create_connection(place(listener)) as launcher:
                 agent.sendall(launcher.recv(100))
                 heard.append(agent.recv(300))
 
         thread = threading.Thread(target=relay)
         thread.start()
-        ticket = json.dumps({**json.loads(desk.ticket()), "addresses": [list(middle.getsockname())]})
+        credentials = json.dumps({**json.loads(listener.credentials()), "addresses": [list(middle.getsockname())]})
         with pytest.raises(OSError):
-            call(desk, tmp_path, ticket=ticket)
+            call(listener, tmp_path, credentials=credentials)
         thread.join()
-    with socket.create_connection(place(desk)) as thief:
+    with socket.create_connection(place(listener)) as thief:
         thief.recv(100)
         thief.sendall(heard[0])
-        assert closed(thief) and admitted(desk, timeout=0.2) == []
+        assert closed(thief) and admitted(listener, timeout=0.2) == []
 
 
 GARBAGE = {
@@ -123,20 +123,20 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("sent", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_ends_the_caller_and_nothing_else(desk, tmp_path, sent):
-    with socket.create_connection(place(desk)) as stranger:
+def test_garbage_ends_the_caller_and_nothing_else(listener, tmp_path, sent):
+    with socket.create_connection(place(listener)) as stranger:
         try:
             stranger.sendall(sent)
         except OSError:  # it was cut off in the middle of it
             pass
         assert closed(stranger)
-    with call(desk, tmp_path, 3):
-        assert [link.hosts for link in admitted(desk)] == [(3,)]
+    with call(listener, tmp_path, 3):
+        assert [link.hosts for link in admitted(listener)] == [(3,)]
 
 
-def test_a_slow_drip_keeps_nobody_waiting_and_has_a_deadline(desk, tmp_path, monkeypatch):
-    monkeypatch.setattr(desks, "PATIENCE", 1.0)
-    with socket.create_connection(place(desk)) as drip:
+def test_a_slow_drip_keeps_nobody_waiting_and_has_a_deadline(listener, tmp_path, monkeypatch):
+    monkeypatch.setattr(listening, "PATIENCE", 1.0)
+    with socket.create_connection(place(listener)) as drip:
         begin, ended = time.monotonic(), []
 
         def slowly():
@@ -149,27 +149,27 @@ def test_a_slow_drip_keeps_nobody_waiting_and_has_a_deadline(desk, tmp_path, mon
 
         thread = threading.Thread(target=slowly)
         thread.start()
-        with call(desk, tmp_path, 1):
-            assert len(admitted(desk)) == 1 and time.monotonic() - begin < 1.0
+        with call(listener, tmp_path, 1):
+            assert len(admitted(listener)) == 1 and time.monotonic() - begin < 1.0
         thread.join()
     assert ended and ended[0] < 3.0
 
 
-def test_many_connections_are_capped_and_agents_still_come_in(desk, tmp_path):
+def test_many_connections_are_capped_and_agents_still_come_in(listener, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    strangers = [socket.create_connection(place(desk)) for _ in range(3 * desks.CALLERS)]
+    strangers = [socket.create_connection(place(listener)) for _ in range(3 * listening.CALLERS)]
     try:
-        with call(desk, tmp_path, 2):
-            assert len(admitted(desk)) == 1
+        with call(listener, tmp_path, 2):
+            assert len(admitted(listener)) == 1
         held = len(os.listdir("/proc/self/fd")) - before - len(strangers)
-        assert held <= desks.CALLERS + 2
+        assert held <= listening.CALLERS + 2
         assert closed(strangers[0], 5.0)  # the one that has waited longest
     finally:
         for each in strangers:
             each.close()
 
 
-def test_no_descriptor_left_is_outlived(desk, tmp_path, monkeypatch):
+def test_no_descriptor_left_is_outlived(listener, tmp_path, monkeypatch):
     failures = [errno.EMFILE] * 5
     accept = socket.socket.accept
 
@@ -179,27 +179,27 @@ def test_no_descriptor_left_is_outlived(desk, tmp_path, monkeypatch):
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", scarce)
-    with call(desk, tmp_path, 4):
-        assert len(admitted(desk)) == 1 and not failures
+    with call(listener, tmp_path, 4):
+        assert len(admitted(listener)) == 1 and not failures
 
 
 def test_it_listens_where_it_is_told_to_and_stops_when_told_to(tmp_path):
-    desk = Desk(["127.0.0.1"])
-    _, port = place(desk)
+    listener = AgentListener(["127.0.0.1"])
+    _, port = place(listener)
     others = [
         each.address for each in network.addresses() if not each.address.startswith("127.") and ":" not in each.address
     ]
     for address in ("127.0.0.2", *others):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((address, port), timeout=2)
-    with call(desk, tmp_path) as agent:
-        (link,) = admitted(desk)
-        desk.shut()
+    with call(listener, tmp_path) as agent:
+        (link,) = admitted(listener)
+        listener.shut()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=2)
         link.send({"type": "start"})
         assert decode(agent.recv(100).rstrip(b"\n")) == {"type": "start"}
-        desk.close()
+        listener.close()
         assert closed(agent)
 
 
@@ -220,10 +220,10 @@ def test_addresses_towards_hosts(monkeypatch):
 
 MPIRUN = """#!/bin/sh
 # Starts an agent per host here, as mpirun does there.
-echo "$JOB_TICKET" > "$NOTES/ticket.$(ls "$NOTES" | grep -c ticket)"
+echo "$JOB_CREDENTIALS" > "$NOTES/credentials.$(ls "$NOTES" | grep -c credentials)"
 while [ ! -e "$NOTES/go" ]; do sleep 0.05; done
 for index in 0 1; do
-  OMPI_COMM_WORLD_RANK=$index {python} -u {deepy} --agent --index OMPI_COMM_WORLD_RANK --ticket JOB_TICKET &
+  OMPI_COMM_WORLD_RANK=$index {python} -u {deepy} --agent --index OMPI_COMM_WORLD_RANK --credentials JOB_CREDENTIALS &
 done
 wait
 """
@@ -242,25 +242,25 @@ def mpirun(tmp_path, monkeypatch):
     return ("--hostfile", "hosts", "--runner", "openmpi", "--master-address", "127.0.0.1")
 
 
-def tickets_text(job: Job, number: int) -> dict:
-    return json.loads((job.notes / f"ticket.{number}").read_text())
+def credentials_text(job: Job, number: int) -> dict:
+    return json.loads((job.notes / f"credentials.{number}").read_text())
 
 
-def tickets(job: Job, number: int) -> dict:
-    """The ticket of a start, as soon as it is there."""
-    path, end = job.notes / f"ticket.{number}", time.monotonic() + 30
+def credentials_of(job: Job, number: int) -> dict:
+    """The credentials of a start, as soon as they are there."""
+    path, end = job.notes / f"credentials.{number}", time.monotonic() + 30
     while not path.exists() or not path.read_text().strip():
         assert time.monotonic() < end and job.process.poll() is None, job.finish(1)
         time.sleep(0.02)
-    return tickets_text(job, number)
+    return credentials_text(job, number)
 
 
 def test_a_run_under_attack_starts_and_ends_well(tmp_path, mpirun):
     job = Job(tmp_path, "describe", ranks=1, options=mpirun)
     attackers, over = [], threading.Event()
     try:
-        ticket = tickets(job, 0)
-        (where,) = [tuple(each) for each in ticket["addresses"] if each[0] == "127.0.0.1"]
+        credentials = credentials_of(job, 0)
+        (where,) = [tuple(each) for each in credentials["addresses"] if each[0] == "127.0.0.1"]
 
         def attack(number: int) -> None:
             sent = list(GARBAGE.values())
@@ -295,7 +295,7 @@ def test_a_run_under_attack_starts_and_ends_well(tmp_path, mpirun):
 
 def test_it_listens_on_the_chosen_address_until_all_agents_are_in(tmp_path, mpirun):
     job = Job(tmp_path, "trainer", ranks=1, options=mpirun)
-    places = tickets(job, 0)["addresses"]
+    places = credentials_of(job, 0)["addresses"]
     assert places and all(address in ("127.0.0.1", "::1") for address, _ in places)
     others = [each.address for each in network.addresses() if each.interface != "lo"]
     for other in others:  # this machine's other addresses
@@ -317,4 +317,4 @@ def test_it_listens_again_for_a_restart_with_another_secret(tmp_path, mpirun):
     (job.notes / "go").touch()
     status, _, error = job.finish()
     assert status == 0, error
-    assert len({tickets_text(job, attempt)["secret"] for attempt in range(3)}) == 3
+    assert len({credentials_text(job, attempt)["secret"] for attempt in range(3)}) == 3

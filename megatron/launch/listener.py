@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .credentials import LONGEST_LINE, PATIENCE, proof
 from .link import Link
-from .ticket import LONGEST_LINE, PATIENCE, proof
 
 CALLERS = 64  # that have not proved anything yet; the one that has waited longest makes room for the next
 
@@ -32,7 +32,7 @@ class _Caller:
     data: bytes = b""
 
 
-class Desk:
+class AgentListener:
     """Listening sockets, the secret, and the thread that answers.
 
     Args:
@@ -56,10 +56,10 @@ class Desk:
         self._callers: dict[int, _Caller] = {}
         self._stop, self._stopped = socket.socketpair()
         self._listeners = [_listen(address, port) for address in addresses]
-        self._thread = threading.Thread(target=self._serve, name="desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="listener", daemon=True)
         self._thread.start()
 
-    def ticket(self) -> str:
+    def credentials(self) -> str:
         """What an agent needs to call."""
         places = [list(listener.getsockname()[:2]) for listener in self._listeners]
         return json.dumps({"addresses": places, "secret": self.secret})

@@ -1,8 +1,8 @@
 """Agents that call the launcher, where the starting command cannot carry their input (pdsh, mpirun).
 
-The launcher listens (desk.py); the ticket says where, and holds a secret. Both sides prove that they know it without
-sending it. The ticket goes in an environment variable, or in a file of mode 0600 on a shared disk, never in an
-argument.
+The launcher listens (listener.py); the credentials say where, and hold a secret. Both sides prove that they know it
+without sending it. The credentials are in an environment variable, or in a file of mode 0600 on a shared disk, never
+in an argument.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import time
 from pathlib import Path
 
-VARIABLE = "JOB_TICKET"
+VARIABLE = "JOB_CREDENTIALS"
 PATIENCE = 10.0  # seconds for the exchange of proofs
 LONGEST_LINE = 256  # bytes
 
@@ -37,11 +37,11 @@ def _read_line(link: socket.socket, until: float) -> bytes:
     return data.strip()
 
 
-def write_file(path: Path, ticket: str) -> Path:
-    """Write a ticket for agents that share this disk; only this user can read it."""
+def write_file(path: Path, credentials: str) -> Path:
+    """Write credentials for agents that share this disk; only this user can read it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(ticket)
+        file.write(credentials)
     return path
 
 
@@ -49,23 +49,23 @@ def connect(where: str, index: int, patience: float = 30.0) -> socket.socket:
     """Call the launcher.
 
     Args:
-        where: name of an environment variable that holds the ticket, or path of the file.
+        where: name of an environment variable that holds the credentials, or path of the file.
         index: which host this is.
 
     Raises:
         ConnectionError: nobody there, or somebody who does not know the secret.
     """
     text = os.environ.get(where) or Path(where).read_text()
-    ticket, end = json.loads(text), time.monotonic() + patience
+    credentials, end = json.loads(text), time.monotonic() + patience
     errors: list[str] = []
     while True:
-        for address, port in ticket["addresses"]:
+        for address, port in credentials["addresses"]:
             try:
-                return _introduce(socket.create_connection((address, port), timeout=5.0), ticket["secret"], index)
+                return _introduce(socket.create_connection((address, port), timeout=5.0), credentials["secret"], index)
             except OSError as error:
                 errors.append(f"{address} port {port}: {error}")
         if time.monotonic() > end:
-            raise ConnectionError(f"cannot reach the launcher at {'; '.join(errors[-len(ticket['addresses']) :])}")
+            raise ConnectionError(f"cannot reach the launcher at {'; '.join(errors[-len(credentials['addresses']) :])}")
         time.sleep(0.5)
 
 
