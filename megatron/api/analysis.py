@@ -120,8 +120,8 @@ class OpenModel:
             for name in dict.fromkeys([*edits, *names]):
                 hook = _hook(kept.get(name), edits.get(name), gradients)
                 stack.callback(self.modules[name].register_forward_hook(hook).remove)
-            for tokens, labels, weights, sides in self._micro_batches(batch):
-                loss, token_losses = self.model(tokens, labels, weights, **sides)
+            for tokens, labels, weights, extras in self._micro_batches(batch):
+                loss, token_losses = self.model(tokens, labels, weights, **extras)
                 if gradients:
                     loss.backward()
                 total += loss.item()
@@ -169,9 +169,9 @@ class OpenModel:
         weights, device = mask.double() / mask.double().sum(), self._device
         named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
         for index in range(batch.accumulation):
-            sides = {name: named[name][index].to(device) for name in self.model.form.optional}
+            extras = {name: named[name][index].to(device) for name in self.model.form.optional}
             parts = (batch.inputs[index], batch.labels[index], weights[index].float())
-            yield (*(part.to(device) for part in parts), sides)
+            yield (*(part.to(device) for part in parts), extras)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parameter in self.model.parameters():

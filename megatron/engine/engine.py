@@ -87,12 +87,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: tokens, labels int64 [B, S], weights fp32 [B, S], and the form's side channels."""
+    """One forward pass: tokens, labels int64 [B, S], weights fp32 [B, S], and the form's extra inputs."""
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
-    sides: dict[str, Tensor]
+    extras: dict[str, Tensor]
 
 
 def micro_batches(
@@ -102,12 +102,12 @@ def micro_batches(
     tokens = batch.tokens.to(device, non_blocking=True)
     mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True)
     named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
-    sides = {name: named[name].to(device, non_blocking=True) for name in form.optional}
+    extras = {name: named[name].to(device, non_blocking=True) for name in form.optional}
     for index in range(tokens.shape[0]):
         labels = tokens[index, :, 1:]
         weights = torch.ones(labels.shape, device=device) if mask is None else mask[index]
         yield MicroBatch(
-            tokens[index, :, :-1], labels, weights * scale, {name: side[index] for name, side in sides.items()}
+            tokens[index, :, :-1], labels, weights * scale, {name: extra[index] for name, extra in extras.items()}
         )
 
 
@@ -284,7 +284,7 @@ class PlainEngine(BaseEngine):
         self.model.eval()
         tally = Tally.zero(self.device)
         for micro in micro_batches(batch, self.form, 1.0, self.device):
-            tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.sides)[1], micro.weights)
+            tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
         return (tally.loss, tally.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)
@@ -294,7 +294,7 @@ class PlainEngine(BaseEngine):
         self.model.eval()
         micros = zip(micro_batches(batch, self.form, 1.0, self.device), readers, strict=True)
         return [
-            self.model(micro.tokens, micro.labels, micro.weights, **micro.sides, reader=reader)
+            self.model(micro.tokens, micro.labels, micro.weights, **micro.extras, reader=reader)
             for micro, reader in micros
         ]
 
@@ -320,7 +320,7 @@ class PipelinedEngine(BaseEngine):
         for micro in micro_batches(batch, self.form, scale, self.device):
             if self.head is not None:
                 self.head.targets.append((micro.labels, micro.weights))
-            yield stream_inputs(self.form, micro.tokens, micro.sides), (micro.labels, micro.weights)
+            yield stream_inputs(self.form, micro.tokens, micro.extras), (micro.labels, micro.weights)
 
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:

@@ -133,6 +133,6 @@ class Pipeline(PipelineModule):
         return next((layer for layer in self.forward_funcs if isinstance(layer, HeadStage)), None)
 
 
-def stream_inputs(form: StreamForm, tokens: Tensor, sides: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def stream_inputs(form: StreamForm, tokens: Tensor, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """What `EmbeddingStage` takes: tokens and the side channels in the form's order."""
-    return (tokens, *(sides[name] for name in form.optional))
+    return (tokens, *(extras[name] for name in form.optional))

@@ -70,8 +70,8 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
     labels, total = drawn["tokens"][:, 1:].numel(), 0.0
     for begin in range(0, drawn["tokens"].shape[0], M):
         rows = slice(begin, begin + M)
-        sides = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
-        stream = model.stream(drawn["tokens"][rows, :-1], **sides)
+        extras = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
+        stream = model.stream(drawn["tokens"][rows, :-1], **extras)
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels
         loss.backward()
@@ -110,8 +110,8 @@ def _own(config: Config, rank: int, ranks: int):
     drawn, M = batch(config), config.training.micro_batch_size
     passes = config.training.global_batch_size // (M * ranks)
     rows = torch.tensor([[(a * ranks + rank) * M + b for b in range(M)] for a in range(passes)])
-    sides = {name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions")}
-    return StepBatch(step=0, tokens=drawn["tokens"][rows], sample_ids=rows, hash=0, **sides)
+    extras = {name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions")}
+    return StepBatch(step=0, tokens=drawn["tokens"][rows], sample_ids=rows, hash=0, **extras)
 
 
 def _smallest(layout: Mapping[str, Any]) -> int:

@@ -216,11 +216,11 @@ def test_trace_of_tokens_that_use_no_expert_and_of_documents():
             moe.router.out.mul_(100)
             moe.balance.correction[4] = 0.05
     batch = runs.global_batch(config, 0)
-    tokens, sides = batch.inputs[0], {"positions": batch.positions[0], "documents": batch.documents[0]}
+    tokens, extras = batch.inputs[0], {"positions": batch.positions[0], "documents": batch.documents[0]}
     tool = trace_tool()
-    rows = list(tool.rows(model, tokens, **sides))
+    rows = list(tool.rows(model, tokens, **extras))
     told = tool.summary(rows, {layer: 4 for layer in range(4)})
-    model.train().stream(tokens, samples=batch.sample_ids[0], **sides)
+    model.train().stream(tokens, samples=batch.sample_ids[0], **extras)
     for layer, moe in moe_layers(model).items():
         counts, skipped = moe.balance.tally[:4].numpy(), int(moe.balance.tally[4])
         found = [row["experts"][0] for row in rows if row["layer"] == layer]

@@ -208,8 +208,8 @@ def token_losses(
     """Cross-entropy and log-partition [B, S] of the samples `rows`, from whole fp32 logits, and their
     auxiliary loss.
     """
-    form, sides = model.form, {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
-    chosen = {name: sides[name][0, rows] for name in form.optional}
+    form, extras = model.form, {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+    chosen = {name: extras[name][0, rows] for name in form.optional}
     stream = model.stream(batch.inputs[0, rows], **chosen)
     logits = model.head.logits(stream)
     auxiliary = at_least_fp32(stream.channels[LOSS]).mean() if LOSS in stream.channels else 0.0

@@ -23,13 +23,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def rows(model, tokens, **sides) -> Iterator[dict]:
-    """A row per token and layer of tokens [B, S], as described above; `sides` are their positions and documents, if
+def rows(model, tokens, **extras) -> Iterator[dict]:
+    """A row per token and layer of tokens [B, S], as described above; `extras` are their positions and documents, if
     any.
     """
     from megatron.kinds.moe.trace import traced
 
-    for layer, (experts, weights) in traced(model, tokens, **sides).items():
+    for layer, (experts, weights) in traced(model, tokens, **extras).items():
         for sample in range(tokens.shape[0]):
             for position in range(tokens.shape[1]):
                 yield {
@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
         batch, count = loader.step(options.step), options.samples or config.training.micro_batch_size
     finally:
         loader.close()
-    sides = {name: getattr(batch, name).flatten(0, 1)[:count] for name in model.form.optional if name != "samples"}
-    found = list(rows(model, batch.tokens.flatten(0, 1)[:count, :-1], **sides))
+    extras = {name: getattr(batch, name).flatten(0, 1)[:count] for name in model.form.optional if name != "samples"}
+    found = list(rows(model, batch.tokens.flatten(0, 1)[:count, :-1], **extras))
     told = summary(found, layers)
     if options.json:
         print(json.dumps({"summary": told, "rows": found}))
