@@ -64,14 +64,14 @@ NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
 
 @dataclass
-class Tally:
+class LossAccumulator:
     """Sums over the labels that this rank has seen: weighted cross-entropy, and weight."""
 
     loss: Tensor
     weight: Tensor
 
     @classmethod
-    def zero(cls, device: torch.device) -> Tally:
+    def zero(cls, device: torch.device) -> LossAccumulator:
         return cls(
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
         )
@@ -220,12 +220,12 @@ class BaseEngine:
             dist.all_reduce(weight, group=self.mesh.data.group)
         return (factor / weight).float() if float(weight) else None
 
-    def _result(self, tally: Tally, scale: float | Tensor) -> StepResult:
+    def _result(self, losses: LossAccumulator, scale: float | Tensor) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
         applied = self.deepspeed.was_step_applied()
         return StepResult(
-            loss=tally.mean if self.reports else 0.0,
-            tokens=tally.weight / scale if self.reports else 0.0,
+            loss=losses.mean if self.reports else 0.0,
+            tokens=losses.weight / scale if self.reports else 0.0,
             grad_norm=norm,
             skipped=not applied,
             extras=self.experts.finish(applied),
@@ -262,7 +262,7 @@ class PlainEngine(BaseEngine):
         """Forward, backward and update on this rank's part of a batch."""
         set_learning_rate(self.optimizer, lr)
         self.model.train()
-        scale, tally = self._scale(batch), Tally.zero(self.device)
+        scale, losses = self._scale(batch), LossAccumulator.zero(self.device)
         if scale is None:
             return NO_LABELS
         for number, micro in enumerate(micro_batches(batch, self.form, scale, self.device)):
@@ -282,10 +282,10 @@ class PlainEngine(BaseEngine):
     def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight."""
         self.model.eval()
-        tally = Tally.zero(self.device)
+        losses = LossAccumulator.zero(self.device)
         for micro in micro_batches(batch, self.form, 1.0, self.device):
-            tally.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
-        return (tally.loss, tally.weight) if self.reports else (0.0, 0.0)
+            losses.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
+        return (losses.loss, losses.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)
     @torch.no_grad()
@@ -306,11 +306,11 @@ class PipelinedEngine(BaseEngine):
         super().__init__(config, mesh, device, values)
         from .stages import Pipeline
 
-        self.tally = Tally.zero(device)
+        self.losses = LossAccumulator.zero(device)
         self.pipeline = Pipeline(self.plan)
         self.head = self.pipeline.head_stage
         if self.head is not None:
-            self.head.observe = lambda ce_BS, weights_BS: self.tally.add(ce_BS, weights_BS)
+            self.head.observe = lambda ce_BS, weights_BS: self.losses.add(ce_BS, weights_BS)
         self._start(self.pipeline, None)
         self.deepspeed._INSTRUCTION_MAP = _with_phases(self.deepspeed._INSTRUCTION_MAP)
 
@@ -329,20 +329,20 @@ class PipelinedEngine(BaseEngine):
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
-        self.tally = Tally.zero(self.device)
+        self.losses = LossAccumulator.zero(self.device)
         with looked_into(self.deepspeed, look):
             self.deepspeed.train_batch(self._feed(batch, scale))
-        return self._result(self.tally, scale)
+        return self._result(self.losses, scale)
 
     @phase(EVALUATE)
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight."""
-        self.tally = Tally.zero(self.device)
+        self.losses = LossAccumulator.zero(self.device)
         self.deepspeed.eval_batch(
             self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
         )
-        return (self.tally.loss, self.tally.weight) if self.reports else (0.0, 0.0)
+        return (self.losses.loss, self.losses.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)
     @torch.no_grad()
