@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
-from megatron.model.ends import Reader
+from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase

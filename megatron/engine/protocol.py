@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.data.batch import StepBatch
-from megatron.model.ends import Reader
+from megatron.model.embedding_and_head import Reader
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.config.variants import options_of
 from megatron.data.batch import StepBatch
-from megatron.model.ends import Reader
+from megatron.model.embedding_and_head import Reader
 from megatron.model.generate import Sampling, choose
 from megatron.parallel.mesh import Mesh
 

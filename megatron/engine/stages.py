@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron.model.ends import Reader
+from megatron.model.embedding_and_head import Reader
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import Plan
 from megatron.model.stream import StreamForm

@@ -10,7 +10,7 @@ from megatron.config.pattern import Block
 
 from .block import block_counts, streams_kept
 from .counts import Counts
-from .ends import embedding_counts, head_counts
+from .embedding_and_head import embedding_counts, head_counts
 from .partition import stage_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

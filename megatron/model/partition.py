@@ -7,7 +7,7 @@ from megatron.config.pattern import call_numbers
 from megatron.config.variants import options_of
 
 from .block import block_counts
-from .ends import embedding_counts, head_counts
+from .embedding_and_head import embedding_counts, head_counts
 from .options import layer_class
 
 

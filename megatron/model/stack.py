@@ -17,7 +17,7 @@ from megatron.parallel.parameters import ParameterFactory
 
 from .block import Block, BlockState, block_channels
 from .compile import compiled
-from .ends import Embedding, Head, Reader
+from .embedding_and_head import Embedding, Head, Reader
 from .initialisation import Initialisation
 from .options import kind_of
 from .recompute import checkpointed
