@@ -18,7 +18,7 @@ from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
-from .residual import joint
+from .residual import residual_merge
 from .stream import Channel, Stream
 
 
@@ -82,8 +82,8 @@ class Block(nn.Module):
                     make.scope("ffn_output_norm"), model.hidden_size, model.norm, partial=partial
                 )
         if model.residual.channel_scales:
-            self.mixer_joint = joint(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
-            self.ffn_joint = joint(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
+            self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
+            self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
         self.mixer_dropout = Dropout(make, model, "mixer")
         self.ffn_dropout = Dropout(make, model, "ffn")
 

@@ -42,6 +42,6 @@ class ChannelScale(nn.Module):
         return total
 
 
-def joint(make: ParameterFactory, size: int) -> ChannelScale:
+def residual_merge(make: ParameterFactory, size: int) -> ChannelScale:
     """What adds a branch's output to the stream, in this order."""
     return ChannelScale(make, size, ("branch", "stream"))
