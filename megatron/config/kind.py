@@ -76,7 +76,7 @@ class LayerKind:
     """A kind of layer.
 
     Attributes:
-        role: "mixer" (before the slash of the pattern), "ffn" (after it) or "beside" (only after a '+').
+        role: "mixer" (before the slash of the pattern), "ffn" (after it) or "side" (only after a '+').
         options: the section of its options, `model.<kind>`.
         about: one sentence about that section.
         layer: import path of its module, "package.module:Class".
@@ -89,7 +89,7 @@ class LayerKind:
         draws: whether, with these options, a forward pass in training draws random numbers.
     """
 
-    role: Literal["mixer", "ffn", "beside"]
+    role: Literal["mixer", "ffn", "side"]
     options: type[Section]
     about: str
     layer: str

@@ -24,7 +24,7 @@ MAX_OPEN = 32  # parentheses inside each other
 
 
 class HasRole(Protocol):
-    """What the pattern needs to know of a kind: "mixer" (before the slash), "ffn" (after it), "beside" (after '+')."""
+    """What the pattern needs to know of a kind: "mixer" (before the slash), "ffn" (after it), "side" (after '+')."""
 
     @property
     def role(self) -> str: ...
@@ -36,11 +36,11 @@ class Kind:
 
     name: str
     variant: str | None = None
-    beside: tuple[Kind, ...] = ()
+    side: tuple[Kind, ...] = ()
 
     def __str__(self) -> str:
         own = f"{self.name}@{self.variant}" if self.variant else self.name
-        return "+".join((own, *map(str, self.beside)))
+        return "+".join((own, *map(str, self.side)))
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Block:
     def kinds(self) -> tuple[Kind, ...]:
         """Its kinds in order, those beside them included."""
         both = [kind for kind in (self.mixer, self.ffn) if kind]
-        return tuple(each for kind in both for each in (kind, *kind.beside))
+        return tuple(each for kind in both for each in (kind, *kind.side))
 
     def __str__(self) -> str:
         return "/".join(str(kind) for kind in (self.mixer, self.ffn) if kind)
@@ -182,22 +182,22 @@ class _Reader:
     def term(self) -> Kind:
         token = self.token
         kind = self.kind()
-        if self.kinds[kind.name].role == "beside":
+        if self.kinds[kind.name].role == "side":
             fix = f"write it beside a mixer, as in mamba2+{kind.name}"
             self.fail(token, f"{kind.name} only stands after a '+'", fix)
-        beside = []
+        side = []
         while self.take("+"):
             token = self.token
             if self.role(kind) != "mixer":
                 self.fail(token, f"nothing runs beside {kind.name}", "write '+' after a mixer")
             other = self.kind()
-            if self.kinds[other.name].role != "beside":
+            if self.kinds[other.name].role != "side":
                 fix = "put a space between blocks, or '/' before an ffn"
                 self.fail(token, f"{other.name} cannot stand after a '+'", fix)
-            if other in beside:
+            if other in side:
                 self.fail(token, f"{other} runs beside {kind.name} already", "name it once")
-            beside.append(other)
-        return Kind(kind.name, kind.variant, tuple(beside))
+            side.append(other)
+        return Kind(kind.name, kind.variant, tuple(side))
 
     def kind(self) -> Kind:
         token = self.take("name")
@@ -259,8 +259,8 @@ def call_numbers(blocks: tuple[Block, ...]) -> list[tuple[int, ...]]:
     seen: dict[Kind, int] = {}
     numbers = []
     for block in blocks:
-        beside = block.mixer.beside if block.mixer else ()
-        numbers.append(tuple(seen.get(kind, 0) for kind in beside))
-        for kind in beside:
+        side = block.mixer.side if block.mixer else ()
+        numbers.append(tuple(seen.get(kind, 0) for kind in side))
+        for kind in side:
             seen[kind] = seen.get(kind, 0) + 1
     return numbers

@@ -43,7 +43,7 @@ class ExpertLoad:
         """
         if not self.experts:
             return {}
-        width = self.widest + Balance.BESIDE
+        width = self.widest + Balance.EXTRA
         table = torch.zeros(len(self.experts), width + self.widest, device=self.device)
         for row, layer in zip(table, self.experts):
             if layer in self.local:
@@ -86,7 +86,7 @@ class LoadReport(Mapping):
         return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
 
     def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:
-        tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + Balance.BESIDE].tolist()
+        tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + Balance.EXTRA].tolist()
         total = tokens.sum().clamp(min=1)
         share = tokens / total
         entropy = -(share * share.clamp(min=1e-30).log()).sum() / max(torch.tensor(float(count)).log().item(), 1e-30)

@@ -24,11 +24,11 @@ from .stream import Channel, Stream
 
 @dataclass
 class BlockState:
-    """Decoding state of one block: whatever its mixer, its ffn and the layers beside the mixer keep between tokens."""
+    """Decoding state of one block: whatever its mixer, its ffn and the side layers keep between tokens."""
 
     mixer: Any = None
     ffn: Any = None
-    beside: tuple[Any, ...] = ()
+    side: tuple[Any, ...] = ()
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ class Block(nn.Module):
         attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
-        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.beside = None
+        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.side_layers = None
         self.mixer_output_norm = self.ffn_output_norm = None
         self.mixer_joint = self.ffn_joint = None
         if pattern.mixer:
@@ -65,13 +65,13 @@ class Block(nn.Module):
                 self.mixer_output_norm = Norm(
                     make.scope("mixer_output_norm"), model.hidden_size, model.norm, partial=partial
                 )
-        if pattern.mixer and pattern.mixer.beside:
+        if pattern.mixer and pattern.mixer.side:
             shared = {} if shared is None else shared
-            self.beside = nn.ModuleList(
+            self.side_layers = nn.ModuleList(
                 layer_class(model, kind)(
                     make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
                 )
-                for kind, number in zip(pattern.mixer.beside, call_numbers(model.blocks)[init.index])
+                for kind, number in zip(pattern.mixer.side, call_numbers(model.blocks)[init.index])
             )
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
@@ -90,7 +90,7 @@ class Block(nn.Module):
     @staticmethod
     def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
         residual, both = model.residual, pattern.mixer is not None and pattern.ffn is not None
-        return residual.form == "parallel" and residual.shared_norm and both and not pattern.mixer.beside
+        return residual.form == "parallel" and residual.shared_norm and both and not pattern.mixer.side
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         x, state = stream.hidden, state or BlockState()
@@ -109,16 +109,16 @@ class Block(nn.Module):
 
     def new_state(self) -> BlockState:
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
-        mixer, ffn, *beside = (
+        mixer, ffn, *side = (
             layer.new_state() if hasattr(layer, "new_state") else None
-            for layer in (self.mixer, self.ffn, *(self.beside or ()))
+            for layer in (self.mixer, self.ffn, *(self.side_layers or ()))
         )
-        return BlockState(mixer, ffn, tuple(beside))
+        return BlockState(mixer, ffn, tuple(side))
 
     def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
         """The mixer's branch, and the stream with what it writes beside; `normed` is its input where both branches
         share a norm."""
-        for layer, own in zip(self.beside or (), state.beside or (None,) * len(self.beside or ())):
+        for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
             y, stream = _apply(self.mixer, x.to(self.dtype), stream, state.mixer)
@@ -176,8 +176,8 @@ def streams_kept(model: ModelSection, pattern: BlockPattern) -> int:
     if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):
         return 0  # its layers read the stream, in their own type
     branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
-    beside = 2 * len(pattern.mixer.beside) if pattern.mixer else 0  # these read the embedding too
-    return beside + (1 if model.residual.form == "parallel" else branches)
+    side = 2 * len(pattern.mixer.side) if pattern.mixer else 0  # these read the embedding too
+    return side + (1 if model.residual.form == "parallel" else branches)
 
 
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:
@@ -191,7 +191,7 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
-    for number, kind in enumerate(pattern.mixer.beside if pattern.mixer else ()):
+    for number, kind in enumerate(pattern.mixer.side if pattern.mixer else ()):
         call = call_numbers(model.blocks)[index][number]
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:

@@ -22,7 +22,7 @@ KINDS = {
     "rwkv7": Role("mixer"),
     "mlp": Role("ffn"),
     "moe": Role("ffn"),
-    "shared_attention": Role("beside"),
+    "shared_attention": Role("side"),
 }
 
 

@@ -177,13 +177,13 @@ class Attention(nn.Module):
         return Counts(
             parameters=parameters,
             flops=2 * matrices + 2 * 2 * seen * q_width,
-            activations=products + Attention._kept_besides(model, options, sequence_length),
+            activations=products + Attention._saved_besides(model, options, sequence_length),
             products=products + H,
             state=2 * kv_width * seen,
         )
 
     @staticmethod
-    def _kept_besides(model: ModelSection, options: AttentionOptions, sequence_length: int) -> int:
+    def _saved_besides(model: ModelSection, options: AttentionOptions, sequence_length: int) -> int:
         """Elements kept per token beside the results of the projections and of attention."""
         q_width, kv_width, D = options.heads * options.head_dim, options.kv_heads * options.head_dim, options.head_dim
         kept = 0

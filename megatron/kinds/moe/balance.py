@@ -27,7 +27,7 @@ class Balance(nn.Module):
         tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of the losses, micro-batches.
     """
 
-    BESIDE = 1 + len(LOSSES) + 1  # numbers of the tally behind those of the experts
+    EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after those of the experts
 
     def __init__(self, make: ParameterFactory, options: MoEOptions):
         super().__init__()
@@ -37,7 +37,7 @@ class Balance(nn.Module):
         if options.router.correction != "none":
             self.correction = make.kept("correction", (classes(options),), role=Role.ROUTER)
             self.correction[options.experts :] = -1.0
-        self.tally = torch.zeros(options.experts + self.BESIDE, dtype=torch.float32, device=make.device)
+        self.tally = torch.zeros(options.experts + self.EXTRA, dtype=torch.float32, device=make.device)
 
     @torch.no_grad()
     def add(self, counts_E: Tensor, dropped: Tensor | None, losses: dict[str, Tensor]) -> None:

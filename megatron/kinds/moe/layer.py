@@ -51,7 +51,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         x_BSH = enter(x, self.mesh)
         x_TH = x_BSH.flatten(0, 1)
-        logits_TE, beside = self.router(self._jittered(x_BSH, stream), stream)
+        logits_TE, channels = self.router(self._jittered(x_BSH, stream), stream)
         scores_TE = scores_of(logits_TE, self.options.router.score)
         choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
         rows = sort(real(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
@@ -60,8 +60,8 @@ class MoE(nn.Module):
             y_TH = y_TH + self.shared(x_TH)
         y = leave(y_TH.view_as(x_BSH), self.mesh)
         losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH))
-        beside = {**beside, **self._loss(y, losses, stream)}
-        return (y, beside) if beside else y
+        channels = {**channels, **self._loss(y, losses, stream)}
+        return (y, channels) if channels else y
 
     def _jittered(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """The router's input, in training times noise that is drawn by key."""

@@ -27,7 +27,7 @@ STATE = "router_state"  # the side channel of MLP routers
 
 
 class LinearRouter(nn.Module):
-    """x [B, S, H] to (logits [T, E], nothing beside)."""
+    """x [B, S, H] to (logits [T, E], no channels)."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()

@@ -109,7 +109,7 @@ def shared_mlp_divides_over_tensor_ranks(at: Use[SharedAttentionOptions]) -> Ite
 
 
 KIND = LayerKind(
-    role="beside",
+    role="side",
     options=SharedAttentionOptions,
     about="Options of shared_attention, which runs beside a mixer (Zamba, Glorioso et al. 2024).",
     layer="megatron.kinds.shared_attention.layer:SharedAttention",

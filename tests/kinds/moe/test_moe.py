@@ -211,8 +211,8 @@ def test_zaya_blocks():
         for mine, value in pairs.items():
             mine.copy_(value)
     x, z = inputs(40), inputs(40)
-    first, beside = ours[0](x, Stream(x))
-    y, _ = ours[1](x + first, Stream(x).with_channels(beside))
+    first, channels = ours[0](x, Stream(x))
+    y, _ = ours[1](x + first, Stream(x).with_channels(channels))
     with wider():
         their_first, state = theirs[0](z)
         wanted, _ = theirs[1](z + their_first, state)

@@ -129,7 +129,7 @@ def test_each_call_draws_its_own_dropout():
     model = build_model(config_of("mamba2+shared_attention x2", {"dropout": 0.5, "adapter_rank": 0}))
     randomise(model, 4)
     with torch.no_grad():
-        first, second = (block.beside[0] for block in model.blocks)
+        first, second = (block.side_layers[0] for block in model.blocks)
         second.output.weight.copy_(first.output.weight)
         stream = model.embedding(tokens_of(5), samples=torch.arange(2))
         x = torch.randn(2, S, 24, generator=torch.Generator().manual_seed(6))
