@@ -64,13 +64,13 @@ class SampleSet(Protocol):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PlannedPhase:
     """A blend for samples start ... start + length of the run.
 
     Attributes:
         members: number of each of its sources in the plan.
         loss: whether each source's tokens are targets here.
-        carried: samples that earlier stretches took of each of its sources.
+        offsets: samples that earlier phases took of each of its sources.
     """
 
     start: int
@@ -78,7 +78,7 @@ class Stretch:
     blend: Blend
     members: tuple[int, ...]
     loss: tuple[bool, ...]
-    carried: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
 class Plan:
@@ -93,36 +93,36 @@ class Plan:
             with the others.
     """
 
-    def __init__(self, stretches: list[Stretch], sources: list[Source], options: Options, batch: int, steps: int):
-        self.stretches, self.sources, self.options = stretches, sources, options
+    def __init__(self, phases: list[PlannedPhase], sources: list[Source], options: Options, batch: int, steps: int):
+        self.phases, self.sources, self.options = phases, sources, options
         self.batch, self.steps = batch, steps
         self.masked = (
             options.mask_eod
             or any(each.opened.labels is not None or each.leaves_room for each in sources)
-            or not all(counts for stretch in stretches for counts in stretch.loss)
+            or not all(counts for phase in phases for counts in phase.loss)
         )
-        self._starts = [stretch.start for stretch in stretches]
-        only = stretches[0]
-        repeats = len(stretches) == 1 and all(not sources[each].order.endless for each in only.members)
+        self._starts = [phase.start for phase in phases]
+        only = phases[0]
+        repeats = len(phases) == 1 and all(not sources[each].order.endless for each in only.members)
         self.period = (only.length // batch * batch or only.length) if repeats else None
 
-    def place(self, number: int) -> tuple[Stretch, int, int]:
-        """Of sample n: its stretch, the source's place in it, and the sample k of that source."""
+    def place(self, number: int) -> tuple[PlannedPhase, int, int]:
+        """Of sample n: its phase, the source's place in it, and the sample k of that source."""
         number = number % self.period if self.period else number
-        stretch = self.stretches[bisect_right(self._starts, number) - 1]
-        if number - stretch.start >= stretch.blend.size:
+        phase = self.phases[bisect_right(self._starts, number) - 1]
+        if number - phase.start >= phase.blend.size:
             raise DataError(
                 "training.steps",
                 f"sample {number} lies beyond the last step, {self.steps - 1}",
                 "ask for an earlier step",
             )
-        member, count = stretch.blend.locate(number - stretch.start)
-        return stretch, member, stretch.carried[member] + count
+        member, count = phase.blend.locate(number - phase.start)
+        return phase, member, phase.offsets[member] + count
 
     def sample(self, number: int) -> Sample:
         """Sample n of the run."""
-        stretch, member, sample = self.place(number)
-        return self.sources[stretch.members[member]].sample(sample, self.options, number, stretch.loss[member])
+        phase, member, sample = self.place(number)
+        return self.sources[phase.members[member]].sample(sample, self.options, number, phase.loss[member])
 
     def drawn(self, source: int, samples: int) -> int:
         """How many of the first `samples` samples come from a source."""
@@ -131,11 +131,9 @@ class Plan:
 
     def _drawn(self, source: int, samples: int) -> int:
         total = 0
-        for stretch in self.stretches:
-            part = min(max(samples - stretch.start, 0), stretch.blend.size)
-            total += sum(
-                stretch.blend.drawn(place, part) for place, each in enumerate(stretch.members) if each == source
-            )
+        for phase in self.phases:
+            part = min(max(samples - phase.start, 0), phase.blend.size)
+            total += sum(phase.blend.drawn(place, part) for place, each in enumerate(phase.members) if each == source)
         return total
 
     def highest(self, source: int, samples: int) -> int:
@@ -146,15 +144,15 @@ class Plan:
 
     def numbers(self, source: int, sample: int, below: int) -> Iterator[int]:
         """All n < `below` that are sample k of a source."""
-        for stretch in self.stretches:
-            if source not in stretch.members:
+        for phase in self.phases:
+            if source not in phase.members:
                 continue
-            place = stretch.members.index(source)
-            count = sample - stretch.carried[place]
-            draw = stretch.blend.find(place, count) if count >= 0 else None
-            end = self.period if self.period else stretch.length
+            place = phase.members.index(source)
+            count = sample - phase.offsets[place]
+            draw = phase.blend.find(place, count) if count >= 0 else None
+            end = self.period if self.period else phase.length
             if draw is not None and draw < end:
-                yield from range(stretch.start + draw, below, self.period or max(below, 1))
+                yield from range(phase.start + draw, below, self.period or max(below, 1))
 
     def uses(self) -> list[Use]:
         """What the whole run takes from each source."""
@@ -163,9 +161,9 @@ class Plan:
             samples = self.drawn(source.index, total)
             tokens = samples * self.options.sequence_length
             weight = next(
-                float(stretch.blend.weights[stretch.members.index(source.index)])
-                for stretch in self.stretches
-                if source.index in stretch.members
+                float(phase.blend.weights[phase.members.index(source.index)])
+                for phase in self.phases
+                if source.index in phase.members
             )
             available = source.order.tokens
             result.append(
@@ -306,10 +304,10 @@ class _Builder:
             parts.append((start, entries, members, self._weights(entries, whole)))
         options = self._options(files)
         sources = self._order(files, parts, whole, options)
-        stretches = self._stretches(parts, sources, whole)
+        phases = self._planned_phases(parts, sources, whole)
         if whole:
-            steps = max(1, stretches[-1].length // self.batch)
-        return Plan(stretches, sources, options, self.batch, steps)
+            steps = max(1, phases[-1].length // self.batch)
+        return Plan(phases, sources, options, self.batch, steps)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""
@@ -418,9 +416,9 @@ class _Builder:
             for index, (each, order) in enumerate(zip(files, orders))
         ]
 
-    def _stretches(self, parts: list, sources: list[Source], whole: bool) -> list[Stretch]:
+    def _planned_phases(self, parts: list, sources: list[Source], whole: bool) -> list[PlannedPhase]:
         steps, _ = self.requested
-        stretches: list[Stretch] = []
+        phases: list[PlannedPhase] = []
         taken = [0] * len(sources)
         for number, (start, entries, members, weights) in enumerate(parts):
             lengths = [sources[each].order.length for each in members]
@@ -434,9 +432,9 @@ class _Builder:
             drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
             blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
             loss = tuple(each.loss for each in entries)
-            stretches.append(
-                Stretch(start * self.batch, length, blend, members, loss, tuple(taken[each] for each in members))
+            phases.append(
+                PlannedPhase(start * self.batch, length, blend, members, loss, tuple(taken[each] for each in members))
             )
             for place, each in enumerate(members):
                 taken[each] += blend.drawn(place, drawn)
-        return stretches
+        return phases

@@ -21,7 +21,7 @@ from .embedding_and_head import Embedding, Head, Reader
 from .initialisation import Initialisation
 from .options import kind_of
 from .recompute import checkpointed
-from .stream import Channel, Stream, StreamForm, carried
+from .stream import Channel, Stream, StreamForm, live_channels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,14 +50,14 @@ class Plan:
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values)
 
     @cached_property
-    def carried(self) -> list[dict[str, Channel]]:
+    def live_channels(self) -> list[dict[str, Channel]]:
         """The float side channels of the stream before each block and before the head."""
         model, ranks = self.config.model, self.mesh.tensor.size
-        return carried([block_channels(model, block, ranks) for block in self.blocks])
+        return live_channels([block_channels(model, block, ranks) for block in self.blocks])
 
     def form_at(self, index: int) -> StreamForm:
         """The form of the stream before the block of this index (or, after the last, before the head)."""
-        return replace(self.form, channels=self.carried[index])
+        return replace(self.form, channels=self.live_channels[index])
 
     @property
     def form(self) -> StreamForm:
@@ -69,7 +69,7 @@ class Plan:
         return StreamForm(positions=documents, documents=documents, samples=draws or model.dropout > 0.0)
 
     def embedding(self) -> Embedding:
-        return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.carried[0]))
+        return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.live_channels[0]))
 
     def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
         """`shared`: modules that the blocks of one rank share (see `Block`)."""

@@ -65,7 +65,7 @@ class Channel:
     embedded: bool = False
 
 
-def carried(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
+def live_channels(used: Sequence[Mapping[str, Channel]]) -> list[dict[str, Channel]]:
     """The channels of the stream before each layer and after the last: from where one is made to its last user, which
     is the head for `LOSS`.
 

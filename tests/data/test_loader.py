@@ -54,8 +54,8 @@ def test_blend_of_the_original(tmp_path):
     """All 838 draws of the blend and what they read."""
     golden = np.load(FOLDER / "blend_dp2_70_30.npz")
     plan = build_plan(golden_config(True, tmp_path))
-    assert plan.stretches[0].length == golden["blend_length"] == 838 and plan.period == 832
-    drawn = plan.stretches[0].blend.size
+    assert plan.phases[0].length == golden["blend_length"] == 838 and plan.period == 832
+    drawn = plan.phases[0].blend.size
     assert drawn == 320
     places = [plan.place(number)[1:] for number in range(drawn)]
     assert [source for source, _ in places] == golden["dataset_index"][:drawn].tolist()
@@ -218,8 +218,8 @@ def test_the_blend_wraps_as_a_whole(files):
     below = 400
     seen: dict[tuple[int, int], list[int]] = {}
     for number in range(below):
-        stretch, member, sample = plan.place(number)
-        seen.setdefault((stretch.members[member], sample), []).append(number)
+        phase, member, sample = plan.place(number)
+        seen.setdefault((phase.members[member], sample), []).append(number)
     for (source, sample), numbers in seen.items():
         assert list(plan.numbers(source, sample, below)) == numbers
     assert [plan.drawn(source, below) for source in (0, 1)] == [

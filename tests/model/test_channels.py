@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.model.stream import Channel, Stream, StreamForm, carried
+from megatron.model.stream import Channel, Stream, StreamForm, live_channels
 
 
 def test_a_channel_lives_from_its_maker_to_its_last_user():
     value, first = Channel(3, whole=True), Channel(4, embedded=True)
     used = [{}, {"value": value}, {}, {"value": value, "first": first}, {}]
-    names = [sorted(each) for each in carried(used)]
+    names = [sorted(each) for each in live_channels(used)]
     assert names == [["first"], ["first"], ["first", "value"], ["first", "value"], [], []]
-    assert carried([{}, {}]) == [{}, {}, {}]
-    assert carried([{"value": value}]) == [{}, {}]  # who makes it alone needs no carrying
+    assert live_channels([{}, {}]) == [{}, {}, {}]
+    assert live_channels([{"value": value}]) == [{}, {}]  # who makes it alone needs no carrying
 
 
 @pytest.mark.parametrize("cut", [1, 2])
