@@ -32,7 +32,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing  # noqa: E402
 
 from megatron.config import resolve  # noqa: E402
-from megatron.kinds.moe.dispatch import Travel  # noqa: E402
+from megatron.kinds.moe.dispatch import AllToAllDispatch  # noqa: E402
 from megatron.kinds.moe.layer import MoE  # noqa: E402
 from megatron.model.initialisation import Initialisation  # noqa: E402
 from megatron.model.stream import Stream  # noqa: E402
@@ -89,9 +89,9 @@ def counted() -> Iterator[Traffic]:
         yield traffic
 
 
-def send_everything(mesh: Mesh) -> Travel:
+def send_everything(mesh: Mesh) -> AllToAllDispatch:
     """The way of rows on which every tensor parallel rank sends all its tokens to the ranks that have its slices."""
-    return Travel(replace(mesh, tensor=ALONE, expert_tensor=ALONE))
+    return AllToAllDispatch(replace(mesh, tensor=ALONE, expert_tensor=ALONE))
 
 
 def layout_of(way: str, asked: argparse.Namespace) -> Layout:

@@ -26,7 +26,7 @@ from megatron.parallel.mesh import Mesh
 from .permute import Rows, put, take
 
 
-class Stay:
+class LocalDispatch:
     """Every rank has all experts (or its slice of each): rows stay where they are."""
 
     def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, object]:
@@ -66,7 +66,7 @@ class Trip:
     ends_n: Tensor
 
 
-class Travel:
+class AllToAllDispatch:
     """Rows go to the expert parallel rank that has their expert; on the way back, the parts of ranks with slices are
     summed.
     """
@@ -75,7 +75,7 @@ class Travel:
         self.expert, self.tensor, self.slices = mesh.expert, mesh.tensor, mesh.expert_tensor
 
     def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Trip]:
-        """As `Stay.send`. Within an expert, rows come in the order of the data parallel ranks and of their tokens."""
+        """As `LocalDispatch.send`; within an expert, rows are ordered by data parallel rank, then by token."""
         trip = once(lambda: self._plan(rows))
         x_RH = rows_RH if trip.own is None else take(rows_RH, trip.own)
         x_RH = exchange(x_RH, trip.sent, trip.received, self.expert)

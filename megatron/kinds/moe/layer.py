@@ -24,7 +24,7 @@ from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
 from .choice import Choice, choose, classes, real, scores_of, weights_of
-from .dispatch import Stay, Travel
+from .dispatch import AllToAllDispatch, LocalDispatch
 from .experts import Experts
 from .losses import auxiliary_losses, count
 from .permute import Rows, combine, permute, sort
@@ -42,7 +42,7 @@ class MoE(nn.Module):
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
         self.experts = Experts(make.scope("experts"), model.hidden_size, options, init)
-        self.exchange = Travel(make.mesh) if make.mesh.layout.spreads_experts else Stay()
+        self.exchange = AllToAllDispatch(make.mesh) if make.mesh.layout.spreads_experts else LocalDispatch()
         self.jitter_key = site_key(make.seed, make.prefix, "jitter")
         self.shared = None
         if options.shared_size:
