@@ -52,4 +52,4 @@ class Tasks(Hook):
     @staticmethod
     def _record(trainer: Trainer, report: StepReport, found: dict[str, dict[str, float]]) -> None:
         trainer.sinks.write({"step": trainer.completed, "tasks": found})
-        trainer.note("tasks", step=trainer.completed, batch_hash=f"{report.batch_hash:016x}", tasks=found)
+        trainer.record("tasks", step=trainer.completed, batch_hash=f"{report.batch_hash:016x}", tasks=found)

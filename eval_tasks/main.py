@@ -57,24 +57,24 @@ def run(config: Config, options: Options, world: World) -> None:
     Raises:
         CheckpointError: one is missing or damaged, or is not of this model.
     """
-    say = (lambda line: print(line, file=sys.stderr, flush=True)) if world.speaks else (lambda _: None)
+    log = (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
     paths = _wanted(config, options, world)
     todo = [path for path in paths if not (options.every and _done(config, options, path))]
     if len(todo) < len(paths):
-        say(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
+        log(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
     tokenizer = build_tokenizer(config.tokenizer)
     engine = build_engine(config, world.mesh, world.device, values=False) if todo else None
     texts = options.texts or config.training.micro_batch_size
     for path in todo:
         checkpoint = open_checkpoint(path, verify="sizes")
-        say(f"evaluating {path}")
+        log(f"evaluating {path}")
         initialize(checkpoint, world, engine)
         scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
         found = _tasks(options, scorer, world, tokenizer, checkpoint)
         if found is not None:
-            _report(config, options, found, checkpoint, say)
-    if options.every and world.speaks:
-        _draw(Path(config.run.dir) / FOLDER, say)
+            _report(config, options, found, checkpoint, log)
+    if options.every and world.is_main:
+        _draw(Path(config.run.dir) / FOLDER, log)
 
 
 def _tasks(
@@ -152,15 +152,15 @@ def _done(config: Config, options: Options, path: Path) -> bool:
 
 
 def _report(
-    config: Config, options: Options, found: dict[str, Any], checkpoint: Checkpoint, say: Callable[[str], Any]
+    config: Config, options: Options, found: dict[str, Any], checkpoint: Checkpoint, log: Callable[[str], Any]
 ) -> None:
     file = options.output or _file(config, checkpoint.path)
     results.write(file, found)
     print(results.text(found) if options.as_json else f"{results.table(found)}\n", flush=True)
-    say(f"results: {file}")
+    log(f"results: {file}")
 
 
-def _draw(folder: Path, say: Callable[[str], Any]) -> None:
+def _draw(folder: Path, log: Callable[[str], Any]) -> None:
     """Every metric over the steps, in one picture per run."""
     series: dict[str, list[tuple[float, float]]] = {}
     for file in sorted(folder.glob("*.json")):
@@ -178,4 +178,4 @@ def _draw(folder: Path, say: Callable[[str], Any]) -> None:
         from megatron.report.figures import save_lines
 
         save_lines(folder / PICTURE, series, title="tasks over the run", x="step", y="score")
-        say(f"picture: {folder / PICTURE}")
+        log(f"picture: {folder / PICTURE}")

@@ -105,11 +105,11 @@ def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:08d}"
 
 
-def train(every: list[Stage], run: Callable[[Stage], Any], say: Callable[[str], None]) -> None:
+def train(every: list[Stage], run: Callable[[Stage], Any], log: Callable[[str], None]) -> None:
     """Train what has not been trained."""
     for stage in every:
         if stage.checkpoint.is_dir():
-            say(f"done before: {stage.checkpoint} (remove {RUNS} to train anew)")
+            log(f"done before: {stage.checkpoint} (remove {RUNS} to train anew)")
             continue
         run(stage)
         if not stage.checkpoint.is_dir():

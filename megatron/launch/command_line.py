@@ -135,14 +135,14 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _become_a_rank(options: argparse.Namespace) -> None:
     """Where something else has started the ranks, go on as the script itself, and never return."""
-    from .console import say
+    from .console import log
     from .join import rank_command
 
     found = rank_command(options.words[0], options.words[1:], overrides_of(options), os.environ)
     if found:
         command, said = found
         if said:
-            say(said)
+            log(said)
         os.execv(command[0], command)
 
 

@@ -20,7 +20,7 @@ LINES = 80
 PATIENCE = 0.5  # seconds
 
 
-def say(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
+def log(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
     """Lines of the launcher's own, on standard error: standard output is the script's. Colours are for terminals, and
     not for those who set NO_COLOR."""
     stream = stream or sys.stderr

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron.worker import network
 
 from .connection import Command, Connection
-from .console import Console, say
+from .console import Console, log
 from .link import Link
 from .listener import AgentListener
 from .specification import Specification
@@ -167,7 +167,7 @@ class Launcher:
         for link in self.listener.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
-                say(f"an agent called as host {index}, which is not expected; ignored")
+                log(f"an agent called as host {index}, which is not expected; ignored")
                 continue
             self.hosts[index].link = link
             self._listen(link, None)
@@ -298,7 +298,7 @@ class Launcher:
         if self.quiet:
             return
         names = ", ".join(self.job.hosts[index].name for index in connection.command.hosts[:2])
-        say(f"[{names}{', ...' if len(connection.command.hosts) > 2 else ''}] {text}")
+        log(f"[{names}{', ...' if len(connection.command.hosts) > 2 else ''}] {text}")
 
     def _hear(self, message: dict, link: Link) -> None:
         index, kind = message.get("host"), message["type"]
@@ -325,7 +325,7 @@ class Launcher:
             if message["number"] not in self.signals:
                 self.signals.append(message["number"])  # it came from the scheduler, past us
         elif kind == "warning":
-            say(f"warning: [{host.name}] {message['text']}")
+            log(f"warning: [{host.name}] {message['text']}")
         elif kind == "problem":
             self._fail(index, message["text"])
         elif kind == "done":
@@ -360,10 +360,10 @@ class Launcher:
             again = number in STOP_SIGNALS and bool(before)
             self.signals.append(number)
             if again or not self.started:
-                say(f"{name}: ending all ranks at once" if again else f"{name} before the start: nothing is started")
+                log(f"{name}: ending all ranks at once" if again else f"{name} before the start: nothing is started")
                 self._stop_all(0.0)
             else:
-                say(
+                log(
                     f"{name}: passed on to all ranks"
                     + (f"; they have {self.job.grace:.0f} s" if number in STOP_SIGNALS else "")
                 )

@@ -15,7 +15,7 @@ from megatron.worker.job import CONFIG_ERROR
 
 from ..config.problems import ConfigError, listing
 from ..report.ledger import Ledger
-from .console import YELLOW, report, say
+from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
 from .hosts import HostError
 from .launcher import Launcher, Result
@@ -43,7 +43,7 @@ def supervise(plan: Plan) -> int:
         in_a_row = 1 if result.seconds > STEADY else in_a_row + 1
         delay = min(plan.launch.restart_delay * 2 ** (in_a_row - 1), LONGEST_DELAY)
         plan = _on_hosts_that_are_left(plan, result)
-        say(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
+        log(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
         _into_the_ledger(plan, result, attempt)
         try:
             time.sleep(delay)
@@ -70,9 +70,9 @@ def _on_hosts_that_are_left(plan: Plan, result: Result) -> Plan:
     try:
         smaller = without(plan, lost, os.environ)
     except (ConfigError, HostError) as error:
-        say(f"cannot go on without {names}, so all hosts are tried again: {error}")
+        log(f"cannot go on without {names}, so all hosts are tried again: {error}")
         return plan
-    say(
+    log(
         f"going on without {names}: {smaller.choice.ranks} ranks in place of {plan.choice.ranks}, the same global batch"
     )
     return smaller
@@ -101,7 +101,7 @@ def start(plan: Plan, attempt: int) -> Result:
     """One start of all ranks, with agents of its own and a port of its own."""
     job, todo = again(plan, attempt), commands(plan)
     if job.code != plan.job.code:
-        say("the source code has changed since this run was started: what follows is computed by other code")
+        log("the source code has changed since this run was started: what follows is computed by other code")
     if not any(each.dials for each in todo):
         return Launcher(job, todo, plan.settings).run()
     listener = AgentListener(network.towards([host.name for host in plan.choice.hosts], plan.settings.interface))
@@ -119,17 +119,17 @@ def _announce(plan: Plan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
     ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
-    say(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}; logs in {plan.job.logs}")
+    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}; logs in {plan.job.logs}")
     summary = replace(plan.resolved, warnings=()).summary(short=True)
     if summary:
-        say(summary)
+        log(summary)
     if plan.resolved.warnings:
-        say(listing(plan.resolved.warnings), colour=YELLOW)
+        log(listing(plan.resolved.warnings), colour=YELLOW)
 
 
 def _explain(plan: Plan, result: Result) -> None:
     if result.first is None:
-        say(f"stopped by a signal; exit status {result.status}")
+        log(f"stopped by a signal; exit status {result.status}")
         return
     others = [each for each in result.failures if each is not result.first]
     sys.stderr.write(report(result.first, others, result.seconds, plan.job.logs) + "\n")

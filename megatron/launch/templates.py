@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.worker.code_version import root
 from megatron.worker.job import CONFIG_ERROR
 
-from .console import say
+from .console import log
 from .hosts import HostError
 from .status import STOPPED_EARLY
 
@@ -34,7 +34,7 @@ def submit(plan: Plan, really: bool) -> int:
     path = Path(plan.job.directory, plan.resolved.config.run.dir, "job.sbatch")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(sbatch(plan))
-    say(f"wrote {path}")
+    log(f"wrote {path}")
     if not really:
         sys.stdout.write(f"sbatch {shlex.quote(str(path))}\n")
         return 0

@@ -106,18 +106,18 @@ class Console:
         if self.mode == "quiet":
             return
         if "validation" in record:
-            self.say(validation_line(record))
+            self.log(validation_line(record))
         elif "tasks" in record:
             for line in task_lines(record):
-                self.say(line)
+                self.log(line)
         elif "lr" not in record:
             return  # a record of a user's hook: the console does not know how to show it
         elif self.mode == "live":
             self._show(record)
         else:
-            self.say(training_line(record, self.total, columns_of(self.file)))
+            self.log(training_line(record, self.total, columns_of(self.file)))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message; on a terminal it scrolls by above the live line."""
         if self.mode == "quiet":
             return

@@ -29,14 +29,14 @@ class Sinks:
             except OSError as error:
                 if sink not in self._failing:
                     self._failing.append(sink)
-                    self.say(f"warning: {type(sink).__name__} cannot write ({error}); the run goes on without it")
+                    self.log(f"warning: {type(sink).__name__} cannot write ({error}); the run goes on without it")
             else:
                 if sink in self._failing:
                     self._failing.remove(sink)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A message for the person who watches."""
-        self.console.say(text)
+        self.console.log(text)
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -25,7 +25,7 @@ def _corrects(config: Config) -> bool:
     return any(options_of(config.model, kind).router.correction != "none" for kind in kinds)
 
 
-def write_native(config: Config, world: World, say: Callable[[str], None]) -> Path:
+def write_native(config: Config, world: World, log: Callable[[str], None]) -> Path:
     """Build the run's engine, fill it from the checkpoint that `checkpoint.resume` means, and let it save itself.
 
     Writes `<run.dir>/deepspeed/global_step<n>` and beside it `names.yml`, the tensors' names here and there, which
@@ -62,14 +62,14 @@ def write_native(config: Config, world: World, say: Callable[[str], None]) -> Pa
     tag = f"global_step{found.checkpoint.step}"
     if world.communicator.broadcast((target / tag).exists()):
         raise CheckpointError(target / tag, "it exists already")
-    say(found.reason)
+    log(found.reason)
     engine = build_engine(config, world.mesh, world.device, values=False)
     resume(found.checkpoint, world, engine)
     theirs = engine.state.engine
     theirs.global_steps = found.checkpoint.step
     theirs.save_checkpoint(str(target), tag=tag, client_state={"universal_checkpoint_info": {}})
-    if world.speaks:
+    if world.is_main:
         names = {parameter.logical.name: name for name, parameter in theirs.module.named_parameters()}
         (target / NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
-    say(f"wrote {target / tag}")
+    log(f"wrote {target / tag}")
     return target / tag

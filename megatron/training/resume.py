@@ -64,7 +64,7 @@ class Source:
         return self.checkpoint is None and self.weights is None
 
 
-def find(config: Config, world: World, say: Callable[[str], None], attempt: int = 0) -> Source:
+def find(config: Config, world: World, log: Callable[[str], None], attempt: int = 0) -> Source:
     """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
 
     A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
@@ -79,23 +79,23 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
     """
     store = Store(config.checkpoint.dir, world.communicator)
     for line in store.clean():
-        say(line)
+        log(line)
     how = config.checkpoint.resume
     if how not in ("auto", "none"):
         how = local_path(how, store.directory, world.communicator)
-    diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.speaks else None)
+    diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
     found = _further_back(store, *diverged) if diverged else _chosen(store, how, attempt)
-    say(found.reason)
+    log(found.reason)
     if how != "auto" or diverged:
         for line in store.set_aside(after=found.checkpoint.step if found.checkpoint else -1):
-            say(line)
+            log(line)
     if found.checkpoint is not None:
         changed = changes(found.checkpoint.meta.config, config)
         for line in changed:
-            say(f"changed since the checkpoint: {line}")
+            log(f"changed since the checkpoint: {line}")
         refuse_other_runs(found.checkpoint.path, changed, config)
         if found.checkpoint.step >= config.training.steps:
-            say(
+            log(
                 f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
                 f"{config.training.steps}"
             )
@@ -109,14 +109,14 @@ def find(config: Config, world: World, say: Callable[[str], None], attempt: int 
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         weights = store.weights(path)
-        say(f"{weights.reason}; optimizer, schedule and data start anew")
+        log(f"{weights.reason}; optimizer, schedule and data start anew")
         changed = changes(weights.checkpoint.meta.config, config)
         known = not any(
             line.startswith("tokenizer.type: 'none'") for line in changed
         )  # many models come without theirs
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
-            say(f"differs from the checkpoint the weights come from: {line}")
+            log(f"differs from the checkpoint the weights come from: {line}")
         return Source(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
     return Source()
 
@@ -191,8 +191,8 @@ def initialize(
     masters, made = mapped(checkpoint, engine.state.masters(), mapping)
     tables, known = [], 0
     if config is not None:
-        say = print if world.speaks else lambda _: None
-        masters, tables, known = extended(checkpoint, masters, config, say)
+        log = print if world.is_main else lambda _: None
+        masters, tables, known = extended(checkpoint, masters, config, log)
     wanted = [each.spec for each in masters] + [FragmentSpec.whole(origin, MASTER) for _, origin in made + tables]
     checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
     checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)

@@ -64,16 +64,16 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
 
 def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _prepare_torch(config)
-    say = print if world.speaks else (lambda *_: None)
-    if world.speaks:
+    log = print if world.is_main else (lambda *_: None)
+    if world.is_main:
         _keep_configuration(config, place.config_text)
     data = world.mesh.data
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
-    _describe_data(loader, say)
+    _describe_data(loader, log)
     with _mistakes(place):
-        source = find(config, world, say, place.attempt)
+        source = find(config, world, log, place.attempt)
     for line in data_changes(source.checkpoint.meta, config, loader.plan) if source.checkpoint else ():
-        say(line)
+        log(line)
     # a map, and rows of new tokens, may leave tensors their initial values
     values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
     engine = build_engine(config, world.mesh, world.device, values=values)
@@ -82,14 +82,14 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     costs = totals(config)
     layout = world.mesh.layout
     ranks = "rank" if layout.world_size == 1 else "ranks"
-    say(
+    log(
         f"{costs.parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
         f"{layout.pipeline}, "
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
-    say(describe_compile(config, world.device))
+    log(describe_compile(config, world.device))
     for line in describe_kernels(config, world.device):
-        say(line)
+        log(line)
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
@@ -104,7 +104,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             saver=saver,
             contents=inside,
             inspect=partial(faults, compute=DTYPES[config.precision.compute]),
-            generate=sampler(config, engine, say),
+            generate=sampler(config, engine, log),
             facts=source.facts,
             engine=engine,
             world=world,
@@ -169,9 +169,9 @@ def _validation_sets(config: Config, world: World) -> list[ValidationSet]:
     return sets
 
 
-def _describe_data(loader: Loader, say: Callable[[str], Any]) -> None:
+def _describe_data(loader: Loader, log: Callable[[str], Any]) -> None:
     """What the run will read of each source."""
     for use in loader.plan.uses():
-        say(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
+        log(f"data: {use.name}: {use.tokens:,} tokens, {use.epochs:.3g} epochs of {use.available:,} ({use.order})")
     for warning in loader.plan.warnings():
-        say(f"warning: {warning}")
+        log(f"warning: {warning}")

@@ -11,20 +11,20 @@ from megatron.model.generate import Sampling, complete
 
 
 def sampler(
-    config: Config, engine, say: Callable[[str], object]
+    config: Config, engine, log: Callable[[str], object]
 ) -> Callable[[list[str], object, int], list[str]] | None:
     """What the samples hook calls, or None where this layout cannot sample or nothing asks for it."""
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
         return None
     if not isinstance(engine, PlainEngine) or config.zero.stage == 3:
-        say(
+        log(
             "no samples during training: with a pipeline or ZeRO 3 no rank has the whole model; use generate.py on a "
             "checkpoint"
         )
         return None
     if config.tokenizer.type == "none":
-        say("no samples during training: tokenizer.type is none")
+        log("no samples during training: tokenizer.type is none")
         return None
     tokenizer = build_tokenizer(config.tokenizer)
 

@@ -109,7 +109,7 @@ class Trainer:
         except BaseException as error:
             self.error = error
             step = getattr(error, "step", self.at)  # one that is seen late knows its step
-            self.note("error", step=step, completed=self.completed, error=f"{type(error).__name__}: {error}")
+            self.record("error", step=step, completed=self.completed, error=f"{type(error).__name__}: {error}")
             raise
         finally:
             self._call("on_end", reverse=True)
@@ -132,8 +132,8 @@ class Trainer:
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"
-        self.say(f"step {step} dropped after {dropped.done:.0%} of its work: {left}; nothing else is lost")
-        self.note("dropped", step=step, done=dropped.done, seconds_left=dropped.left)
+        self.log(f"step {step} dropped after {dropped.done:.0%} of its work: {left}; nothing else is lost")
+        self.record("dropped", step=step, done=dropped.done, seconds_left=dropped.left)
         self._call("on_drop", step, dropped.requests)
         self.stop("told to stop within a step")
 
@@ -172,16 +172,16 @@ class Trainer:
         return self.completed >= self.end or self.stop_reason is not None
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank writes for all."""
         return self.mesh.rank == 0
 
-    def say(self, text: str) -> None:
-        """A message to the person who watches; only rank 0 speaks."""
-        if self.speaks:
-            self.sinks.say(text)
+    def log(self, text: str) -> None:
+        """A message to the person who watches; only that of rank 0 is shown."""
+        if self.is_main:
+            self.sinks.log(text)
 
-    def note(self, event: str, **facts: Any) -> None:
+    def record(self, event: str, **facts: Any) -> None:
         """An entry in the ledger, on rank 0."""
         if self.ledger is not None:
             self.ledger.write(event, **facts)

@@ -27,7 +27,7 @@ SAME, MEAN, INITIAL = "same", "mean", "initial"
 
 
 def extended(
-    checkpoint: Checkpoint, targets: Iterable[Fragment], config: Config, say: Callable[[str], None]
+    checkpoint: Checkpoint, targets: Iterable[Fragment], config: Config, log: Callable[[str], None]
 ) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]], int]:
     """(the targets that are read as they are, those with new rows and the stored tensor of each, the known rows).
 
@@ -38,7 +38,7 @@ def extended(
     if config.checkpoint.initialize_vocabulary == SAME or TABLES[0] not in checkpoint.tensors:
         return list(targets), made, 0
     stored = checkpoint.tensors[TABLES[0]].shape[0]
-    known = min(stored, _known_tokens(checkpoint, config, say) or stored)
+    known = min(stored, _known_tokens(checkpoint, config, log) or stored)
     if config.model.vocab_size < known:
         raise CheckpointError(
             checkpoint.path,
@@ -51,7 +51,7 @@ def extended(
         else:
             rest.append(target)
     how = "the mean of the others" if config.checkpoint.initialize_vocabulary == MEAN else "this run's initial values"
-    say(f"{known} rows of the vocabulary are kept; the other {config.model.vocab_size - known} start as {how}")
+    log(f"{known} rows of the vocabulary are kept; the other {config.model.vocab_size - known} start as {how}")
     return rest, made, known
 
 
@@ -74,7 +74,7 @@ def extend(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor]
         target.data.copy_(torch.where(mask, values.to(target.data), target.data))
 
 
-def _known_tokens(checkpoint: Checkpoint, config: Config, say: Callable[[str], None]) -> int | None:
+def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], None]) -> int | None:
     """How many rows of the checkpoint have a token; None where its tokenizer cannot be read."""
     with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
         file.write(checkpoint.meta.config)
@@ -85,12 +85,12 @@ def _known_tokens(checkpoint: Checkpoint, config: Config, say: Callable[[str], N
         return None
     if before.type != "huggingface" or now.type != "huggingface":
         types = f"{before.type} and {now.type}"
-        say(f"warning: the tokenizers ({types}) cannot be compared; every row of the checkpoint is kept")
+        log(f"warning: the tokenizers ({types}) cannot be compared; every row of the checkpoint is kept")
         return None
     try:
         old = build_tokenizer(before).backend.get_vocab()
     except (DataError, OSError, ValueError) as error:
-        say(f"warning: the checkpoint's tokenizer cannot be read ({error}); every row of the checkpoint is kept")
+        log(f"warning: the checkpoint's tokenizer cannot be read ({error}); every row of the checkpoint is kept")
         return None
     new = build_tokenizer(now).backend.get_vocab()
     moved = sorted((number, token) for token, number in old.items() if new.get(token) != number)

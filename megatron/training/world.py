@@ -37,7 +37,7 @@ class World:
     background: Communicator
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         return self.mesh.rank == 0
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megatron.launch.console import YELLOW, last_traceback, report, say
+from megatron.launch.console import YELLOW, last_traceback, log, report
 from megatron.launch.hints import hint
 from megatron.launch.status import HOST_LOST, STOPPED, Failure, describe, exit_status, outcome, signal_of
 
@@ -215,5 +215,5 @@ def test_colours_are_for_terminals(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal, pipe = Terminal(), io.StringIO()
     for stream in (terminal, pipe):
-        say("a warning", stream, colour=YELLOW)
+        log("a warning", stream, colour=YELLOW)
     assert terminal.getvalue() == "\x1b[33mdeepy: a warning\x1b[0m\n" and pipe.getvalue() == "deepy: a warning\n"

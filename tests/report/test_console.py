@@ -64,7 +64,7 @@ def test_plain_lines_where_there_is_no_terminal():
     console = Console("auto", 1000, out)
     console.write(RECORD)
     console.write({"step": 42, "validation": {"pile": {"loss": 2.0, "perplexity": 7.389, "tokens": 10}}})
-    console.say("a message")
+    console.log("a message")
     console.close()
     assert out.getvalue().splitlines() == [
         training_line(RECORD, 1000),
@@ -79,7 +79,7 @@ def test_live_line_on_a_terminal_leaves_messages_above():
     assert console.mode == "live"
     for step in range(3):
         console.write({**RECORD, "step": step})
-    console.say("saved [bold]checkpoint[/bold]")
+    console.log("saved [bold]checkpoint[/bold]")
     console.close()
     for text in ("saved [bold]checkpoint[/bold]", "\x1b[", "loss 3.14"):
         assert text in out.getvalue()
@@ -98,7 +98,7 @@ def test_quiet_is_quiet():
     out = io.StringIO()
     console = Console("quiet", 10, out)
     console.write(RECORD)
-    console.say("x")
+    console.log("x")
     console.close()
     assert out.getvalue() == ""
 

@@ -64,11 +64,11 @@ def convert(options: argparse.Namespace) -> tuple[int | None, Proof | None]:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     step, run = None, None
     if not options.weights and has_optimizer(options.source):
-        run, meta = to_checkpoint(options.source, options.config, options.out, say)
+        run, meta = to_checkpoint(options.source, options.config, options.out, log)
         step = meta.step
         if not (options.hf or options.verify):
             return step, None
-    run = run or open_run(options.source, options.config, say)
+    run = run or open_run(options.source, options.config, log)
     beside = tempfile.TemporaryDirectory(dir=options.out.parent, prefix=f".{options.out.name}.")
     with nullcontext(options.hf) if options.hf else beside as folder:
         to_folder(run, Path(folder))
@@ -79,7 +79,7 @@ def convert(options: argparse.Namespace) -> tuple[int | None, Proof | None]:
         return step, prove(open_checkpoint(options.out), Path(folder), dtype) if options.verify else None
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 

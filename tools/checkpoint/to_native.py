@@ -27,7 +27,7 @@ def main() -> int:
     config, place = read_job()
     world = join(config, place)
     try:
-        write_native(config, world, print if world.speaks else lambda _: None)
+        write_native(config, world, print if world.is_main else lambda _: None)
     finally:
         leave()
     return 0

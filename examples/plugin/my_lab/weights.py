@@ -39,7 +39,7 @@ class Weights(Hook):
             return
         with trainer.clock.pause():  # not part of the time of a step
             sizes = self.sizes(trainer)
-        if trainer.speaks:
+        if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "weights": sizes})
 
     def sizes(self, trainer: Trainer) -> dict[str, dict[str, float]]:

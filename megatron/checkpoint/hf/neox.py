@@ -50,10 +50,10 @@ OUTSIDE = {
     "final_linear.": "embed_out.",
 }
 ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def merge(name: str, shards: list[Tensor], parallel_residual: bool, say: Say, state: str = WEIGHT) -> Tensor:
+def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, state: str = WEIGHT) -> Tensor:
     """One tensor from its shards: a weight, or an optimizer's state of it.
 
     Every rank has all of an output bias. With the parallel residual each adds its own before the sum over the ranks, so
@@ -76,7 +76,7 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, say: Say, st
         return shards[0]
     values = torch.stack([shard.float() for shard in shards])
     what = name if state == WEIGHT else f"{name} ({state})"
-    say(f"{what} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}; their mean was taken")
+    log(f"{what} differs between ranks by up to {(values.amax(0) - values.amin(0)).max():.3g}; their mean was taken")
     return values.mean(0).to(shards[0].dtype)
 
 
@@ -90,7 +90,7 @@ class Run:
         places: where each tensor stands, by its Hugging Face name.
         resolved: our configuration on one rank.
         theirs: Hugging Face's.
-        say: hears what was done to tensors that differ between ranks.
+        log: takes messages on what was done to tensors that differ between ranks.
     """
 
     folder: Path
@@ -98,13 +98,13 @@ class Run:
     places: dict[str, Place]
     resolved: Resolved
     theirs: PreTrainedConfig
-    say: Say
+    log: Log
 
     def whole(self, place: Place, shards: list[Tensor], state: str = WEIGHT) -> Tensor:
         """One tensor from its shards."""
         number, name = place
         parallel = self.resolved.config.model.residual.form == "parallel"
-        return merge(name, shards, parallel, lambda text: self.say(f"layer {number}: {text}"), state).contiguous()
+        return merge(name, shards, parallel, lambda text: self.log(f"layer {number}: {text}"), state).contiguous()
 
     def weights(self, place: Place) -> list[Tensor]:
         """The shards of a weight."""
@@ -116,7 +116,7 @@ class Run:
         return self.weights(next(iter(self.places.values())))[0].dtype
 
 
-def open_run(folder: Path, config: Sequence[str], say: Say, batch: int | None = None) -> Run:
+def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = None) -> Run:
     """Read what is in a checkpoint.
 
     Args:
@@ -135,7 +135,7 @@ def open_run(folder: Path, config: Sequence[str], say: Say, batch: int | None = 
         raise CheckpointError(first[0].path, f"the first layer should be the embedding, but has no {EMBEDDING}")
     resolved = configuration(folder, config, sum(len(shard) for shard in embedding), batch)
     _, theirs = hf_config(resolved.config, GPT_NEOX.name)
-    return Run(folder, layers, _places(folder, layers, embedding), resolved, theirs, say)
+    return Run(folder, layers, _places(folder, layers, embedding), resolved, theirs, log)
 
 
 def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: int | None = None) -> Resolved:
@@ -199,7 +199,7 @@ def to_folder(run: Run, out: Path) -> None:
     run.theirs.save_pretrained(out)
 
 
-def to_checkpoint(folder: Path, config: Sequence[str], out: Path, say: Say) -> tuple[Run, Meta]:
+def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> tuple[Run, Meta]:
     """Write masters, optimizer states, step and position in the data: a checkpoint that a run goes on from.
 
     One tensor is in memory at a time. The masters are compared with the weights, which must be what they round to.
@@ -209,7 +209,7 @@ def to_checkpoint(folder: Path, config: Sequence[str], out: Path, say: Say) -> t
     """
     optimizer = read_optimizer(folder, layers_of(folder))
     iteration, batch = _progress(folder, optimizer)
-    run = open_run(folder, config, say, batch)
+    run = open_run(folder, config, log, batch)
     _same_model(run, optimizer)
     tensors = logical_tensors(run.resolved)
     steps = plan(GPT_NEOX, tensors, run.resolved.config.model)
@@ -249,7 +249,7 @@ def to_checkpoint(folder: Path, config: Sequence[str], out: Path, say: Say) -> t
     )
     write_tensors(out, items, values, meta)
     if optimizer.step != iteration:
-        say(
+        log(
             f"{iteration - optimizer.step:g} of {iteration} steps were without an update (overflow of fp16 gradients); "
             "GPT-NeoX's learning rate is as many steps behind, here it follows the step"
         )

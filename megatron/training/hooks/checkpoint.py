@@ -60,7 +60,7 @@ class Checkpoint(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         minutes = self._policy.minutes
-        if minutes is not None and trainer.speaks and trainer.clock.total - self._saved_at >= 60 * minutes:
+        if minutes is not None and trainer.is_main and trainer.clock.total - self._saved_at >= 60 * minutes:
             trainer.request("save")  # clocks differ, so rank 0's decides
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
@@ -95,7 +95,7 @@ class Checkpoint(Hook):
             self._refuse_broken(trainer, fragments)
             stall = self._saver.save(trainer.completed, fragments, meta)
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
-        trainer.note("checkpoint", step=trainer.completed, reason=reason, stall_seconds=stall)
+        trainer.record("checkpoint", step=trainer.completed, reason=reason, stall_seconds=stall)
 
     def _refuse_broken(self, trainer: Trainer, fragments: list[Fragment]) -> None:
         found = self._inspect(fragments)
@@ -117,7 +117,7 @@ class Checkpoint(Hook):
 
     def _tell(self, trainer: Trainer, ended: list[Saved]) -> None:
         for saved in ended:
-            trainer.note(
+            trainer.record(
                 "checkpoint_written",
                 path=str(saved.path),
                 seconds=saved.seconds,
@@ -125,6 +125,6 @@ class Checkpoint(Hook):
                 uploaded=saved.uploaded,
                 upload_problem=saved.upload_problem,
             )
-            trainer.say(f"saved {saved.path} in {saved.seconds:.1f} s")
+            trainer.log(f"saved {saved.path} in {saved.seconds:.1f} s")
             if saved.upload_problem:
-                trainer.say(f"it was not uploaded, and will be tried again: {saved.upload_problem}")
+                trainer.log(f"it was not uploaded, and will be tried again: {saved.upload_problem}")

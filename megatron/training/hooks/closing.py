@@ -30,16 +30,16 @@ class Closing(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         metrics = self._folder / "metrics.jsonl"
-        if not trainer.speaks or not metrics.exists():
+        if not trainer.is_main or not metrics.exists():
             return
         history = History.read(metrics)
         if self._curve and history.training:
             save_loss_curve(history, self._folder / "loss.png", self._name)
-            trainer.say(terminal_loss_curve(history))
-            trainer.say(f"loss curve: {self._folder / 'loss.png'}")
+            trainer.log(terminal_loss_curve(history))
+            trainer.log(f"loss curve: {self._folder / 'loss.png'}")
             if save_expert_load(metrics, self._folder / "experts.png", self._name):
-                trainer.say(f"load of the experts: {self._folder / 'experts.png'}")
-        trainer.say(summary(history, seconds=trainer.clock.total, reason=_reason(trainer)))
+                trainer.log(f"load of the experts: {self._folder / 'experts.png'}")
+        trainer.log(summary(history, seconds=trainer.clock.total, reason=_reason(trainer)))
 
 
 def _reason(trainer) -> str:

@@ -68,11 +68,11 @@ class Evaluate(Hook):
         trainer.settle()
         with trainer.clock.pause():
             found = {each.name: evaluate(trainer.engine, trainer.exchange, each) for each in self._sets}
-        if trainer.speaks:
+        if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():
             if not math.isfinite(values["loss"]):
-                trainer.say(
+                trainer.log(
                     f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
                     f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data"
                 )

@@ -37,7 +37,7 @@ class DeadExperts(Hook):
             return
         text = self.look(report.result.extras.get("moe", {}))
         if text is not None:
-            trainer.say(f"step {step}: {text}")
+            trainer.log(f"step {step}: {text}")
 
     def look(self, layers: Mapping[str, Mapping[str, Any]]) -> str | None:
         """What there is to say of one record: layer -> numbers, `load` among them (see `LoadReport`)."""

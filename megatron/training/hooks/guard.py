@@ -45,7 +45,7 @@ class Guard(Hook):
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if report.result.unlabelled:
-            trainer.say(
+            trainer.log(
                 f"step {report.step}: no label of its batch counts ({_samples(trainer, report.step)}), so nothing was "
                 "updated; the schedule and the data go on as ever"
             )

@@ -66,7 +66,7 @@ class Log(Hook):
     def on_start(self, trainer: Trainer) -> None:
         self._peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
         if self._peak.tflops is None:
-            trainer.say(f"MFU is not shown: {self._peak.source}")
+            trainer.log(f"MFU is not shown: {self._peak.source}")
         trainer.clock.lap()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
@@ -77,7 +77,7 @@ class Log(Hook):
         loss = report.loss  # waits for the device, so that the lap ends when the step does
         seconds, data_seconds = trainer.clock.lap()
         steps, self._steps = self._steps, 0
-        if trainer.speaks:
+        if trainer.is_main:
             trainer.sinks.write({
                 "step": step,
                 "loss": loss,

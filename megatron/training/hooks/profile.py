@@ -67,4 +67,4 @@ class Profile(Hook):
         if self._options.memory and trainer.exchange.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_rank{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        trainer.say(f"profile: {self._folder}")
+        trainer.log(f"profile: {self._folder}")

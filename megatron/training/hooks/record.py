@@ -29,7 +29,7 @@ class Record(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         layout = trainer.mesh.layout
-        trainer.note(
+        trainer.record(
             "resume" if trainer.start else "start",
             step=trainer.start,
             until=trainer.end,
@@ -48,4 +48,4 @@ class Record(Hook):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
             finished = trainer.completed >= trainer.steps
-            trainer.note("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)
+            trainer.record("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)

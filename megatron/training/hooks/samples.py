@@ -37,10 +37,10 @@ class Samples(Hook):
         trainer.settle()
         with trainer.clock.pause():
             texts = self._generate(list(self._options.prompts), self._options, trainer.completed)
-        if not trainer.speaks:
+        if not trainer.is_main:
             return
         file = MetricsFile(self._folder / "samples.jsonl")
         for prompt, text in zip(self._options.prompts, texts, strict=True):
             file.write({"step": trainer.completed, "prompt": prompt, "text": text})
-            trainer.say(f"sample after {trainer.completed} steps: {prompt}|{text}")
+            trainer.log(f"sample after {trainer.completed} steps: {prompt}|{text}")
         file.close()

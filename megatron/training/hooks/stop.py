@@ -39,7 +39,7 @@ class Stop(Hook):
     def before_step(self, trainer: Trainer, step: int) -> None:
         if self._signals is not None and self._signals.received is not None:
             trainer.request(self._signals.received)
-        if self._minutes is not None and trainer.speaks and trainer.clock.total >= 60 * self._minutes:
+        if self._minutes is not None and trainer.is_main and trainer.clock.total >= 60 * self._minutes:
             trainer.request("wall time")
 
     during_step = before_step
