@@ -17,7 +17,7 @@ from .results import numbers
 from .select import Request
 
 
-class Tasks(Hook):
+class TasksHook(Hook):
     """Runs `evaluation.tasks`, each every so many steps, and after the last step where it has no interval."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
@@ -27,7 +27,7 @@ class Tasks(Hook):
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
 
     @classmethod
-    def of(cls, parts: Parts) -> Tasks | None:
+    def of(cls, parts: Parts) -> TasksHook | None:
         if not parts.config.evaluation.tasks or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)

@@ -31,7 +31,7 @@ from megatron.worker.place import StartError, WorkerEnvironment
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
 from .resume import contents, data_changes, find, load, tokens_read
-from .samples import sampler
+from .sampler import sampler
 from .trainer import Outcome, Trainer
 from .vocabulary import INITIAL
 from .world import World, join, leave

@@ -9,7 +9,7 @@ from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_check
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.report.ledger import read_ledger
-from megatron.training.hooks.checkpoint import Checkpoint
+from megatron.training.hooks.checkpoint import CheckpointHook
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
 
@@ -33,8 +33,8 @@ def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
         fragments = [Fragment(p.logical, MASTER, 0, 1, 0, p.detach().flatten()) for p in trainer.engine.parameters]
         return fragments, Meta(step=step)
 
-    place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, Checkpoint))
-    trainer.hooks[place] = Checkpoint(SavePolicy.of(config.checkpoint), saver, contents)
+    place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
+    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
     assert run(trainer).finished
     assert list(tables) == [0, 1, 2, 3, 4, 6, 7]
     left = saver.store.paths()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import resolve
-from megatron.training.hooks.experts import PATIENCE, DeadExperts
+from megatron.training.hooks.experts import PATIENCE, DeadExpertsHook
 
 
 def record(*loads: list[float]) -> dict:
@@ -16,7 +16,7 @@ EVEN, HALF = [0.25] * 4, [0.5, 0.5, 0.0, 0.001]
 
 
 def test_dead_experts_are_told_once():
-    hook = DeadExperts(1, tokens=2048)
+    hook = DeadExpertsHook(1, tokens=2048)
     assert [hook.look(record(EVEN, HALF)) for _ in range(PATIENCE - 1)] == [None] * (PATIENCE - 1)
     told = hook.look(record(EVEN, HALF))
     assert told.startswith("warning: 2 of 8 experts") and "2 of layer 1" in told and "layer 0" not in told
@@ -27,7 +27,7 @@ def test_dead_experts_are_told_once():
 
 
 def test_a_small_batch_says_nothing():
-    hook = DeadExperts(1, tokens=64)
+    hook = DeadExpertsHook(1, tokens=64)
     assert [hook.look(record(HALF)) for _ in range(5)] == [None] * 5
 
 

@@ -17,7 +17,7 @@ from megatron.training.clock import Clock
 from megatron.training.exchange import Exchange
 from megatron.training.hook import Hook
 from megatron.training.hooks.guard import NonFinite
-from megatron.training.hooks.log import Log
+from megatron.training.hooks.log import LogHook
 from tests.training.settings import settings
 from tests.training.toy import ToyLoader, elsewhere, run, toy_trainer
 
@@ -199,7 +199,7 @@ def test_the_engine_may_report_on_some_ranks_only():
 
 def test_log_needs_no_flops(tmp_path):
     trainer = toy_trainer(config(tmp_path, steps=2))
-    trainer.hooks = [Log(1, flops_per_token=None, compute="fp32")]
+    trainer.hooks = [LogHook(1, flops_per_token=None, compute="fp32")]
     run(trainer)
     assert all("tflops" not in line for line in read_lines(tmp_path / "run" / "metrics.jsonl"))
 

@@ -16,7 +16,7 @@ from ..trainer import Trainer
 from .guard import NonFinite
 
 
-class Checkpoint(Hook):
+class CheckpointHook(Hook):
     """Decides when to save; how is the saver's business.
 
     Weights are saved once per step at most, only after the numbers of their last step were seen to be finite, and only
@@ -46,7 +46,7 @@ class Checkpoint(Hook):
         self._time_is_up = False
 
     @classmethod
-    def of(cls, parts: Parts) -> Checkpoint | None:
+    def of(cls, parts: Parts) -> CheckpointHook | None:
         if parts.saver is None or parts.contents is None:
             return None
         return cls(SavePolicy.of(parts.config.checkpoint), parts.saver, parts.contents, parts.inspect)

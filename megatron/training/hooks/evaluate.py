@@ -37,7 +37,7 @@ def evaluate(engine: Engine, exchange: Exchange, which: ValidationSet) -> dict[s
     return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
 
 
-class Evaluate(Hook):
+class EvaluateHook(Hook):
     """Evaluates every set every n steps, and before the first and after the last step if asked to.
 
     Args:
@@ -49,7 +49,7 @@ class Evaluate(Hook):
         self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
 
     @classmethod
-    def of(cls, parts: Parts) -> Evaluate:
+    def of(cls, parts: Parts) -> EvaluateHook:
         options = parts.config.evaluation
         return cls(parts.validation, every=options.every, at_start=options.at_start, at_end=options.at_end)
 

@@ -14,7 +14,7 @@ FEWEST = 20  # tokens of an even share; with fewer, an expert may have none by c
 PATIENCE = 3  # records in a row
 
 
-class DeadExperts(Hook):
+class DeadExpertsHook(Hook):
     """A line where experts have had less than a hundredth of an even share in three records, and when they are back.
 
     Args:
@@ -28,7 +28,7 @@ class DeadExperts(Hook):
         self._told: set[tuple[str, int]] = set()
 
     @classmethod
-    def of(cls, parts: Parts) -> DeadExperts:
+    def of(cls, parts: Parts) -> DeadExpertsHook:
         training = parts.config.training
         return cls(parts.config.logging.every, training.global_batch_size * training.sequence_length)
 

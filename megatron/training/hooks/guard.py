@@ -25,7 +25,7 @@ class NonFinite(RuntimeError):
         self.step = step
 
 
-class Guard(Hook):
+class GuardHook(Hook):
     """Raises on every rank at the first step whose loss or gradient norm is not finite.
 
     Steps that the engine skipped (fp16 overflow) are part of dynamic loss scaling and pass, up to 50 in a row. A step
@@ -40,7 +40,7 @@ class Guard(Hook):
         self._good = "none before it in this process"
 
     @classmethod
-    def of(cls, parts: Parts) -> Guard:
+    def of(cls, parts: Parts) -> GuardHook:
         return cls()
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:

@@ -26,7 +26,7 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Log(Hook):
+class LogHook(Hook):
     """Writes a training record to the sinks at steps 0, n, 2n, ... and at the last.
 
     A record has: step, loss (nats per token), lr, grad_norm (before clipping), tokens (read so far, this step's
@@ -54,7 +54,7 @@ class Log(Hook):
         self._peak = None
 
     @classmethod
-    def of(cls, parts: Parts) -> Log:
+    def of(cls, parts: Parts) -> LogHook:
         logging = parts.config.logging
         return cls(
             logging.every,

@@ -14,7 +14,7 @@ from ..hook import Hook, Parts
 from ..trainer import Trainer
 
 
-class Profile(Hook):
+class ProfileHook(Hook):
     """Profiles steps `start` ... `start + steps - 1` on some ranks.
 
     Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto) and, with `memory` on a GPU,
@@ -30,7 +30,7 @@ class Profile(Hook):
         self._profiler = None
 
     @classmethod
-    def of(cls, parts: Parts) -> Profile:
+    def of(cls, parts: Parts) -> ProfileHook:
         return cls(parts.config.logging.profile, parts.config.run.dir)
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -12,7 +12,7 @@ from ..hook import Generate, Hook, Parts
 from ..trainer import Trainer
 
 
-class Samples(Hook):
+class SamplesHook(Hook):
     """Continues the prompts of `evaluation.samples` every n steps; rank 0 prints them and keeps them in samples.jsonl.
 
     Args:
@@ -25,7 +25,7 @@ class Samples(Hook):
         self._options, self._generate, self._folder = options, generate, Path(folder)
 
     @classmethod
-    def of(cls, parts: Parts) -> Samples | None:
+    def of(cls, parts: Parts) -> SamplesHook | None:
         if parts.generate is None:
             return None
         return cls(parts.config.evaluation.samples, parts.generate, parts.config.run.dir)

@@ -13,7 +13,7 @@ from ..trainer import Trainer
 SIGNALS = tuple(number.name for number in STOP_SIGNALS)
 
 
-class Stop(Hook):
+class StopHook(Hook):
     """A signal on any rank, or rank 0's clock, ends the run after the step in which all ranks have heard of it.
 
     The checkpoint hook, which comes later in the list, then saves. A second signal acts as without us.
@@ -27,7 +27,7 @@ class Stop(Hook):
         self._signals: StopSignals | None = None
 
     @classmethod
-    def of(cls, parts: Parts) -> Stop:
+    def of(cls, parts: Parts) -> StopHook:
         return cls(parts.config.training.stop_after)
 
     def on_start(self, trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from ..hook import Hook, Parts
 from ..trainer import Trainer
 
 
-class Closing(Hook):
+class SummaryHook(Hook):
     """Draws the loss curve and prints the summary on rank 0, also of a run that ended early or in an error.
 
     Args:
@@ -24,7 +24,7 @@ class Closing(Hook):
         self._folder, self._name, self._curve = Path(folder), name, curve
 
     @classmethod
-    def of(cls, parts: Parts) -> Closing:
+    def of(cls, parts: Parts) -> SummaryHook:
         config = parts.config
         return cls(config.run.dir, config.run.name or Path(config.run.dir).name, curve=config.logging.curve)
 

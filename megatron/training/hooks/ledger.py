@@ -13,7 +13,7 @@ from ..hook import Hook, Parts
 from ..trainer import Trainer
 
 
-class Record(Hook):
+class LedgerHook(Hook):
     """Writes the ledger on rank 0.
 
     Args:
@@ -24,7 +24,7 @@ class Record(Hook):
         self._facts = dict(facts or {})
 
     @classmethod
-    def of(cls, parts: Parts) -> Record:
+    def of(cls, parts: Parts) -> LedgerHook:
         return cls(parts.facts)
 
     def on_start(self, trainer: Trainer) -> None:
