@@ -18,8 +18,8 @@ from .sections.base import Section
 from .tree import get
 
 if TYPE_CHECKING:
-    from .facts import Facts
     from .problems import Problem
+    from .rule_context import RuleContext
     from .schema import Config
 
 O = TypeVar("O", bound=Section)
@@ -30,24 +30,24 @@ class Use(Generic[O]):
     """A kind as the layer pattern uses it, plain or with a variant: what its rules look at.
 
     Attributes:
-        facts: the whole configuration, and where its values came from.
+        context: the whole configuration, and where its values came from.
         kind: its name in the pattern.
         variant: the name of its variant; None without one.
         options: its options, the variant's on top.
     """
 
-    facts: Facts
+    context: RuleContext
     kind: str
     variant: str | None
     options: O
 
     @property
     def config(self) -> Config:
-        return self.facts.config
+        return self.context.config
 
     @property
     def hidden_size(self) -> int:
-        return self.facts.config.model.hidden_size
+        return self.context.config.model.hidden_size
 
     def key(self, name: str) -> str:
         """The whole name of a key. One that begins with a dot is an option of this kind: the variant's own where the
@@ -60,15 +60,15 @@ class Use(Generic[O]):
 
     def given(self, name: str) -> bool:
         """Whether the user gave this key (see `key`)."""
-        return self.facts.given(self.key(name))
+        return self.context.given(self.key(name))
 
     def problem(self, name: str, *others: str, rule: str, fix: str) -> Problem:
         """A problem with a key, in view of others (see `key`)."""
-        return self.facts.problem(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+        return self.context.problem(self.key(name), *map(self.key, others), rule=rule, fix=fix)
 
     def warning(self, name: str, *others: str, rule: str, fix: str) -> Problem:
         """A problem that does not stop the run."""
-        return self.facts.warning(self.key(name), *map(self.key, others), rule=rule, fix=fix)
+        return self.context.warning(self.key(name), *map(self.key, others), rule=rule, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LayerKind:
     about: str
     layer: str
     rules: tuple[Callable[[Use[Any]], Iterator[Problem]], ...] = ()
-    stack_rules: tuple[Callable[[Facts], Iterator[Problem]], ...] = ()
+    stack_rules: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     keeps_fp32: bool = False
     attends: bool = False

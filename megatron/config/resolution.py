@@ -11,7 +11,6 @@ from . import rules
 from .catalog import Path, dotted, lookup, parse_path, pattern_of
 from .derive import AT_START, NEED_RANKS, NEED_TOKENIZER, View, derive, unknown_after
 from .extensions import extensions_of
-from .facts import Facts
 from .files import gather, run_name
 from .flat import translate_flat
 from .former import former_runs
@@ -19,6 +18,7 @@ from .frozen import thaw
 from .layers import Source, merge
 from .origins import DEFAULT, Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, listing
+from .rule_context import RuleContext
 from .schema import Config, current_schema, using
 from .sections.layout import LaunchSection
 from .sections.recipe import OptimizerSection
@@ -148,8 +148,8 @@ def _combine(
     config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    facts = Facts(config, ranks, origin, files, here)
-    ruled = [*rules.broken(facts, inputs=check_inputs), *(former_runs(facts) if check_inputs else ())]
+    context = RuleContext(config, ranks, origin, files, here)
+    ruled = [*rules.broken(context, inputs=check_inputs), *(former_runs(context) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):
         raise ConfigError(problems)

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from megatron.config import rules
-from megatron.config.facts import Facts
 from megatron.config.kind import kinds_of
+from megatron.config.rule_context import RuleContext
 from tests.config.broken import BASE, BROKEN, WARNED, Case
 from tests.paths import ROOT
 from tools.config import main
@@ -117,8 +117,8 @@ def test_every_rule_has_a_case(folder, monkeypatch):
         name = f"{rule.__module__}.{rule.__qualname__}"
         every.add(name)
 
-        def run(facts):
-            for problem in rule(facts):
+        def run(context):
+            for problem in rule(context):
                 fired.add(name)
                 yield problem
 
@@ -131,7 +131,7 @@ def test_every_rule_has_a_case(folder, monkeypatch):
         name: replace(kind, rules=tuple(map(watched, kind.rules)), stack_rules=tuple(map(watched, kind.stack_rules)))
         for name, kind in kinds_of().items()
     }
-    monkeypatch.setattr(Facts, "kinds", property(lambda facts: known))
+    monkeypatch.setattr(RuleContext, "kinds", property(lambda context: known))
     for case in BROKEN + WARNED:
         main(command(folder, case))
     assert fired == every

@@ -6,22 +6,22 @@ import pytest
 
 from megatron.checkpoint.policy import SavePolicy
 from megatron.config import load
-from megatron.config.facts import Facts
+from megatron.config.rule_context import RuleContext
 from megatron.config.rules.cost import Weights, kept_checkpoints
 from megatron.model.describe import totals
 from tests.paths import ROOT
 
 
-def facts(name: str, *overrides: str) -> Facts:
+def context_of(name: str, *overrides: str) -> RuleContext:
     resolved = load([ROOT / "configs" / f"{name}.yml"], overrides, ranks=8, check_inputs=False)
-    return Facts(resolved.config, 8, lambda path: resolved.origins[".".join(map(str, path))])
+    return RuleContext(resolved.config, 8, lambda path: resolved.origins[".".join(map(str, path))])
 
 
 @pytest.mark.parametrize(
     "name, share", [("pythia/6.9b", 0.99), ("llama/llama3_8b", 0.999), ("test/tiny_moe", 0.5), ("test/tiny_rwkv7", 0)]
 )
 def test_never_more_than_the_layers_count(name, share):
-    at = facts(name, *([] if name.startswith("test") else ["data.synthetic=copy"]))
+    at = context_of(name, *([] if name.startswith("test") else ["data.synthetic=copy"]))
     whole = totals(at.config).parameters
     assert share * whole <= Weights.of(at).total <= whole
 
@@ -38,7 +38,8 @@ def test_never_more_than_the_layers_count(name, share):
     ],
 )
 def test_as_many_checkpoints_as_the_policy_saves(options):
-    at = facts("test/tiny_neox", "training.steps=101", *(f"checkpoint.{key}={value}" for key, value in options.items()))
+    words = (f"checkpoint.{key}={value}" for key, value in options.items())
+    at = context_of("test/tiny_neox", "training.steps=101", *words)
     policy = SavePolicy.of(at.config.checkpoint)
     saved = [step for step in range(102) if policy.due(step, last_step=101)]
     last, always = at.config.checkpoint.keep_last, at.config.checkpoint.keep_every

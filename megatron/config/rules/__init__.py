@@ -1,25 +1,25 @@
-"""Rules about keys together. Each is a function of `Facts` that yields a `Problem` for each breach; they are
+"""Rules about keys together. Each is a function of `RuleContext` that yields a `Problem` for each breach; they are
 listed in `RULES` at the end of their file, by concern, or in `INPUT_RULES` if only a start needs them: data,
 tokenizers and checkpoints that exist, which a tool that shows or counts a model does not ask for. What a kind of layer
 needs stands with the kind (`kind.LayerKind`)."""
 
 from __future__ import annotations
 
-from ..facts import Facts
 from ..problems import Problem
+from ..rule_context import RuleContext
 from . import cost, data, deepspeed, launch, layout, model, names, output, recipe, schedule
 
 MODULES = (names, model, layout, recipe, schedule, data, output, launch, deepspeed, cost)
 
 
-def broken(facts: Facts, inputs: bool) -> list[Problem]:
+def broken(context: RuleContext, inputs: bool) -> list[Problem]:
     """All problems that the rules find; with `inputs` also those that only a start has."""
     chosen = [rule for module in MODULES for rule in module.RULES]
     if inputs:
         chosen += [rule for module in MODULES for rule in getattr(module, "INPUT_RULES", ())]
-    found = [problem for rule in chosen for problem in rule(facts)]
-    for use in facts.used:
-        found += [problem for rule in facts.kinds[use.kind].rules for problem in rule(use)]
-    for kind in facts.kinds.values():
-        found += [problem for rule in kind.stack_rules for problem in rule(facts)]
+    found = [problem for rule in chosen for problem in rule(context)]
+    for use in context.used:
+        found += [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
+    for kind in context.kinds.values():
+        found += [problem for rule in kind.stack_rules for problem in rule(context)]
     return found

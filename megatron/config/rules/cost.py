@@ -10,8 +10,8 @@ from math import lcm
 from pathlib import Path as File
 
 from .. import machine
-from ..facts import Facts
 from ..problems import Problem
+from ..rule_context import RuleContext
 
 LARGEST_GPU = 288 * 2**30  # bytes: AMD MI355X and NVIDIA B300
 MOMENTS = {"adamw": 8, "lion": 4, "muon": 4}  # bytes per parameter, at least; sgd may have none
@@ -30,17 +30,17 @@ class Weights:
     experts: int
 
     @classmethod
-    def of(cls, facts: Facts) -> Weights:
-        model, dense, experts = facts.config.model, 0, 0
+    def of(cls, context: RuleContext) -> Weights:
+        model, dense, experts = context.config.model, 0, 0
         width = model.hidden_size
         dense += (model.vocab_size or 0) * width * (1 if model.embedding.tied else 2)
-        for use in facts.layers("attention"):
+        for use in context.layers("attention"):
             own = use.options
             if own.heads and own.kv_heads and own.head_dim:
                 dense += 2 * width * own.head_dim * (own.heads + own.kv_heads)
-        for use in facts.layers("mlp"):
+        for use in context.layers("mlp"):
             dense += (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
-        for use in facts.layers("moe"):
+        for use in context.layers("moe"):
             one = (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
             experts += one * use.options.experts
         return cls(dense, experts)
@@ -50,9 +50,9 @@ class Weights:
         return self.dense + self.experts
 
 
-def _bytes_on_a_rank(facts: Facts, weights: Weights, data: int) -> float:
+def _bytes_on_a_rank(context: RuleContext, weights: Weights, data: int) -> float:
     """What weights, gradients and optimizer state take on the rank that has most of them, at least."""
-    config = facts.config
+    config = context.config
     parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
     sizes = {"weights": 2 if mixed else 4, "gradients": 4 if config.precision.accumulate == "fp32" else 2}
     sizes["state"] = MOMENTS.get(config.optimizer.type, 0) + (4 if mixed else 0)
@@ -68,18 +68,18 @@ def _bytes_on_a_rank(facts: Facts, weights: Weights, data: int) -> float:
     return (each * weights.dense / parallel.tensor + fewer * experts) / parallel.pipeline
 
 
-def model_fits_on_a_rank(facts: Facts) -> Iterator[Problem]:
-    config, weights = facts.config, Weights.of(facts)
-    need = _bytes_on_a_rank(facts, weights, facts.data_ranks or 1)
-    on_cpu = config.launch.device == "cpu" or (facts.starts_here and not machine.has_gpu())
-    if facts.data_ranks is None or (on_cpu and not facts.starts_here):
+def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
+    config, weights = context.config, Weights.of(context)
+    need = _bytes_on_a_rank(context, weights, context.data_ranks or 1)
+    on_cpu = config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu())
+    if context.data_ranks is None or (on_cpu and not context.starts_here):
         return
     memory = machine.memory_bytes() if on_cpu else LARGEST_GPU
-    together = need * (facts.ranks if on_cpu else 1)
+    together = need * (context.ranks if on_cpu else 1)
     if memory is None or together <= memory:
         return
-    room = f"this machine has {gib(memory)} for {facts.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
-    yield facts.warning(
+    room = f"this machine has {gib(memory)} for {context.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"
+    yield context.warning(
         "model.layers",
         "parallel.tensor",
         "parallel.pipeline",
@@ -90,9 +90,9 @@ def model_fits_on_a_rank(facts: Facts) -> Iterator[Problem]:
     )
 
 
-def kept_checkpoints(facts: Facts) -> int:
+def kept_checkpoints(context: RuleContext) -> int:
     """How many checkpoints the run will have at its end, without those that only time or a signal asks for."""
-    options, last = facts.config.checkpoint, facts.config.training.steps
+    options, last = context.config.checkpoint, context.config.training.steps
     regular = last // options.every if options.every else 0
     named = {*options.steps, *(LOG_SPACED if options.log_spaced else ()), *((last,) if options.at_end else ())}
     total = regular + sum(step <= last and not (options.every and step and step % options.every == 0) for step in named)
@@ -102,18 +102,18 @@ def kept_checkpoints(facts: Facts) -> int:
     return min(total, options.keep_last + for_ever)
 
 
-def checkpoints_fit_on_the_disk(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
-    if not facts.starts_here:
+def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if not context.starts_here:
         return
     folder = File(config.launch.working_directory or ".", config.checkpoint.dir)
     free = machine.free_bytes(folder)
     state = MOMENTS.get(config.optimizer.type, 0) if config.checkpoint.optimizer_state else 0
-    size = Weights.of(facts).total * (4 + state)
+    size = Weights.of(context).total * (4 + state)
     there = sum(1 for _ in folder.glob("step_*")) if folder.is_dir() else 0
-    count = max(kept_checkpoints(facts) - there, 0)
+    count = max(kept_checkpoints(context) - there, 0)
     if free is not None and count * size > free:
-        yield facts.warning(
+        yield context.warning(
             "checkpoint.dir",
             "checkpoint.every",
             "checkpoint.keep_last",

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from ..catalog import Path, dotted
-from ..facts import Facts
 from ..file_access import MISSING, unreadable
 from ..problems import Problem
+from ..rule_context import RuleContext
 from ..sections.data import Source
 from ..tokenizer_size import local_tokens
 
 
-def sources(facts: Facts) -> Iterator[tuple[Path, Source]]:
+def sources(context: RuleContext) -> Iterator[tuple[Path, Source]]:
     """Every source that the configuration names, with its path."""
-    data = facts.config.data
+    data = context.config.data
     for index, source in enumerate(data.train):
         yield ("data", "train", index), source
     for kind in ("validation", "test"):
@@ -28,11 +28,11 @@ def sources(facts: Facts) -> Iterator[tuple[Path, Source]]:
             yield ("data", "phases", number, "sources", index), source
 
 
-def data_is_read_or_made(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
+def data_is_read_or_made(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
     if data.synthetic != "none" and (data.train or data.phases):
         read = "data.train" if data.train else "data.phases"
-        yield facts.problem(
+        yield context.problem(
             "data.synthetic",
             read,
             rule="data.synthetic must be none when data are read from files",
@@ -40,10 +40,10 @@ def data_is_read_or_made(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def there_is_data(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
+def there_is_data(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
     if data.synthetic == "none" and not data.train and not data.phases:
-        yield facts.problem(
+        yield context.problem(
             "data.train",
             rule="must be given: a run needs training data",
             fix="give data.train the prefix of a .bin/.idx pair (tools/data/tokenize.py makes one), "
@@ -51,8 +51,8 @@ def there_is_data(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def files_exist(facts: Facts) -> Iterator[Problem]:
-    for path, source in sources(facts):
+def files_exist(context: RuleContext) -> Iterator[Problem]:
+    for path, source in sources(context):
         for name in ("path", "labels"):
             prefix = getattr(source, name)
             if prefix is None:
@@ -65,13 +65,13 @@ def files_exist(facts: Facts) -> Iterator[Problem]:
                 rule = f"must exist: there is no file {' and no file '.join(reasons)}"
                 if set(reasons.values()) != {MISSING}:
                     rule = "; ".join(f"{file}: {reason}" for file, reason in reasons.items())
-                yield facts.problem_at((*path, name), rule=rule, fix=fix)
+                yield context.problem_at((*path, name), rule=rule, fix=fix)
 
 
-def pythia_seed_fits(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
+def pythia_seed_fits(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
     if data.order == "pythia" and data.synthetic == "none" and data.seed >= 2**32:
-        yield facts.problem(
+        yield context.problem(
             "data.seed",
             "data.order",
             rule="the seed of GPT-NeoX's shuffle must be below 2**32",
@@ -79,25 +79,25 @@ def pythia_seed_fits(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def some_source_counts(facts: Facts) -> Iterator[Problem]:
+def some_source_counts(context: RuleContext) -> Iterator[Problem]:
     """In each blend by itself: a phase in which nothing counts would pass without an update."""
-    data = facts.config.data
+    data = context.config.data
     blends = [(("data", "train"), data.train if not data.phases or data.phases[0].start > 0 else [])]
     blends += [(("data", "phases", index, "sources"), phase.sources) for index, phase in enumerate(data.phases)]
     blends += [(("data", "validation", name), each) for name, each in data.validation.items()]
     blends += [(("data", "test", name), each) for name, each in data.test.items()]
     for path, entries in blends:
         if entries and not any(each.loss for each in entries):
-            yield facts.problem_at(
+            yield context.problem_at(
                 (*path, 0, "loss"),
                 rule="at least one source must count in the loss",
                 fix="give one of the sources loss: true",
             )
 
 
-def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
-    if facts.config.data.weighting == "given" and facts.config.data.alpha != 1.0:
-        yield facts.warning(
+def alpha_needs_a_weighting(context: RuleContext) -> Iterator[Problem]:
+    if context.config.data.weighting == "given" and context.config.data.alpha != 1.0:
+        yield context.warning(
             "data.alpha",
             "data.weighting",
             rule="alpha must go with data.weighting: documents, tokens or neox-documents",
@@ -105,9 +105,9 @@ def alpha_needs_a_weighting(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def infilling_has_its_tokens(facts: Facts) -> Iterator[Problem]:
-    if facts.config.data.fim.rate > 0 and no_tokenizer(facts):
-        yield facts.problem(
+def infilling_has_its_tokens(context: RuleContext) -> Iterator[Problem]:
+    if context.config.data.fim.rate > 0 and no_tokenizer(context):
+        yield context.problem(
             "data.fim.rate",
             "tokenizer.type",
             "tokenizer.path",
@@ -116,26 +116,26 @@ def infilling_has_its_tokens(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
+def split_cuts_one_source(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
     if data.split is None:
         return
     if not 1 <= len(data.split) <= 3 or min(data.split) < 0 or data.split[0] <= 0:
-        yield facts.problem(
+        yield context.problem(
             "data.split",
             rule="split must be the shares of training, validation and test: one to three numbers of at least 0, "
             "the first above 0",
             fix="for example [969, 30, 1]",
         )
     if len(data.train) > 1:
-        yield facts.problem(
+        yield context.problem(
             "data.split",
             "data.train",
             rule="split must have exactly one training source, whose documents it divides",
             fix="give data.validation its own files, or keep one source",
         )
     if data.phases:
-        yield facts.problem(
+        yield context.problem(
             "data.split",
             "data.phases",
             rule="split must not go with phases: it divides one training source",
@@ -143,7 +143,7 @@ def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
         )
     for name, share in (("validation", 1), ("test", 2)):
         if getattr(data, name) and len(data.split) > share and data.split[share] > 0:
-            yield facts.problem(
+            yield context.problem(
                 "data.split",
                 f"data.{name}",
                 rule=f"{name} data must come from split or from data.{name}, not both",
@@ -151,26 +151,26 @@ def split_cuts_one_source(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def phases_follow_each_other(facts: Facts) -> Iterator[Problem]:
-    phases, steps = facts.config.data.phases, facts.config.training.steps
+def phases_follow_each_other(context: RuleContext) -> Iterator[Problem]:
+    phases, steps = context.config.data.phases, context.config.training.steps
     for index, (before, after) in enumerate(zip(phases, phases[1:]), 1):
         if after.start <= before.start:
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("data", "phases", index, "start"),
                 rule=f"must be above the start of the phase before, {before.start}",
                 fix=f"use more than {before.start}",
             )
     for index, phase in enumerate(phases):
         if phase.start >= steps > 0:
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("data", "phases", index, "start"),
                 "training.steps",
                 fatal=False,
                 rule="must be below training.steps: the run ends before this phase",
                 fix=f"use a start below {steps}, or remove the phase",
             )
-    if phases and phases[0].start > 0 and not facts.config.data.train:
-        yield facts.problem_at(
+    if phases and phases[0].start > 0 and not context.config.data.train:
+        yield context.problem_at(
             ("data", "phases", 0, "start"),
             "data.train",
             rule="the first phase must start at step 0, unless data.train is given",
@@ -178,8 +178,8 @@ def phases_follow_each_other(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def evaluation_has_data(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
+def evaluation_has_data(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
     split = config.data.split
     has_split = split is not None and len(split) > 1 and split[1] > 0
     if (
@@ -188,7 +188,7 @@ def evaluation_has_data(facts: Facts) -> Iterator[Problem]:
         and not has_split
         and config.data.synthetic == "none"
     ):
-        yield facts.problem(
+        yield context.problem(
             "evaluation.every",
             "data.validation",
             rule="evaluation must have validation data",
@@ -196,29 +196,29 @@ def evaluation_has_data(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def named_sets_have_sources(facts: Facts) -> Iterator[Problem]:
+def named_sets_have_sources(context: RuleContext) -> Iterator[Problem]:
     for kind in ("validation", "test"):
-        for name, members in getattr(facts.config.data, kind).items():
+        for name, members in getattr(context.config.data, kind).items():
             if not members:
-                yield facts.problem_at(
+                yield context.problem_at(
                     ("data", kind, name),
                     rule="a named set must have at least one source",
                     fix="give it a path, or remove it",
                 )
 
 
-def no_tokenizer(facts: Facts) -> bool:
+def no_tokenizer(context: RuleContext) -> bool:
     """Whether there is nothing that could turn text into tokens."""
-    tokenizer = facts.config.tokenizer
+    tokenizer = context.config.tokenizer
     return tokenizer.type == "none" or (tokenizer.path is None and tokenizer.type not in ("bytes", "characters"))
 
 
-def end_of_document_is_known(facts: Facts) -> Iterator[Problem]:
-    data, tokenizer = facts.config.data, facts.config.tokenizer
-    unknown = tokenizer.eod_id is None and no_tokenizer(facts)
+def end_of_document_is_known(context: RuleContext) -> Iterator[Problem]:
+    data, tokenizer = context.config.data, context.config.tokenizer
+    unknown = tokenizer.eod_id is None and no_tokenizer(context)
     for name in ("reset_attention_at_eod", "mask_loss_at_eod"):
         if getattr(data, name) and unknown:
-            yield facts.problem(
+            yield context.problem(
                 f"data.{name}",
                 "tokenizer.path",
                 "tokenizer.eod_id",
@@ -228,8 +228,8 @@ def end_of_document_is_known(facts: Facts) -> Iterator[Problem]:
             return
 
 
-def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
-    tokenizer = facts.config.tokenizer
+def tokenizer_exists(context: RuleContext) -> Iterator[Problem]:
+    tokenizer = context.config.tokenizer
     local = tokenizer.path is not None and (
         tokenizer.path.startswith(("/", "./", "../", "~"))
         or tokenizer.path.count("/") > 1
@@ -237,32 +237,32 @@ def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
     )
     needs_file = tokenizer.type in ("sentencepiece", "gpt2") and tokenizer.path is not None
     if (local or needs_file) and not File(tokenizer.path).exists():
-        yield facts.problem(
+        yield context.problem(
             "tokenizer.path",
             rule=f"must be a file that exists; there is no file {tokenizer.path}",
             fix=f"check the path (it is seen from {File.cwd()}), or make one with tools/data/train_tokenizer.py",
         )
     if tokenizer.merges is not None and not File(tokenizer.merges).is_file():
-        yield facts.problem(
+        yield context.problem(
             "tokenizer.merges",
             rule=f"must be a file that exists; there is no file {tokenizer.merges}",
             fix=f"check the path; it is seen from {File.cwd()}",
         )
 
 
-def samples_can_be_written(facts: Facts) -> Iterator[Problem]:
-    samples = facts.config.evaluation.samples
+def samples_can_be_written(context: RuleContext) -> Iterator[Problem]:
+    samples = context.config.evaluation.samples
     if samples.every is None:
         return
     if not samples.prompts:
-        yield facts.problem(
+        yield context.problem(
             "evaluation.samples.prompts",
             "evaluation.samples.every",
             rule="samples must have a prompt to continue",
             fix="give evaluation.samples.prompts, or remove evaluation.samples.every",
         )
-    if no_tokenizer(facts):
-        yield facts.problem(
+    if no_tokenizer(context):
+        yield context.problem(
             "evaluation.samples.every",
             "tokenizer.type",
             "tokenizer.path",
@@ -276,12 +276,12 @@ def _file(prefix: str) -> str:
     return os.path.abspath(prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix)
 
 
-def a_blend_names_a_file_once(facts: Facts) -> Iterator[Problem]:
+def a_blend_names_a_file_once(context: RuleContext) -> Iterator[Problem]:
     blends: dict[Path, dict[str, Path]] = {}
-    for path, source in sources(facts):
+    for path, source in sources(context):
         earlier = blends.setdefault(path[:-1], {}).setdefault(_file(source.path), path)
         if earlier != path:
-            yield facts.problem_at(
+            yield context.problem_at(
                 (*path, "path"),
                 dotted((*earlier, "path")),
                 rule="a blend must name each file only once",
@@ -289,15 +289,15 @@ def a_blend_names_a_file_once(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def a_file_has_one_label_file(facts: Facts) -> Iterator[Problem]:
+def a_file_has_one_label_file(context: RuleContext) -> Iterator[Problem]:
     """In all phases: a source goes on where an earlier phase stopped, as the same source."""
     first: dict[str, tuple[Path, Source]] = {}
-    for path, source in sources(facts):
+    for path, source in sources(context):
         if path[1] not in ("train", "phases"):
             continue
         earlier, known = first.setdefault(_file(source.path), (path, source))
         if (known.labels and _file(known.labels)) != (source.labels and _file(source.labels)):
-            yield facts.problem_at(
+            yield context.problem_at(
                 (*path, "labels"),
                 dotted((*earlier, "labels")),
                 rule=f"{source.path} must have the same label file in all phases",
@@ -305,10 +305,10 @@ def a_file_has_one_label_file(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def infilling_has_no_labels(facts: Facts) -> Iterator[Problem]:
-    for path, source in sources(facts):
-        if facts.config.data.fim.rate > 0 and source.labels and path[1] in ("train", "phases"):
-            yield facts.problem_at(
+def infilling_has_no_labels(context: RuleContext) -> Iterator[Problem]:
+    for path, source in sources(context):
+        if context.config.data.fim.rate > 0 and source.labels and path[1] in ("train", "phases"):
+            yield context.problem_at(
                 (*path, "labels"),
                 "data.fim.rate",
                 rule="must not go with fill-in-the-middle, which reorders documents but not their label file",
@@ -316,13 +316,13 @@ def infilling_has_no_labels(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def infilling_tokens_exist(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
-    known = local_tokens(facts.config.tokenizer.model_dump()) if data.fim.rate > 0 else None
+def infilling_tokens_exist(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
+    known = local_tokens(context.config.tokenizer.model_dump()) if data.fim.rate > 0 else None
     for name in ("prefix", "middle", "suffix"):
         token = getattr(data.fim, name)
         if known is not None and token not in known:
-            yield facts.problem(
+            yield context.problem(
                 f"data.fim.{name}",
                 "tokenizer.path",
                 rule=f"must be a token of the tokenizer, which has no token {token!r}",
@@ -330,10 +330,10 @@ def infilling_tokens_exist(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def packing_has_its_order(facts: Facts) -> Iterator[Problem]:
-    data = facts.config.data
+def packing_has_its_order(context: RuleContext) -> Iterator[Problem]:
+    data = context.config.data
     if data.packing == "best_fit" and data.order == "pythia" and data.synthetic == "none":
-        yield facts.problem(
+        yield context.problem(
             "data.packing",
             "data.order",
             rule="best_fit must not go with the pythia order, which splits documents",

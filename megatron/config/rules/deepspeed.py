@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..catalog import Path
-from ..facts import Facts
 from ..problems import Problem
+from ..rule_context import RuleContext
 from ..schema import Config
 from ..structure import nearest
 from ..tree import get, leaves
@@ -110,11 +110,11 @@ KNOWN = frozenset(
 )
 
 
-def names_are_deepspeeds(facts: Facts) -> Iterator[Problem]:
+def names_are_deepspeeds(context: RuleContext) -> Iterator[Problem]:
     known = {*KNOWN, *(path[0] for path in REMOVED), *(path[0] for path in REFUSED)}
-    for name in facts.config.deepspeed:
+    for name in context.config.deepspeed:
         if name not in known:
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("deepspeed", name),
                 rule="must be an option of DeepSpeed 0.19.8, which would ignore this one",
                 fix=nearest(name, known) or "remove it, unless a newer DeepSpeed is installed",
@@ -122,27 +122,27 @@ def names_are_deepspeeds(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def blocks_still_exist(facts: Facts) -> Iterator[Problem]:
+def blocks_still_exist(context: RuleContext) -> Iterator[Problem]:
     for path, fix in REMOVED.items():
-        if get(facts.config.deepspeed, path, None) is not None:
+        if get(context.config.deepspeed, path, None) is not None:
             rule = "DeepSpeed 0.19.8 no longer has this and refuses to start"
-            yield facts.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
+            yield context.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
 
 
-def blocks_leave_our_work_alone(facts: Facts) -> Iterator[Problem]:
+def blocks_leave_our_work_alone(context: RuleContext) -> Iterator[Problem]:
     for path, (rule, fix) in REFUSED.items():
-        if get(facts.config.deepspeed, path, None) is not None:
-            yield facts.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
+        if get(context.config.deepspeed, path, None) is not None:
+            yield context.problem_at(("deepspeed", *path), rule=f"must be left out: {rule}", fix=fix)
 
 
-def raw_options_agree(facts: Facts) -> Iterator[Problem]:
-    given = dict(leaves(facts.config.deepspeed))
+def raw_options_agree(context: RuleContext) -> Iterator[Problem]:
+    given = dict(leaves(context.config.deepspeed))
     for path, (key, expected) in OWNED.items():
         if path not in given or given[path] is None or given[path] == "auto":
             continue
-        ours = expected(facts.config)
+        ours = expected(context.config)
         if ours is not None and given[path] != ours:
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("deepspeed", *path),
                 key,
                 rule=f"must agree with {key}, from which the engine sets it",

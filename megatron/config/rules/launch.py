@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from .. import machine
-from ..facts import Facts
 from ..problems import Problem
+from ..rule_context import RuleContext
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _WORD = re.compile(r"[A-Za-z0-9_.:+,@/=][A-Za-z0-9_.:+,@/=-]*")
@@ -16,10 +16,10 @@ _RESOURCE = re.compile(r"([a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9][A-Za-z0-9_.-]*")
 _SECRET = re.compile(r"(^|_)(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
-def hosts_are_chosen_one_way(facts: Facts) -> Iterator[Problem]:
-    launch = facts.config.launch
+def hosts_are_chosen_one_way(context: RuleContext) -> Iterator[Problem]:
+    launch = context.config.launch
     if launch.include is not None and launch.exclude is not None:
-        yield facts.problem(
+        yield context.problem(
             "launch.exclude",
             "launch.include",
             rule="hosts must be either included or excluded",
@@ -27,17 +27,17 @@ def hosts_are_chosen_one_way(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def runner_has_its_hosts(facts: Facts) -> Iterator[Problem]:
-    launch = facts.config.launch
+def runner_has_its_hosts(context: RuleContext) -> Iterator[Problem]:
+    launch = context.config.launch
     if launch.runner == "local" and launch.hostfile is not None:
-        yield facts.problem(
+        yield context.problem(
             "launch.hostfile",
             "launch.runner",
             rule="hostfile must not go with the local runner, which starts ranks on this machine only",
             fix="remove the hostfile, or use runner: auto",
         )
     if launch.runner in ("ssh", "pdsh") and launch.hostfile is None:
-        yield facts.problem(
+        yield context.problem(
             "launch.runner",
             "launch.hostfile",
             rule=f"{launch.runner} must be given the hosts",
@@ -45,17 +45,18 @@ def runner_has_its_hosts(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def launch_files_exist(facts: Facts) -> Iterator[Problem]:
+def launch_files_exist(context: RuleContext) -> Iterator[Problem]:
     for name in ("hostfile", "environment_file"):
-        path = getattr(facts.config.launch, name)
+        path = getattr(context.config.launch, name)
         if path is not None and not File(path).is_file():
             fix = f"check the path; it is seen from {File.cwd()}"
-            yield facts.problem(f"launch.{name}", rule=f"must be a file that exists; there is no file {path}", fix=fix)
+            rule = f"must be a file that exists; there is no file {path}"
+            yield context.problem(f"launch.{name}", rule=rule, fix=fix)
 
 
-def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
+def secrets_stay_out_of_the_configuration(context: RuleContext) -> Iterator[Problem]:
     """Neither their values nor the argument that has them is shown."""
-    for name in facts.config.launch.environment:
+    for name in context.config.launch.environment:
         if _SECRET.search(name):
             yield Problem(
                 f"launch.environment.{name}",
@@ -64,13 +65,13 @@ def secrets_stay_out_of_the_configuration(facts: Facts) -> Iterator[Problem]:
                 fix="put it into a file that launch.environment_file names, or export it where the run is started "
                 "(HF_* and "
                 "WANDB_* go along to all ranks, others by launch.forward)",
-                where=str(facts.origin(("launch", "environment", name))).partition("=")[0],
+                where=str(context.origin(("launch", "environment", name))).partition("=")[0],
             )
 
 
-def job_scripts_can_hold_their_values(facts: Facts) -> Iterator[Problem]:
+def job_scripts_can_hold_their_values(context: RuleContext) -> Iterator[Problem]:
     """A line break in a value would be a line of its own in a job script, which the scheduler or a shell obeys."""
-    config = facts.config
+    config = context.config
     batch = config.launch.batch
     values = {"run.name": config.run.name, "run.dir": config.run.dir, "launch.batch.image": batch.image}
     values |= {f"launch.{name}": getattr(config.launch, name) for name in ("python", "working_directory")}
@@ -78,56 +79,56 @@ def job_scripts_can_hold_their_values(facts: Facts) -> Iterator[Problem]:
     values |= {f"launch.batch.{name}": " ".join(getattr(batch, name)) for name in ("setup", "options", "resources")}
     for name, value in values.items():
         if value is not None and _CONTROL.search(value):
-            yield facts.problem(
+            yield context.problem(
                 name, rule="must be text without line breaks and other control characters", fix="remove them"
             )
     for name in ("time", "account", "partition", "qos"):
         value = getattr(batch, name)
         if value is not None and not _WORD.fullmatch(value):
             rule = "must be one word of letters, digits and . _ : + , @ / = -"
-            yield facts.problem(f"launch.batch.{name}", rule=rule, fix="write it as the scheduler shows it")
+            yield context.problem(f"launch.batch.{name}", rule=rule, fix="write it as the scheduler shows it")
     for name in batch.resources:
         if not _RESOURCE.fullmatch(name):
             rule = "must be names of resources as Kubernetes has them, such as rdma/hca"
-            yield facts.problem("launch.batch.resources", rule=rule, fix="see `kubectl describe node`")
+            yield context.problem("launch.batch.resources", rule=rule, fix="see `kubectl describe node`")
 
 
-def environment_can_be_set(facts: Facts) -> Iterator[Problem]:
+def environment_can_be_set(context: RuleContext) -> Iterator[Problem]:
     """The names and values that an operating system takes."""
-    for name, value in facts.config.launch.environment.items():
+    for name, value in context.config.launch.environment.items():
         wrong = not name or "=" in name or "\0" in name
         if wrong or "\0" in value:
             what = "names of variables must not be empty, nor have '=' or a NUL in them" if wrong else None
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("launch", "environment", name),
                 rule=what or "values of variables must not have a NUL in them",
                 fix="write NAME: value, one line per variable" if wrong else "remove the NUL (\\0)",
             )
 
 
-def device_is_here(facts: Facts) -> Iterator[Problem]:
-    if facts.config.launch.device == "cuda" and facts.starts_here and not machine.has_gpu():
-        yield facts.problem(
+def device_is_here(context: RuleContext) -> Iterator[Problem]:
+    if context.config.launch.device == "cuda" and context.starts_here and not machine.has_gpu():
+        yield context.problem(
             "launch.device",
             rule="this machine must have an NVIDIA or AMD GPU, and it has none",
             fix="use device: auto or cpu, or name hosts that have GPUs (launch.hostfile)",
         )
 
 
-def ranks_can_be_started(facts: Facts) -> Iterator[Problem]:
+def ranks_can_be_started(context: RuleContext) -> Iterator[Problem]:
     """The interpreter and the folder that every rank starts with, where they are on this machine."""
-    launch = facts.config.launch
-    if not facts.starts_here:
+    launch = context.config.launch
+    if not context.starts_here:
         return
     folder = launch.working_directory or "."
     if not File(folder).is_dir():
-        yield facts.problem(
+        yield context.problem(
             "launch.working_directory",
             rule="must be a folder that exists",
             fix=f"check the path (it is seen from {File.cwd()}), or leave it out: ranks start in the current folder",
         )
     if launch.python is not None and not machine.program(launch.python, folder):
-        yield facts.problem(
+        yield context.problem(
             "launch.python",
             rule="must be a program that can be started, and there is none of this name",
             fix="give the path of a Python interpreter, or leave it out: ranks use the launcher's own",

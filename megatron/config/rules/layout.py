@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..divisors import multiples
-from ..facts import Facts
 from ..problems import Problem
+from ..rule_context import RuleContext
 
 
-def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
-    parallel, inner = facts.config.parallel, facts.inner
-    if facts.ranks is not None and facts.ranks % inner:
-        below = facts.ranks // inner * inner
+def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
+    parallel, inner = context.config.parallel, context.inner
+    if context.ranks is not None and context.ranks % inner:
+        below = context.ranks // inner * inner
         counts = " or ".join(str(each) for each in (below, below + inner) if each)
         key = next(f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1)
         others = [
@@ -20,31 +20,31 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
             for name in ("tensor", "pipeline", "context")
             if getattr(parallel, name) > 1 and f"parallel.{name}" != key
         ]
-        yield facts.problem(
+        yield context.problem(
             key,
             *others,
-            rule=f"the run's {facts.ranks} ranks must be a multiple of tensor * pipeline * context = {inner}",
-            fix=f"start {counts} ranks, or use sizes whose product divides {facts.ranks}",
+            rule=f"the run's {context.ranks} ranks must be a multiple of tensor * pipeline * context = {inner}",
+            fix=f"start {counts} ranks, or use sizes whose product divides {context.ranks}",
         )
 
 
-def context_waits(facts: Facts) -> Iterator[Problem]:
-    if facts.config.parallel.context > 1:
-        yield facts.problem(
+def context_waits(context: RuleContext) -> Iterator[Problem]:
+    if context.config.parallel.context > 1:
+        yield context.problem(
             "parallel.context",
             rule="must be 1: context parallel attention is not available yet",
             fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
         )
 
 
-def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
+def offloaded_parameters_have_one_type(context: RuleContext) -> Iterator[Problem]:
     """DeepSpeed 0.19.8 keeps offloaded parameters in buffers of the compute type, and would round those in fp32."""
-    config = facts.config
+    config = context.config
     if config.zero.offload_parameters.device == "none" or config.precision.compute == "fp32":
         return
-    for kind, about in facts.kinds.items():
-        if about.keeps_fp32 and facts.uses(kind):
-            yield facts.problem(
+    for kind, about in context.kinds.items():
+        if about.keeps_fp32 and context.uses(kind):
+            yield context.problem(
                 "zero.offload_parameters.device",
                 "precision.compute",
                 "model.layers",
@@ -53,17 +53,17 @@ def offloaded_parameters_have_one_type(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
-    parallel, length = facts.config.parallel, facts.config.training.sequence_length
+def sequence_divides_over_tensor_ranks(context: RuleContext) -> Iterator[Problem]:
+    parallel, length = context.config.parallel, context.config.training.sequence_length
     if parallel.sequence and parallel.tensor == 1:
-        yield facts.warning(
+        yield context.warning(
             "parallel.sequence",
             "parallel.tensor",
             rule="sequence parallelism must go with tensor parallelism; alone it has no effect",
             fix="use parallel.tensor of 2 or more, or parallel.sequence=false",
         )
     elif parallel.sequence and length % parallel.tensor:
-        yield facts.problem(
+        yield context.problem(
             "training.sequence_length",
             "parallel.tensor",
             "parallel.sequence",
@@ -72,10 +72,10 @@ def sequence_divides_over_tensor_ranks(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def stages_have_layers(facts: Facts) -> Iterator[Problem]:
-    stages, blocks = facts.config.parallel.pipeline, len(facts.blocks)
-    if facts.blocks and blocks < stages:
-        yield facts.problem(
+def stages_have_layers(context: RuleContext) -> Iterator[Problem]:
+    stages, blocks = context.config.parallel.pipeline, len(context.blocks)
+    if context.blocks and blocks < stages:
+        yield context.problem(
             "parallel.pipeline",
             "model.layers",
             rule=f"each pipeline stage must have at least one block, and the model has {blocks}",
@@ -83,37 +83,38 @@ def stages_have_layers(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def pipeline_split_adds_up(facts: Facts) -> Iterator[Problem]:
+def pipeline_split_adds_up(context: RuleContext) -> Iterator[Problem]:
     """At least one block per stage: a last stage that holds nothing but a tied head fails in bf16 training."""
-    split, stages, blocks = (facts.config.parallel.pipeline_split, facts.config.parallel.pipeline, len(facts.blocks))
+    parallel = context.config.parallel
+    split, stages, blocks = parallel.pipeline_split, parallel.pipeline, len(context.blocks)
     if isinstance(split, str) or not blocks:
         return
     key = "parallel.pipeline_split"
     if len(split) != stages:
-        yield facts.problem(
+        yield context.problem(
             key,
             "parallel.pipeline",
             rule=f"the list must have one number per stage: {stages}, not {len(split)}",
             fix=f"give {stages} numbers that add up to {blocks}",
         )
     elif sum(split) != blocks:
-        yield facts.problem(
+        yield context.problem(
             key,
             "model.layers",
             rule=f"the numbers must add up to the model's {blocks} blocks, not {sum(split)}",
             fix=_even(blocks, stages),
         )
     elif min(split) < 1:
-        yield facts.problem(key, rule="each stage must have at least one block", fix=_even(blocks, stages))
+        yield context.problem(key, rule="each stage must have at least one block", fix=_even(blocks, stages))
 
 
 def _even(blocks: int, stages: int) -> str:
     return f"for example {[blocks // stages + (stage < blocks % stages) for stage in range(stages)]}"
 
 
-def zero_2_and_3_without_pipeline(facts: Facts) -> Iterator[Problem]:
-    if facts.config.parallel.pipeline > 1 and facts.config.zero.stage >= 2:
-        yield facts.problem(
+def zero_2_and_3_without_pipeline(context: RuleContext) -> Iterator[Problem]:
+    if context.config.parallel.pipeline > 1 and context.config.zero.stage >= 2:
+        yield context.problem(
             "zero.stage",
             "parallel.pipeline",
             rule="zero.stage must be 0 or 1 with a pipeline: ZeRO 2 and 3 partition gradients it still accumulates",
@@ -121,10 +122,10 @@ def zero_2_and_3_without_pipeline(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def zero_0_needs_fp32(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
+def zero_0_needs_fp32(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
     if config.zero.stage == 0 and config.precision.compute != "fp32":
-        yield facts.problem(
+        yield context.problem(
             "zero.stage",
             "precision.compute",
             rule=f"zero.stage must be at least 1 for {config.precision.compute} (DeepSpeed's ZeRO 0 cannot)",
@@ -132,10 +133,11 @@ def zero_0_needs_fp32(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def zero_2_and_3_traffic(facts: Facts) -> Iterator[Problem]:
-    count = facts.config.training.accumulation or 1
-    if facts.config.zero.stage >= 2 and count > 1 and facts.config.parallel.pipeline == 1 and facts.data_ranks != 1:
-        yield facts.warning(
+def zero_2_and_3_traffic(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    count = config.training.accumulation or 1
+    if config.zero.stage >= 2 and count > 1 and config.parallel.pipeline == 1 and context.data_ranks != 1:
+        yield context.warning(
             "zero.stage",
             "training.accumulation",
             rule=f"zero.stage must be at most 1 to reduce gradients once per step, here with {count} times the traffic",
@@ -143,10 +145,10 @@ def zero_2_and_3_traffic(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def selective_recomputation_needs_whole_parameters(facts: Facts) -> Iterator[Problem]:
+def selective_recomputation_needs_whole_parameters(context: RuleContext) -> Iterator[Problem]:
     """torch knows what it kept by counting operations, and gathering parameters again shifts the count."""
-    if facts.config.zero.stage == 3 and facts.config.training.activation_checkpointing.mode == "selective":
-        yield facts.problem(
+    if context.config.zero.stage == 3 and context.config.training.activation_checkpointing.mode == "selective":
+        yield context.problem(
             "training.activation_checkpointing.mode",
             "zero.stage",
             rule="mode must not be selective with ZeRO 3: gradients would be wrong",
@@ -154,11 +156,11 @@ def selective_recomputation_needs_whole_parameters(facts: Facts) -> Iterator[Pro
         )
 
 
-def micro_batches_fill_the_pipeline(facts: Facts) -> Iterator[Problem]:
-    stages, count = facts.config.parallel.pipeline, facts.config.training.accumulation
+def micro_batches_fill_the_pipeline(context: RuleContext) -> Iterator[Problem]:
+    stages, count = context.config.parallel.pipeline, context.config.training.accumulation
     if stages > 1 and count is not None and count < 4 * stages:
         idle = (stages - 1) / (count + stages - 1)
-        yield facts.warning(
+        yield context.warning(
             "training.accumulation",
             "parallel.pipeline",
             rule=f"{count} micro-batches must not leave each of {stages} stages idle {100 * idle:.0f} % of the time",
@@ -167,9 +169,9 @@ def micro_batches_fill_the_pipeline(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def overlap_needs_the_plain_engine(facts: Facts) -> Iterator[Problem]:
-    if facts.config.zero.overlap and facts.config.parallel.pipeline > 1:
-        yield facts.warning(
+def overlap_needs_the_plain_engine(context: RuleContext) -> Iterator[Problem]:
+    if context.config.zero.overlap and context.config.parallel.pipeline > 1:
+        yield context.warning(
             "zero.overlap",
             "parallel.pipeline",
             rule="overlap must be false with a pipeline, which reduces gradients once, after the last micro-batch",
@@ -177,17 +179,17 @@ def overlap_needs_the_plain_engine(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
-    zero, pipeline = facts.config.zero, facts.config.parallel.pipeline
+def offloading_fits_the_stage(context: RuleContext) -> Iterator[Problem]:
+    zero, pipeline = context.config.zero, context.config.parallel.pipeline
     if zero.offload_parameters.device != "none" and zero.stage != 3:
-        yield facts.problem(
+        yield context.problem(
             "zero.offload_parameters.device",
             "zero.stage",
             rule="offloading parameters must go with ZeRO 3, which partitions them",
             fix="use zero.stage=3, or offload_optimizer",
         )
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
-        yield facts.problem(
+        yield context.problem(
             "zero.offload_optimizer.device",
             "zero.stage",
             rule="offloading optimizer state must go with ZeRO 1, 2 or 3",
@@ -199,21 +201,21 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
     ):
         key = f"zero.{name}"
         if offload.device == "nvme" and zero.stage != 3:
-            yield facts.problem(
+            yield context.problem(
                 f"{key}.device",
                 "zero.stage",
                 rule="offloading to NVMe must go with ZeRO 3",
                 fix="use zero.stage=3, or device: cpu",
             )
         if offload.device == "nvme" and offload.path is None:
-            yield facts.problem(
+            yield context.problem(
                 f"{key}.path",
                 f"{key}.device",
                 rule="offloading to NVMe must have a folder on the drive",
                 fix=f"give {key}.path",
             )
         if offload.device != "none" and pipeline > 1:
-            yield facts.problem(
+            yield context.problem(
                 f"{key}.device",
                 "parallel.pipeline",
                 rule="offloading must go without a pipeline",
@@ -221,7 +223,7 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
             )
         if offload.device == "none" and (offload.path is not None or offload.pin_memory):
             given = "path" if offload.path is not None else "pin_memory"
-            yield facts.warning(
+            yield context.warning(
                 f"{key}.{given}",
                 f"{key}.device",
                 rule="must go with device: cpu or nvme; nothing is offloaded",
@@ -229,10 +231,10 @@ def offloading_fits_the_stage(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def offloaded_optimizer_is_adam(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
+def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
     if config.zero.offload_optimizer.device != "none" and config.optimizer.type != "adamw":
-        yield facts.problem(
+        yield context.problem(
             "zero.offload_optimizer.device",
             "optimizer.type",
             rule="optimizer.type must be adamw for offloaded state",

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..catalog import lookup
-from ..facts import Facts
 from ..importable import check_importable
 from ..problems import Problem
 from ..registry import ADDED, Registry, RegistryError, registry_of
+from ..rule_context import RuleContext
 from ..structure import nearest
 from ..tree import leaves
 
 
-def names_stand_for_something(facts: Facts) -> Iterator[Problem]:
-    for path, value in leaves(facts.config.model_dump()):
+def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
+    for path, value in leaves(context.config.model_dump()):
         key = lookup(path)
         role = key.limits.get("role") if key else None
         if role is None or not isinstance(value, str) or value in key.limits["words"]:
             continue
-        registry = _registry(facts)
+        registry = _registry(context)
         inside = registry_of().names(role)
         names = (
             *key.limits["words"],
@@ -27,25 +27,25 @@ def names_stand_for_something(facts: Facts) -> Iterator[Problem]:
         )
         if role in ADDED and value in inside:
             rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
-            yield facts.problem_at(path, rule=rule, fix="leave it out here")
+            yield context.problem_at(path, rule=rule, fix="leave it out here")
         elif value in registry.names(role):
             continue
         elif ":" not in value:
             others = f"use one of: {', '.join(names)}" if names else "write it as package.module:name"
             known = f"one of {', '.join(names)}, or " if names else ""
             rule = f"{key.name} must be {known}an import path (package.module:name)"
-            yield facts.problem_at(path, rule=rule, fix=nearest(value, names) or others)
+            yield context.problem_at(path, rule=rule, fix=nearest(value, names) or others)
         else:
             try:
                 check_importable(value)
             except RegistryError as error:
-                yield facts.problem_at(path, rule=error.rule, fix=error.fix)
+                yield context.problem_at(path, rule=error.rule, fix=error.fix)
 
 
-def _registry(facts: Facts) -> Registry:
+def _registry(context: RuleContext) -> Registry:
     """With the extensions' names; what is wrong with an extension is the concern of another rule."""
     try:
-        return registry_of(tuple(facts.config.model.extensions))
+        return registry_of(tuple(context.config.model.extensions))
     except RegistryError:
         return registry_of()
 

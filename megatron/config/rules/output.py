@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from .. import machine
-from ..facts import Facts
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
+from ..rule_context import RuleContext
 
 
-def one_way_to_start(facts: Facts) -> Iterator[Problem]:
-    checkpoint = facts.config.checkpoint
+def one_way_to_start(context: RuleContext) -> Iterator[Problem]:
+    checkpoint = context.config.checkpoint
     if checkpoint.initialize_from is not None and checkpoint.resume not in ("auto", "none"):
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.initialize_from",
             "checkpoint.resume",
             rule="a run must either resume a checkpoint or take another one's weights, not both",
@@ -22,42 +22,42 @@ def one_way_to_start(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def resume_exists(facts: Facts) -> Iterator[Problem]:
-    resume = facts.config.checkpoint.resume
+def resume_exists(context: RuleContext) -> Iterator[Problem]:
+    resume = context.config.checkpoint.resume
     if resume in ("auto", "none"):
         return
     if resume.lower() in ("no", "off", "false", "never", "null", "") and not File(resume or "no").exists():
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.resume",
             rule="resume must be auto, none, or the path of a checkpoint",
             fix="write none to start anew",
         )
     elif "://" not in resume and not File(resume).exists():  # a URL is looked at by the run itself
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.resume",
             rule=f"must be a checkpoint that exists; there is no checkpoint {resume}",
             fix=f"check the path (it is seen from {File.cwd()}), or use auto or none",
         )
 
 
-def other_programs_checkpoints_are_recognised(facts: Facts) -> Iterator[Problem]:
+def other_programs_checkpoints_are_recognised(context: RuleContext) -> Iterator[Problem]:
     """A run that took them for nothing would start anew beside them."""
-    checkpoint = facts.config.checkpoint
+    checkpoint = context.config.checkpoint
     for name in ("dir", "resume", "initialize_from"):
         where = getattr(checkpoint, name)
         step = None if where is None or "://" in where else neox_checkpoint(where)
         if step is not None:
-            yield facts.problem(
+            yield context.problem(
                 f"checkpoint.{name}",
                 rule=f"must not hold GPT-NeoX checkpoints: {where} has {step.name}",
-                fix=advice(step, facts.files, weights=name == "initialize_from"),
+                fix=advice(step, context.files, weights=name == "initialize_from"),
             )
 
 
-def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
-    path = facts.config.checkpoint.initialize_from
+def initial_weights_exist(context: RuleContext) -> Iterator[Problem]:
+    path = context.config.checkpoint.initialize_from
     if path is not None and "://" not in path and not File(path).exists():
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.initialize_from",
             rule=f"must be a checkpoint or a folder that exists; there is no checkpoint or folder {path}",
             fix=f"check the path; it is seen from {File.cwd()} (tools/checkpoint/from_hf.py fetches a model of the "
@@ -65,10 +65,10 @@ def initial_weights_exist(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def urls_can_be_opened(facts: Facts) -> Iterator[Problem]:
+def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
     """Before the first save finds out: is there anything that speaks the protocol?"""
     for name in ("upload", "resume", "initialize_from"):
-        url = getattr(facts.config.checkpoint, name)
+        url = getattr(context.config.checkpoint, name)
         protocol = url.partition("://")[0] if url is not None and "://" in url else None
         if protocol is None:
             continue
@@ -77,26 +77,26 @@ def urls_can_be_opened(facts: Facts) -> Iterator[Problem]:
         try:
             get_filesystem_class(protocol.partition("::")[0])
         except (ImportError, ValueError) as error:
-            yield facts.problem(
+            yield context.problem(
                 f"checkpoint.{name}",
                 rule=f"the package for the URL's protocol must be installed: {error}",
                 fix="install it on all hosts (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or mend the URL",
             )
 
 
-def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
-    checkpoint, steps = facts.config.checkpoint, facts.config.training.steps
+def kept_checkpoints_are_saved(context: RuleContext) -> Iterator[Problem]:
+    checkpoint, steps = context.config.checkpoint, context.config.training.steps
     saves = checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced
     for name in ("keep_last", "keep_every"):
         if getattr(checkpoint, name) is not None and not saves:
-            yield facts.warning(
+            yield context.warning(
                 f"checkpoint.{name}",
                 "checkpoint.every",
                 rule="must go with checkpoint.every: nothing is saved before the end",
                 fix="give checkpoint.every",
             )
     if checkpoint.keep_every and checkpoint.every and checkpoint.keep_every % checkpoint.every:
-        yield facts.warning(
+        yield context.warning(
             "checkpoint.keep_every",
             "checkpoint.every",
             rule="keep_every must be a multiple of every: only saved steps can be kept",
@@ -104,12 +104,12 @@ def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
         )
     wrong = [step for step in checkpoint.steps if step < 0]
     if wrong:
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.steps", rule=f"steps must be at least 0, and {wrong[0]} is not", fix="remove it"
         )
     late = [step for step in checkpoint.steps if step > steps]
     if late:
-        yield facts.warning(
+        yield context.warning(
             "checkpoint.steps",
             "training.steps",
             rule=f"must be at most training.steps: the run ends before step {late[0]}",
@@ -117,10 +117,10 @@ def kept_checkpoints_are_saved(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def resuming_needs_optimizer_state(facts: Facts) -> Iterator[Problem]:
-    checkpoint = facts.config.checkpoint
-    if not checkpoint.optimizer_state and facts.given("checkpoint.resume") and checkpoint.resume == "auto":
-        yield facts.warning(
+def resuming_needs_optimizer_state(context: RuleContext) -> Iterator[Problem]:
+    checkpoint = context.config.checkpoint
+    if not checkpoint.optimizer_state and context.given("checkpoint.resume") and checkpoint.resume == "auto":
+        yield context.warning(
             "checkpoint.optimizer_state",
             "checkpoint.resume",
             rule="optimizer_state must be true for checkpoints to resume from",
@@ -128,36 +128,36 @@ def resuming_needs_optimizer_state(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def profiled_steps_are_run(facts: Facts) -> Iterator[Problem]:
-    profile, training = facts.config.logging.profile, facts.config.training
+def profiled_steps_are_run(context: RuleContext) -> Iterator[Problem]:
+    profile, training = context.config.logging.profile, context.config.training
     if profile.start is not None and profile.start > training.steps:
-        yield facts.warning(
+        yield context.warning(
             "logging.profile.start",
             "training.steps",
             rule="must be at most training.steps: the run ends before the profile starts",
             fix=f"use at most {training.steps}",
         )
-    if profile.start is not None and facts.ranks is not None:
-        wrong = [rank for rank in profile.ranks if not 0 <= rank < facts.ranks]
+    if profile.start is not None and context.ranks is not None:
+        wrong = [rank for rank in profile.ranks if not 0 <= rank < context.ranks]
         if wrong:
-            yield facts.problem(
+            yield context.problem(
                 "logging.profile.ranks",
-                rule=f"must be ranks of the run, 0 to {facts.ranks - 1}, and {wrong[0]} is not",
+                rule=f"must be ranks of the run, 0 to {context.ranks - 1}, and {wrong[0]} is not",
                 fix="name ranks of the run",
             )
 
 
-def map_has_its_source(facts: Facts) -> Iterator[Problem]:
-    checkpoint = facts.config.checkpoint
+def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
+    checkpoint = context.config.checkpoint
     if checkpoint.initialize_vocabulary != "same" and checkpoint.initialize_from is None:
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.initialize_vocabulary",
             "checkpoint.initialize_from",
             rule="must go with checkpoint.initialize_from: rows are added to existing weights",
             fix="give checkpoint.initialize_from, or use initialize_vocabulary: same",
         )
     if checkpoint.initialize_map and checkpoint.initialize_from is None:
-        yield facts.problem(
+        yield context.problem(
             "checkpoint.initialize_map",
             "checkpoint.initialize_from",
             rule="must go with checkpoint.initialize_from: tensors are made from those of that checkpoint",
@@ -165,27 +165,28 @@ def map_has_its_source(facts: Facts) -> Iterator[Problem]:
         )
     for ours, theirs in checkpoint.initialize_map.items():
         if theirs != "new" and ours.count("*") != theirs.count("*"):
-            yield facts.problem_at(
+            yield context.problem_at(
                 ("checkpoint", "initialize_map", ours),
                 rule="both names must have the same number of *",
                 fix="write as many * on the right as on the left, or 'new'",
             )
 
 
-def folders_can_be_written(facts: Facts) -> Iterator[Problem]:
+def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:
     """Before the first save finds out, perhaps after hours. Folders of other hosts are theirs."""
-    config = facts.config
-    if not facts.starts_here:
+    config = context.config
+    if not context.starts_here:
         return
     base = File(config.launch.working_directory or ".")
     broken = machine.why_not_writable(base / config.run.dir)
     if broken:
         fix = f"choose another folder, or mend this one (the path is seen from {base.absolute()})"
-        yield facts.problem("run.dir", rule=f"must be a folder that the run can write into, and {broken}", fix=fix)
+        yield context.problem("run.dir", rule=f"must be a folder that the run can write into, and {broken}", fix=fix)
     own = machine.why_not_writable(base / config.checkpoint.dir)
     if own and own != broken:  # else it is inside run.dir
         fix = f"choose another folder, or mend this one (the path is seen from {base.absolute()})"
-        yield facts.problem("checkpoint.dir", rule=f"must be a folder that the run can write into, and {own}", fix=fix)
+        rule = f"must be a folder that the run can write into, and {own}"
+        yield context.problem("checkpoint.dir", rule=rule, fix=fix)
 
 
 RULES = (

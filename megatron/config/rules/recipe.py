@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import machine
-from ..facts import Facts
 from ..kernels import installed
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
+from ..rule_context import RuleContext
 
 
-def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
+def batch_sizes_multiply_out(context: RuleContext) -> Iterator[Problem]:
     """global_batch_size = micro_batch_size * accumulation * data parallel size."""
-    training, ranks = facts.config.training, facts.data_ranks
+    training, ranks = context.config.training, context.data_ranks
     total, micro, count = training.global_batch_size, training.micro_batch_size, training.accumulation
     if ranks is None or total is None:
         return
-    unit, fixed = micro * ranks, facts.given("training.accumulation") and count is not None
+    unit, fixed = micro * ranks, context.given("training.accumulation") and count is not None
     keys = ["training.micro_batch_size"] + (["training.accumulation"] if fixed else [])
     if fixed and total != unit * count:
         fix = f"use global_batch_size = {unit * count}"
@@ -34,7 +34,7 @@ def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
     else:
         return
     product = f"{micro} * {count} * {ranks} = {unit * count}" if fixed else f"a multiple of {micro} * {ranks} = {unit}"
-    yield facts.problem(
+    yield context.problem(
         "training.global_batch_size",
         *keys,
         fix=fix,
@@ -42,11 +42,11 @@ def batch_sizes_multiply_out(facts: Facts) -> Iterator[Problem]:
     )
 
 
-def samples_can_be_counted(facts: Facts) -> Iterator[Problem]:
-    training = facts.config.training
+def samples_can_be_counted(context: RuleContext) -> Iterator[Problem]:
+    training = context.config.training
     total = training.steps * (training.global_batch_size or 1) * training.sequence_length
     if total >= 2**63:
-        yield facts.problem(
+        yield context.problem(
             "training.global_batch_size",
             "training.steps",
             "training.sequence_length",
@@ -55,9 +55,9 @@ def samples_can_be_counted(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
-    if facts.config.precision.compute == "fp16" and facts.config.launch.device == "cpu":
-        yield facts.problem(
+def fp16_needs_a_gpu(context: RuleContext) -> Iterator[Problem]:
+    if context.config.precision.compute == "fp16" and context.config.launch.device == "cpu":
+        yield context.problem(
             "precision.compute",
             "launch.device",
             rule="fp16 must be trained on GPUs; most CPUs have no fp16 arithmetic",
@@ -65,11 +65,11 @@ def fp16_needs_a_gpu(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
-    config = facts.config
-    here = config.launch.device == "auto" and facts.starts_here
+def fp16_finds_a_gpu(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    here = config.launch.device == "auto" and context.starts_here
     if config.precision.compute == "fp16" and here and not machine.has_gpu():
-        yield facts.problem(
+        yield context.problem(
             "precision.compute",
             "launch.device",
             rule="fp16 must be trained on GPUs, and this machine has none",
@@ -77,41 +77,41 @@ def fp16_finds_a_gpu(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def kernels_are_here(facts: Facts) -> Iterator[Problem]:
+def kernels_are_here(context: RuleContext) -> Iterator[Problem]:
     """A package that was asked for by name is never replaced in silence."""
-    config = facts.config
+    config = context.config
     wanted = config.model.kernels
     if wanted in ("auto", "torch"):
         return
-    able = {kind: about.packages[wanted] for kind, about in facts.kinds.items() if wanted in about.packages}
-    if facts.blocks and not any(map(facts.uses, able)):
-        yield facts.problem(
+    able = {kind: about.packages[wanted] for kind, about in context.kinds.items() if wanted in about.packages}
+    if context.blocks and not any(map(context.uses, able)):
+        yield context.problem(
             "model.kernels",
             "model.layers",
             rule=f"{wanted} has kernels for {' and '.join(able)}: the pattern must have one of these",
             fix="use kernels: auto",
         )
-    elif config.launch.device == "cpu" or (facts.starts_here and not machine.has_gpu()):
-        yield facts.problem(
+    elif config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu()):
+        yield context.problem(
             "model.kernels",
             "launch.device",
             rule=f"{wanted} must have a GPU",
             fix="use kernels: auto, which takes torch on CPUs",
         )
-    elif facts.starts_here and not installed(wanted):
-        yield facts.problem(
+    elif context.starts_here and not installed(wanted):
+        yield context.problem(
             "model.kernels",
             rule=f"{wanted} must be installed",
             fix=f"{next(iter(able.values()))}, or use kernels: auto",
         )
 
 
-def accumulation_is_no_narrower_mix(facts: Facts) -> Iterator[Problem]:
-    compute = facts.config.precision.compute
+def accumulation_is_no_narrower_mix(context: RuleContext) -> Iterator[Problem]:
+    compute = context.config.precision.compute
     for name in ("accumulate", "reduce"):
-        kind = getattr(facts.config.precision, name)
+        kind = getattr(context.config.precision, name)
         if kind not in ("fp32", compute):
-            yield facts.problem(
+            yield context.problem(
                 f"precision.{name}",
                 "precision.compute",
                 rule=f"gradients of {compute} weights must be accumulated in {compute} or fp32",
@@ -119,12 +119,12 @@ def accumulation_is_no_narrower_mix(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def loss_scale_needs_fp16(facts: Facts) -> Iterator[Problem]:
-    if facts.config.precision.compute == "fp16":
+def loss_scale_needs_fp16(context: RuleContext) -> Iterator[Problem]:
+    if context.config.precision.compute == "fp16":
         return
-    for name in type(facts.config.precision.loss_scale).model_fields:
-        if facts.given(f"precision.loss_scale.{name}"):
-            yield facts.warning(
+    for name in type(context.config.precision.loss_scale).model_fields:
+        if context.given(f"precision.loss_scale.{name}"):
+            yield context.warning(
                 f"precision.loss_scale.{name}",
                 "precision.compute",
                 rule="loss scaling must go with fp16",
@@ -133,14 +133,14 @@ def loss_scale_needs_fp16(facts: Facts) -> Iterator[Problem]:
             return
 
 
-def betas_are_shares(facts: Facts) -> Iterator[Problem]:
-    if not all(0 <= beta < 1 for beta in facts.config.optimizer.betas):
-        yield facts.problem(
+def betas_are_shares(context: RuleContext) -> Iterator[Problem]:
+    if not all(0 <= beta < 1 for beta in context.config.optimizer.betas):
+        yield context.problem(
             "optimizer.betas", rule="both betas must be in [0, 1)", fix="AdamW for language models uses [0.9, 0.95]"
         )
 
 
-def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
+def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
     users = {
         "betas": ("adamw", "lion", "muon"),
         "epsilon": ("adamw", "muon"),
@@ -149,10 +149,10 @@ def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
         "muon_lr": ("muon",),
         "muon_momentum": ("muon",),
     }
-    kind = facts.config.optimizer.type
+    kind = context.config.optimizer.type
     for name, kinds in users.items() if kind in INSIDE[OPTIMIZER] else ():  # another may read any of them
-        if kind not in kinds and facts.given(f"optimizer.{name}"):
-            yield facts.warning(
+        if kind not in kinds and context.given(f"optimizer.{name}"):
+            yield context.warning(
                 f"optimizer.{name}",
                 "optimizer.type",
                 rule=f"{name} must go with {', '.join(kinds)}; it has no effect here",
@@ -160,10 +160,10 @@ def options_suit_the_optimizer(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def nesterov_has_momentum(facts: Facts) -> Iterator[Problem]:
-    optimizer = facts.config.optimizer
+def nesterov_has_momentum(context: RuleContext) -> Iterator[Problem]:
+    optimizer = context.config.optimizer
     if optimizer.type == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
-        yield facts.problem(
+        yield context.problem(
             "optimizer.nesterov",
             "optimizer.momentum",
             rule="Nesterov momentum must go with a momentum above 0",
@@ -171,18 +171,18 @@ def nesterov_has_momentum(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def muon_is_exact(facts: Facts) -> Iterator[Problem]:
+def muon_is_exact(context: RuleContext) -> Iterator[Problem]:
     """Muon orthogonalises whole matrices: no rank may hold only a part of one."""
-    config = facts.config
+    config = context.config
     if config.optimizer.type == "muon" and config.parallel.tensor > 1:
-        yield facts.problem(
+        yield context.problem(
             "optimizer.type",
             "parallel.tensor",
             rule="Muon must have whole matrices, which tensor parallelism shards",
             fix="use parallel.tensor=1, or optimizer.type=adamw",
         )
     if config.optimizer.type == "muon" and config.zero.stage == 3:
-        yield facts.problem(
+        yield context.problem(
             "optimizer.type",
             "zero.stage",
             rule="Muon must have whole matrices, which ZeRO 3 partitions",
@@ -190,10 +190,10 @@ def muon_is_exact(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def muon_has_a_rate(facts: Facts) -> Iterator[Problem]:
-    optimizer = facts.config.optimizer
+def muon_has_a_rate(context: RuleContext) -> Iterator[Problem]:
+    optimizer = context.config.optimizer
     if optimizer.type == "muon" and optimizer.lr == 0:
-        yield facts.problem(
+        yield context.problem(
             "optimizer.lr",
             "optimizer.type",
             rule="Muon's matrices follow the schedule of optimizer.lr, which must be above 0",
@@ -201,11 +201,11 @@ def muon_has_a_rate(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def recomputation_is_on(facts: Facts) -> Iterator[Problem]:
-    if facts.config.training.activation_checkpointing.mode != "full" and facts.given(
+def recomputation_is_on(context: RuleContext) -> Iterator[Problem]:
+    if context.config.training.activation_checkpointing.mode != "full" and context.given(
         "training.activation_checkpointing.every"
     ):
-        yield facts.warning(
+        yield context.warning(
             "training.activation_checkpointing.every",
             "training.activation_checkpointing.mode",
             rule="`every` must go with mode: full",
@@ -213,10 +213,10 @@ def recomputation_is_on(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def stop_comes_before_the_end(facts: Facts) -> Iterator[Problem]:
-    training = facts.config.training
+def stop_comes_before_the_end(context: RuleContext) -> Iterator[Problem]:
+    training = context.config.training
     if training.stop_at_step is not None and training.stop_at_step > training.steps:
-        yield facts.warning(
+        yield context.warning(
             "training.stop_at_step",
             "training.steps",
             rule="must be at most training.steps: the run ends before this step",

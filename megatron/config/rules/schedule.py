@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..facts import Facts
 from ..problems import Problem
 from ..registry import INSIDE, SCHEDULE
+from ..rule_context import RuleContext
 
 WARMUPS = ("warmup_steps", "warmup_tokens", "warmup_fraction")
 
 
-def warmup_is_given_once(facts: Facts) -> Iterator[Problem]:
-    given = [f"schedule.{name}" for name in WARMUPS if getattr(facts.config.schedule, name) is not None]
+def warmup_is_given_once(context: RuleContext) -> Iterator[Problem]:
+    given = [f"schedule.{name}" for name in WARMUPS if getattr(context.config.schedule, name) is not None]
     if len(given) > 1:
-        yield facts.problem(
+        yield context.problem(
             given[1],
             given[0],
             *given[2:],
@@ -23,9 +23,9 @@ def warmup_is_given_once(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def warmup(facts: Facts) -> tuple[str, float]:
+def warmup(context: RuleContext) -> tuple[str, float]:
     """The warmup's key and its length in steps."""
-    schedule, training = facts.config.schedule, facts.config.training
+    schedule, training = context.config.schedule, context.config.training
     if schedule.warmup_tokens is not None:
         per_step = (training.global_batch_size or 0) * training.sequence_length
         return "schedule.warmup_tokens", schedule.warmup_tokens / per_step if per_step else 0.0
@@ -34,10 +34,10 @@ def warmup(facts: Facts) -> tuple[str, float]:
     return "schedule.warmup_steps", schedule.warmup_steps or 0
 
 
-def schedule_starts_before_its_end(facts: Facts) -> Iterator[Problem]:
-    schedule = facts.config.schedule
+def schedule_starts_before_its_end(context: RuleContext) -> Iterator[Problem]:
+    schedule = context.config.schedule
     if schedule.start >= schedule.steps:
-        yield facts.problem(
+        yield context.problem(
             "schedule.start",
             "schedule.steps",
             rule="schedule.start must be below schedule.steps",
@@ -45,11 +45,11 @@ def schedule_starts_before_its_end(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
+def parts_fit_into_the_schedule(context: RuleContext) -> Iterator[Problem]:
     """Warmup, cooldown and decay together are no longer than the schedule."""
-    schedule = facts.config.schedule
+    schedule = context.config.schedule
     length = schedule.steps - schedule.start
-    key, steps = warmup(facts)
+    key, steps = warmup(context)
     parts = {key: steps}
     if schedule.type in ("wsd", "infinite"):
         parts["schedule.decay_steps"] = schedule.decay_steps or 0
@@ -64,7 +64,7 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
         )
         first, *others = sorted((name for name, value in parts.items() if value), key=lambda name: -parts[name])
         keys = ["training.global_batch_size"] if first == "schedule.warmup_tokens" else []
-        yield facts.problem(
+        yield context.problem(
             first,
             *others,
             "schedule.steps",
@@ -74,7 +74,7 @@ def parts_fit_into_the_schedule(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
+def decay_suits_the_schedule(context: RuleContext) -> Iterator[Problem]:
     users = {
         "decay_steps": ("wsd", "infinite"),
         "decay_shape": ("wsd",),
@@ -82,9 +82,9 @@ def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
         "cooldown_shape": ("infinite",),
         "constant_lr_ratio": ("infinite",),
     }
-    for name, kinds in users.items() if facts.config.schedule.type in INSIDE[SCHEDULE] else ():
-        if facts.config.schedule.type not in kinds and facts.given(f"schedule.{name}"):
-            yield facts.warning(
+    for name, kinds in users.items() if context.config.schedule.type in INSIDE[SCHEDULE] else ():
+        if context.config.schedule.type not in kinds and context.given(f"schedule.{name}"):
+            yield context.warning(
                 f"schedule.{name}",
                 "schedule.type",
                 rule=f"{name} must go with {' or '.join(kinds)}; it has no effect here",
@@ -92,14 +92,14 @@ def decay_suits_the_schedule(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def inverse_sqrt_has_a_warmup(facts: Facts) -> Iterator[Problem]:
-    key, steps = warmup(facts)
+def inverse_sqrt_has_a_warmup(context: RuleContext) -> Iterator[Problem]:
+    key, steps = warmup(context)
     if (
-        facts.config.schedule.type == "inverse_sqrt"
+        context.config.schedule.type == "inverse_sqrt"
         and not steps
-        and not (key == "schedule.warmup_tokens" and facts.config.training.global_batch_size is None)
+        and not (key == "schedule.warmup_tokens" and context.config.training.global_batch_size is None)
     ):
-        yield facts.problem(
+        yield context.problem(
             key,
             "schedule.type",
             rule="inverse_sqrt must have a warmup: its length is the time scale of the decay",
@@ -107,26 +107,26 @@ def inverse_sqrt_has_a_warmup(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def infinite_is_complete(facts: Facts) -> Iterator[Problem]:
-    schedule = facts.config.schedule
+def infinite_is_complete(context: RuleContext) -> Iterator[Problem]:
+    schedule = context.config.schedule
     if schedule.type != "infinite":
         return
     if schedule.cooldown_steps is None:
-        yield facts.problem(
+        yield context.problem(
             "schedule.cooldown_steps",
             "schedule.type",
             rule="infinite must have the steps of its cooldown",
             fix="give schedule.cooldown_steps (0 goes to the constant rate at once)",
         )
     if schedule.min_lr_ratio == 0:
-        yield facts.problem(
+        yield context.problem(
             "schedule.min_lr_ratio",
             "schedule.type",
             rule="must be above 0: infinite anneals exponentially",
             fix="use a value above 0, such as 0.01",
         )
     if schedule.constant_lr_ratio < schedule.min_lr_ratio:
-        yield facts.problem(
+        yield context.problem(
             "schedule.constant_lr_ratio",
             "schedule.min_lr_ratio",
             rule="the constant rate must not be below the lowest one",
@@ -134,13 +134,13 @@ def infinite_is_complete(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
-    schedule = facts.config.schedule
+def compat_has_its_own_schedules(context: RuleContext) -> Iterator[Problem]:
+    schedule = context.config.schedule
     if schedule.compat == "none":
         return
     if schedule.type not in ("constant", "linear", "cosine"):
         theirs = "GPT-NeoX 1.0" if schedule.compat == "neox-v1" else "GPT-NeoX"
-        yield facts.problem(
+        yield context.problem(
             "schedule.compat",
             "schedule.type",
             rule=f"schedule.type must be one that {theirs} has, and it has no {schedule.type} schedule",
@@ -148,7 +148,7 @@ def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
         )
     for name in ("start", "initial_lr_ratio"):
         if getattr(schedule, name):
-            yield facts.problem(
+            yield context.problem(
                 f"schedule.{name}",
                 "schedule.compat",
                 rule="must be left out: GPT-NeoX's schedule starts at step 0, with its own first rate",
@@ -156,12 +156,12 @@ def compat_has_its_own_schedules(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def compat_stays_below_the_peak(facts: Facts) -> Iterator[Problem]:
+def compat_stays_below_the_peak(context: RuleContext) -> Iterator[Problem]:
     """GPT-NeoX 1.0 stops counting steps one warmup before the end: a longer warmup than the rest counts back."""
-    schedule = facts.config.schedule
-    key, steps = warmup(facts)
+    schedule = context.config.schedule
+    key, steps = warmup(context)
     if schedule.compat == "neox-v1" and schedule.type != "constant" and 2 * steps > schedule.steps:
-        yield facts.warning(
+        yield context.warning(
             key,
             "schedule.compat",
             "schedule.steps",
@@ -170,11 +170,11 @@ def compat_stays_below_the_peak(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def compat_has_a_whole_step_of_warmup(facts: Facts) -> Iterator[Problem]:
+def compat_has_a_whole_step_of_warmup(context: RuleContext) -> Iterator[Problem]:
     """Today's GPT-NeoX gives the first update the rate of step 1, over a warmup that may be shorter than a step."""
-    key, steps = warmup(facts)
-    if facts.config.schedule.compat == "neox" and 0 < steps < 1:
-        yield facts.warning(
+    key, steps = warmup(context)
+    if context.config.schedule.compat == "neox" and 0 < steps < 1:
+        yield context.warning(
             key,
             "schedule.compat",
             rule=f"must be at least one step: {steps:g} makes GPT-NeoX's first rate {1 / steps:g} times the peak",
@@ -182,10 +182,10 @@ def compat_has_a_whole_step_of_warmup(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def schedule_covers_the_run(facts: Facts) -> Iterator[Problem]:
-    schedule, steps = facts.config.schedule, facts.config.training.steps
-    if facts.given("schedule.steps") and schedule.steps < steps:
-        yield facts.warning(
+def schedule_covers_the_run(context: RuleContext) -> Iterator[Problem]:
+    schedule, steps = context.config.schedule, context.config.training.steps
+    if context.given("schedule.steps") and schedule.steps < steps:
+        yield context.warning(
             "schedule.steps",
             "training.steps",
             rule=f"must be training.steps: the last {steps - schedule.steps} steps keep the schedule's last rate",

@@ -10,8 +10,8 @@ from megatron.config.divisors import divisors, multiples, near
 from megatron.config.kind import Use
 
 if TYPE_CHECKING:
-    from megatron.config.facts import Facts
     from megatron.config.problems import Problem
+    from megatron.config.rule_context import RuleContext
 
     from .options import MoEOptions
 
@@ -178,12 +178,12 @@ def experts_divide_over_expert_ranks(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def rows_are_aligned(facts: Facts) -> Iterator[Problem]:
+def rows_are_aligned(context: RuleContext) -> Iterator[Problem]:
     """torch's grouped matrix products want rows that start at multiples of 16 bytes."""
-    compute, width = facts.config.precision.compute, facts.config.model.hidden_size
+    compute, width = context.config.precision.compute, context.config.model.hidden_size
     unit = 16 // BYTES[compute]
-    if facts.uses("moe") and width % unit:
-        yield facts.problem(
+    if context.uses("moe") and width % unit:
+        yield context.problem(
             "model.hidden_size",
             "precision.compute",
             rule="model.hidden_size must be a multiple of 16 bytes for the grouped products of a moe layer, "
@@ -192,9 +192,9 @@ def rows_are_aligned(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
+def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
     """The first MLP router has nothing to average with; all others carry states of one width."""
-    routers = [use for use in facts.layers("moe") if use.options.router.network == "mlp"]
+    routers = [use for use in context.layers("moe") if use.options.router.network == "mlp"]
     if routers and routers[0].options.router.average:
         yield routers[0].problem(
             ".router.average",
@@ -204,7 +204,7 @@ def router_states_have_a_first(facts: Facts) -> Iterator[Problem]:
             "{router: {average: false}}",
         )
     if len({use.options.router.width for use in routers}) > 1:
-        yield facts.problem(
+        yield context.problem(
             "model.moe.router.width",
             "model.layers",
             rule="all routers must have one width, since their states are carried on",
@@ -252,15 +252,15 @@ _IDLE = (
 )
 
 
-def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
+def options_that_nothing_reads(context: RuleContext) -> Iterator[Problem]:
     """Options given for all moe layers that none of them reads, each beside the one that makes it idle."""
-    used = [use.options for use in facts.layers("moe")]
+    used = [use.options for use in context.layers("moe")]
     for name, other, values, rule, fix in _IDLE:
-        if used and facts.given(f"model.moe.{name}") and all(attrgetter(other)(moe) not in values for moe in used):
+        if used and context.given(f"model.moe.{name}") and all(attrgetter(other)(moe) not in values for moe in used):
             fix = f"{fix}, or leave {name.rsplit('.', 1)[-1]} out"
-            yield facts.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
-    if used and facts.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
-        yield facts.warning(
+            yield context.warning(f"model.moe.{name}", f"model.moe.{other}", rule=rule, fix=fix)
+    if used and context.given("model.moe.losses.over") and not any(moe.losses.balance for moe in used):
+        yield context.warning(
             "model.moe.losses.over",
             "model.moe.losses.balance",
             rule="losses.over must go with a balancing loss, and there is none",
@@ -268,19 +268,19 @@ def options_that_nothing_reads(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _folds(facts: Facts) -> bool:
+def _folds(context: RuleContext) -> bool:
     """Whether tensor parallel ranks have whole experts."""
-    return facts.config.parallel.expert_tensor == 1 < facts.config.parallel.tensor
+    return context.config.parallel.expert_tensor == 1 < context.config.parallel.tensor
 
 
-def _spreads(facts: Facts) -> bool:
-    return facts.config.parallel.expert > 1 or _folds(facts)
+def _spreads(context: RuleContext) -> bool:
+    return context.config.parallel.expert > 1 or _folds(context)
 
 
-def there_are_experts_to_spread(facts: Facts) -> Iterator[Problem]:
+def there_are_experts_to_spread(context: RuleContext) -> Iterator[Problem]:
     for name in ("expert", "expert_tensor"):
-        if facts.given(f"parallel.{name}") and _spreads(facts) and facts.blocks and not facts.uses("moe"):
-            yield facts.problem(
+        if context.given(f"parallel.{name}") and _spreads(context) and context.blocks and not context.uses("moe"):
+            yield context.problem(
                 f"parallel.{name}",
                 "model.layers",
                 rule="the model must have experts to spread over ranks, and it has none",
@@ -288,11 +288,11 @@ def there_are_experts_to_spread(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def experts_are_cut_or_whole(facts: Facts) -> Iterator[Problem]:
-    parallel = facts.config.parallel
+def experts_are_cut_or_whole(context: RuleContext) -> Iterator[Problem]:
+    parallel = context.config.parallel
     if parallel.expert_tensor not in (1, parallel.tensor):
         either = "1" if parallel.tensor == 1 else f"1 or {parallel.tensor}"
-        yield facts.problem(
+        yield context.problem(
             "parallel.expert_tensor",
             "parallel.tensor",
             rule="an expert must be cut over all tensor parallel ranks, or be whole on each of them",
@@ -300,19 +300,19 @@ def experts_are_cut_or_whole(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
+def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
     """Experts are spread over the data axis, or over data and tensor axes where no tensor parallel rank has a slice."""
-    parallel, data = facts.config.parallel, facts.data_ranks
+    parallel, data = context.config.parallel, context.data_ranks
     if data is None:
         return
-    folds = _folds(facts)
+    folds = _folds(context)
     line = data * parallel.tensor if folds else data
     if line % parallel.expert:
         sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
         where = "data and tensor parallel ranks of a stage" if folds else "data parallel ranks"
         why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
         wider = "" if folds or data * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
-        yield facts.problem(
+        yield context.problem(
             "parallel.expert",
             *sizes,
             rule=f"parallel.expert must divide the {line} {where} that experts are spread over{why}",
@@ -320,10 +320,10 @@ def expert_ranks_divide_their_line(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
-    if _spreads(facts) and facts.config.zero.stage == 3:
-        key = "parallel.expert_tensor" if _folds(facts) else "parallel.expert"
-        yield facts.problem(
+def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:
+    if _spreads(context) and context.config.zero.stage == 3:
+        key = "parallel.expert_tensor" if _folds(context) else "parallel.expert"
+        yield context.problem(
             "zero.stage",
             key,
             rule="zero.stage must be below 3: ZeRO 3 partitions every parameter over all data parallel ranks, "
@@ -332,15 +332,15 @@ def spread_experts_fit_the_stage(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def folded_experts_want_equal_shards(facts: Facts) -> Iterator[Problem]:
+def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
     """DeepSpeed's ZeRO fills a bucket with gradients of all kinds and sends it when it is full. Ranks with other
     numbers of elements fill it at other parameters; where their experts' groups have several such ranks, they would
     wait for ever.
     """
-    config = facts.config
+    config = context.config
     vocabulary, ranks = config.model.vocab_size, config.parallel.tensor
-    if _folds(facts) and facts.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
-        yield facts.problem(
+    if _folds(context) and context.uses("moe") and config.zero.stage in (1, 2) and vocabulary and vocabulary % ranks:
+        yield context.problem(
             "model.vocab_size",
             "parallel.tensor",
             "parallel.expert_tensor",

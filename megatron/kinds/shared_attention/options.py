@@ -76,7 +76,7 @@ class SharedAttentionOptions(AttentionOptions):
 
 def shared_blocks_are_used(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
     """A block of shared weights that no layer uses would have no gradient."""
-    uses = [(each.name, each.variant) for block in at.facts.blocks for each in block.kinds]
+    uses = [(each.name, each.variant) for block in at.context.blocks for each in block.kinds]
     calls = uses.count((at.kind, at.variant))
     if at.options.blocks > calls:
         yield at.problem(

@@ -18,7 +18,7 @@ from .variants import options_of
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuleContext:
     """A derived configuration and what is known beside it.
 
     Attributes:
