@@ -28,7 +28,7 @@ from megatron.model.stack import Model, Plan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.mesh import Mesh, limit_groups
-from megatron.parallel.parameters import kept_tensors
+from megatron.parallel.parameters import buffers_of
 
 from .clipping import GlobalClipping
 from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
@@ -187,7 +187,7 @@ class BaseEngine:
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
-        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, kept_tensors(module))
+        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module))
 
     def _initialize(self, module, mpu):
         import deepspeed

@@ -49,7 +49,7 @@ class EngineState:
         engine: DeepSpeed's engine.
         optimizer: the torch optimizer that it was given.
         parameters: this rank's parameters, each once.
-        kept: tensors that are saved and no optimizer sees (`ParameterFactory.kept`).
+        buffers: tensors that are saved and no optimizer sees (`ParameterFactory.buffer`).
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class EngineState:
         parameters: list[nn.Parameter],
         mesh: Mesh,
         stage: int,
-        kept: Sequence[Tensor] = (),
+        buffers: Sequence[Tensor] = (),
     ):
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
-        self.parameters, self.kept = list(dict.fromkeys(parameters)), kept
+        self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
 
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
         yield from self._fragments(replicas=False)
         if self.mesh.tensor.rank == self.mesh.data.rank == 0:
-            yield from self._kept()
+            yield from self._buffer_fragments()
 
     def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
         """What this rank saves of the weights alone, made of the masters."""
         for fragment in self.fragments():
             if fragment.state == MASTER:
-                kept = fragment.data if fragment.tensor.keep_fp32 else fragment.data.to(dtype)
-                yield replace(fragment, state=WEIGHT, data=kept)
+                data = fragment.data if fragment.tensor.keep_fp32 else fragment.data.to(dtype)
+                yield replace(fragment, state=WEIGHT, data=data)
 
     def targets(self) -> list[Fragment]:
         """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
-        return [*self._fragments(replicas=True), *self._kept()]
+        return [*self._fragments(replicas=True), *self._buffer_fragments()]
 
     def masters(self) -> list[Fragment]:
         """The fp32 masters among the targets, for a start from weights alone."""
@@ -119,8 +119,8 @@ class EngineState:
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         return scaler if hasattr(scaler, "cur_iter") else None
 
-    def _kept(self) -> Iterator[Fragment]:
-        for tensor in self.kept:
+    def _buffer_fragments(self) -> Iterator[Fragment]:
+        for tensor in self.buffers:
             yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
 
     def _fragments(self, replicas: bool) -> Iterator[Fragment]:

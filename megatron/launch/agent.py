@@ -210,11 +210,11 @@ class Agent:
             rank = RankProcess(number, self._log(logs, f"{'host' if job.wrapper else 'rank'}_{number:04d}.log"))
             environment = rank_environment(base, number, local, local_size, world, master)
             cores = devices.cores_of(local, size, environment, bind)
-            kept = self.meeting.fileno() if number == 0 and self.meeting else None
-            if kept is not None and not job.wrapper:
-                environment[SOCKET] = str(kept)
+            bound = self.meeting.fileno() if number == 0 and self.meeting else None
+            if bound is not None and not job.wrapper:
+                environment[SOCKET] = str(bound)
             rank.start(
-                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None), kept
+                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None), bound
             )
             self.ranks.append(rank)
             for stream in rank.streams:

@@ -115,10 +115,10 @@ class RankProcess:
         environment: dict[str, str],
         cores: Sequence[int] | None,
         terminal: Sequence[tuple[int, int] | None],
-        kept: int | None = None,
+        socket: int | None = None,
     ) -> None:
         """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream; the rank
-        inherits the descriptor `kept`."""
+        inherits the descriptor `socket`."""
         sources, targets = zip(*(_channel(size) for size in terminal))
         agent = os.getpid()
         try:
@@ -130,7 +130,7 @@ class RankProcess:
                 cwd=directory,
                 env=environment,
                 start_new_session=True,
-                pass_fds=() if kept is None else (kept,),
+                pass_fds=() if socket is None else (socket,),
                 preexec_fn=lambda: _before_exec(agent, cores),
             )
         finally:

@@ -170,7 +170,7 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
     return found
 
 
-def streams_kept(model: ModelSection, pattern: BlockPattern) -> int:
+def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
     """How many states of the residual stream a block keeps for its backward pass: what its norms read."""
     attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
     if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):

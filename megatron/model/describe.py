@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.pattern import Block
 
-from .block import block_counts, streams_kept
+from .block import block_counts, streams_saved
 from .counts import Counts
 from .embedding_and_head import embedding_counts, head_counts
 from .partition import stage_of
@@ -25,7 +25,7 @@ class LayerCosts:
         kind: "embedding", "head", or the block's pattern.
         stage: the pipeline stage that holds it.
         counts: what it costs, whole, before recomputation.
-        kept: elements kept per token for the backward pass, with the run's activation checkpointing, in units of the
+        saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
             compute type.
         recomputed: FLOPs per token of the forward pass that run a second time.
     """
@@ -34,7 +34,7 @@ class LayerCosts:
     kind: str
     stage: int
     counts: Counts
-    kept: int
+    saved: int
     recomputed: int
 
 
@@ -54,23 +54,23 @@ def layers(config: Config) -> list[LayerCosts]:
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
     kinds = ["embedding", *map(str, blocks), "head"]
     wider = model.hidden_size * (_stream_units(config) - 1)  # what the ends read of an fp32 stream
-    kept = [
+    saved = [
         (counts[0].activations + (wider if model.residual.channel_scales else 0), 0),
         *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
         (counts[-1].activations + wider, 0),
     ]
-    return [LayerCosts(*row[:4], *row[4]) for row in zip(names, kinds, stage_of(config), counts, kept)]
+    return [LayerCosts(*row[:4], *row[4]) for row in zip(names, kinds, stage_of(config), counts, saved)]
 
 
 def _recomputation(config: Config, index: int, block: Block, counts: Counts) -> tuple[int, int]:
-    """(elements kept per token, FLOPs per token computed again) of a block."""
+    """(elements saved per token, FLOPs per token computed again) of a block."""
     options, units = config.training.activation_checkpointing, _stream_units(config)
     width = config.model.hidden_size * units
     if options.mode == "selective":
         return width + counts.products, 0
     if options.mode == "full" and index % options.every == 0:
         return width, counts.flops
-    return counts.activations + (units - 1) * config.model.hidden_size * streams_kept(config.model, block), 0
+    return counts.activations + (units - 1) * config.model.hidden_size * streams_saved(config.model, block), 0
 
 
 def _stream_units(config: Config) -> int:
@@ -91,7 +91,7 @@ def layers_table(config: Config) -> list[dict[str, Any]]:
             "parameters": layer.counts.parameters,
             "active_parameters": layer.counts.parameters - layer.counts.idle,
             "flops": layer.counts.flops,
-            "activation_bytes": layer.kept * tokens * size,
+            "activation_bytes": layer.saved * tokens * size,
             "state_bytes": (layer.counts.state - layer.counts.memory) * size + layer.counts.memory * BYTES["fp32"],
         }
         for layer in layers(config)

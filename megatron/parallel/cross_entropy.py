@@ -50,7 +50,7 @@ def logits_of(
 
 
 @lru_cache(maxsize=1)
-def _kept(tokens: int, words: int) -> Tensor:
+def _chunk_memory(tokens: int, words: int) -> Tensor:
     """Memory of a chunk's logits on CPU, kept for the next chunk and step.
 
     The C library gives so large a block back at once and the kernel clears the next one page by page: 8 to 14 % of the
@@ -118,7 +118,7 @@ def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, opti
     x_CH, weights_C = x_NH[part], weights_N[part]
     out = None
     if x_CH.device.type == "cpu" and x_CH.dtype == torch.float32 and options.chunk:
-        out = _kept(min(options.chunk, x_NH.shape[0]), weight_VH.shape[0])[: x_CH.shape[0]]
+        out = _chunk_memory(min(options.chunk, x_NH.shape[0]), weight_VH.shape[0])[: x_CH.shape[0]]
     logits_CV = logits_of(x_CH, weight_VH, bias_V, options, out)
     local_C = labels_N[part] - first
     mine_C = (local_C >= 0) & (local_C < logits_CV.shape[1])

@@ -74,7 +74,7 @@ class ParameterFactory:
             parameter.experts = run
         return parameter
 
-    def kept(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
+    def buffer(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
         """A tensor that checkpoints keep and no optimizer sees: fp32, whole on every rank, 0 at the start."""
         tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
         tensor.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
@@ -100,12 +100,12 @@ def shard_start(parameter: Tensor) -> int:
 
 
 def stored_tensors(module: nn.Module) -> list[Tensor]:
-    """All that a checkpoint has of a module: its parameters, each once, and its kept tensors."""
-    return [*dict.fromkeys(module.parameters()), *kept_tensors(module)]
+    """All that a checkpoint has of a module: its parameters, each once, and its buffers."""
+    return [*dict.fromkeys(module.parameters()), *buffers_of(module)]
 
 
-def kept_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors of a module and its parts that `ParameterFactory.kept` made, in order."""
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module and its parts that `ParameterFactory.buffer` made, in order."""
     return [
         value
         for each in module.modules()

@@ -1,7 +1,7 @@
 """The store where ranks meet, listening on one address.
 
 torch's own `env://` opens it on every address of the machine, where any stranger can read and write it. Here rank 0
-listens on the address that the others call, and, where the launcher has kept a port for it, on the very socket that
+listens on the address that the others call, and, where the launcher has bound a port for it, on the very socket that
 the launcher bound: between the choice of a port and its use nobody else can take it.
 """
 
@@ -38,7 +38,7 @@ def open_store(
         address, port: of rank 0.
         timeout: of reads that wait.
         one_host: whether all ranks are on this machine.
-        environment: where the launcher says which socket it has kept.
+        environment: where the launcher says which socket it has bound.
 
     Raises:
         OSError: on rank 0, the port is taken.
@@ -49,21 +49,23 @@ def open_store(
         return next(iter(dist.rendezvous("env://", rank, ranks, timeout=timeout)))[0]
     options = {}
     if rank == 0:
-        options["master_listen_fd"] = (_kept(port, environment) or listen_on(address, port, one_host=one_host)).detach()
+        options["master_listen_fd"] = (
+            _inherited(port, environment) or listen_on(address, port, one_host=one_host)
+        ).detach()
     return dist.TCPStore(address, port, ranks, rank == 0, timeout, multi_tenant=True, **options)
 
 
-def _kept(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:
+def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:
     """The socket that the launcher has bound; None if there is none, or the variable is of another job."""
     number = environment.pop(SOCKET, "")
     if not number.isdigit():
         return None
     try:
         os.set_inheritable(int(number), False)
-        kept = socket.socket(fileno=int(number))
+        bound = socket.socket(fileno=int(number))
     except OSError:
         return None
-    if kept.family in (socket.AF_INET, socket.AF_INET6) and kept.getsockname()[1] == port:
-        return kept
-    kept.detach()  # it is not ours to close
+    if bound.family in (socket.AF_INET, socket.AF_INET6) and bound.getsockname()[1] == port:
+        return bound
+    bound.detach()  # it is not ours to close
     return None

@@ -9,7 +9,7 @@ from megatron.config import resolve
 from megatron.engine.scoring import Scorer, Text, depends_on_batch
 from megatron.model.generate import Sampling, complete
 from megatron.model.stack import Model, build_model
-from megatron.parallel.parameters import kept_tensors, stored_tensors
+from megatron.parallel.parameters import buffers_of, stored_tensors
 from tests.training import matrix, runs
 from tests.workers import run
 
@@ -68,7 +68,7 @@ def untouched(settings: dict, ranks: int):
 def plain_model(settings: dict) -> Model:
     model = build_model(resolve(settings), dtype=torch.float32).eval()
     with torch.no_grad():
-        for tensor in {id(each): each for each in [*stored_tensors(model), *kept_tensors(model)]}.values():
+        for tensor in {id(each): each for each in [*stored_tensors(model), *buffers_of(model)]}.values():
             tensor.add_(torch.from_numpy(runs.noise(tensor.logical)).to(tensor.dtype))
     return model
 

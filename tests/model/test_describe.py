@@ -151,7 +151,7 @@ def test_kept_activations_of_a_block(name: str):
 def test_kept_activations_of_the_ends(name: str):
     """What the layers count is all there is, but for what they share."""
     config = config_of(name)
-    ends = sum(layer.kept for layer in layers(config))
+    ends = sum(layer.saved for layer in layers(config))
     assert kept_bytes(config) == pytest.approx(ends * B * S * 4, abs=SHARED)
 
 
@@ -162,7 +162,7 @@ def test_kept_activations_of_the_ends(name: str):
 @pytest.mark.parametrize("mode", [{"mode": "selective"}, {"mode": "full"}, {"mode": "full", "every": 2}])
 def test_kept_activations_with_recomputation(name: str, mode: dict):
     config = config_of(name, activation_checkpointing=mode)
-    wanted = sum(layer.kept for layer in layers(config)) + decomposed_norms(config)
+    wanted = sum(layer.saved for layer in layers(config)) + decomposed_norms(config)
     if mode.get("every") == 2:
         wanted += 2 * decomposed_norms(config) + (96 if name == "olmo2" else 0)
     assert kept_bytes(config) == pytest.approx(wanted * B * S * 4, abs=SHARED)
@@ -196,5 +196,5 @@ def test_the_table():
     assert [row["name"] for row in rows] == ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
     assert [row["kind"] for row in rows] == ["embedding", *["attention/mlp"] * 3, "mlp", "head"]
     assert [row["stage"] for row in rows] == [0, 0, 1, 1, 1, 1]
-    assert rows[1]["activation_bytes"] == layers(config)[1].kept * B * S * 2
+    assert rows[1]["activation_bytes"] == layers(config)[1].saved * B * S * 2
     assert totals(config).forward_flops == sum(row["flops"] for row in rows)

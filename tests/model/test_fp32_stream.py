@@ -136,7 +136,7 @@ def test_what_it_keeps_is_counted(name, mode):
         loss.backward()
         return found
 
-    counted = [sum(layer.kept for layer in layers(settings(name, wide, mode))) * B * S * 2 for wide in (True, False)]
+    counted = [sum(layer.saved for layer in layers(settings(name, wide, mode))) * B * S * 2 for wide in (True, False)]
     of_norms = 5 * (2 * B * S * 2 + 2 * H * 4)  # statistics and weights that these take in fp32
     assert kept(True) - kept(False) == pytest.approx(counted[0] - counted[1], abs=of_norms)
     assert counted[0] > counted[1]

@@ -249,7 +249,7 @@ def test_kept_activations(name: str, mode: str):
             loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
         found = allocations.bytes()
         loss.backward()
-        return found, layers(config)[1].kept
+        return found, layers(config)[1].saved
 
     (one, row), (two, _) = kept(1), kept(2)
     tokens = 2 * 64

@@ -20,7 +20,7 @@ from megatron.kinds.moe.balance import Balance
 from megatron.model.stream import LOSS
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import kept_tensors, stored_tensors
+from megatron.parallel.parameters import buffers_of, stored_tensors
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
@@ -161,7 +161,7 @@ def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
         for each, p in zip(dict.fromkeys(begun.parameters()), parameters)
     ]
     optimizer = PlainOptimizer(config, [p.logical.role.value for p in parameters], masters)
-    corrections = kept_tensors(model)
+    corrections = buffers_of(model)
     for tensor in corrections:
         tensor += torch.from_numpy(noise(tensor.logical))
     losses, norms = [], []

@@ -184,16 +184,16 @@ class Attention(nn.Module):
 
     @staticmethod
     def _saved_besides(model: ModelSection, options: AttentionOptions, sequence_length: int) -> int:
-        """Elements kept per token beside the results of the projections and of attention."""
+        """Elements saved per token beside the results of the projections and of attention."""
         q_width, kv_width, D = options.heads * options.head_dim, options.kv_heads * options.head_dim, options.head_dim
-        kept = 0
+        saved = 0
         if options.qk_norm == "full":
-            kept += q_width + 2  # normalised queries, beside the projected ones, and two scales
+            saved += q_width + 2  # normalised queries, beside the projected ones, and two scales
         elif options.qk_norm == "head":
-            kept += q_width + (options.heads + options.kv_heads) * (norm_activations(model.norm, D) - D)
+            saved += q_width + (options.heads + options.kv_heads) * (norm_activations(model.norm, D) - D)
         turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
         if options.qk_norm != "none" or turned:
-            kept += kv_width  # new keys, beside the projected keys and values, which are one tensor
+            saved += kv_width  # new keys, beside the projected keys and values, which are one tensor
         if options.dropout > 0.0:
-            kept += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
-        return kept
+            saved += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
+        return saved

@@ -13,6 +13,6 @@ ACTIVATIONS = {
     "identity": lambda x: x,
 }
 
-# Tensors of the MLP's width that are kept for the backward pass, plain and gated. A tensor is kept that the derivative
-# of an operation needs; gate and up are halves of one tensor, kept together if either is.
-KEPT = {"gelu": (2, 4), "gelu_tanh": (2, 4), "silu": (2, 4), "relu": (1, 4), "relu2": (2, 5), "identity": (1, 3)}
+# Tensors of the MLP's width that are saved for the backward pass, plain and gated. Saved is what the derivative of
+# an operation needs; gate and up are halves of one tensor, saved together if either is.
+SAVED = {"gelu": (2, 4), "gelu_tanh": (2, 4), "silu": (2, 4), "relu": (1, 4), "relu2": (2, 5), "identity": (1, 3)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.activations import ACTIVATIONS, KEPT
+from megatron.kinds.common.activations import ACTIVATIONS, SAVED
 from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -44,6 +44,6 @@ class MLP(nn.Module):
         return Counts(
             parameters=matrices + bias,
             flops=2 * matrices,
-            activations=KEPT[options.activation][options.gated] * width,
+            activations=SAVED[options.activation][options.gated] * width,
             products=(2 if options.gated else 1) * width + H,
         )

@@ -35,7 +35,7 @@ class Balance(nn.Module):
         self.experts, self.options = options.experts, options.router
         self.correction: Tensor | None = None
         if options.router.correction != "none":
-            self.correction = make.kept("correction", (classes(options),), role=Role.ROUTER)
+            self.correction = make.buffer("correction", (classes(options),), role=Role.ROUTER)
             self.correction[options.experts :] = -1.0
         self.tally = torch.zeros(options.experts + self.EXTRA, dtype=torch.float32, device=make.device)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.activations import KEPT
+from megatron.kinds.common.activations import SAVED
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -134,7 +134,7 @@ class MoE(nn.Module):
         router, products = router_counts(H, options)
         gate = H if options.shared_size and options.shared_gate else 0
         made = 2 if options.gated else 1
-        kept = KEPT[options.activation][options.gated]
+        saved = SAVED[options.activation][options.gated]
         # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
         # weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
@@ -145,6 +145,6 @@ class MoE(nn.Module):
             parameters=E * expert + shared + router + gate,
             idle=(E - k) * expert,
             flops=2 * (k * expert + shared + products + gate),
-            activations=k * (2 * H + kept * width) + kept * options.shared_size + routing + (H + 1 if gate else 0),
+            activations=k * (2 * H + saved * width) + saved * options.shared_size + routing + (H + 1 if gate else 0),
             products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )

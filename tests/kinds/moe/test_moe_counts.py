@@ -67,7 +67,7 @@ def test_kept_activations(name: str, mode: str):
     training = {"activation_checkpointing": {"mode": mode}}
     two, one = config_of(name, "moe attention moe", **training), config_of(name, "attention moe", **training)
     found = (kept_bytes(two) - kept_bytes(one)) / (B * S * 4)
-    kept = layers(two)[1].kept
+    kept = layers(two)[1].saved
     if mode != "none":
         kept += 2 * CASES[name]["top_k"]  # the choice, which is not made again
     if mode == "full" and "state" in name:

@@ -174,7 +174,7 @@ def test_activations_kept_by_a_block(name: str, mode: str):
             loss, _ = model(tokens_of(length=64), tokens_of(length=64, seed=2), torch.ones(2, 64))
         found = allocations.bytes()
         loss.backward()
-        return found, layers(config)[blocks].kept
+        return found, layers(config)[blocks].saved
 
     (two, _), (three, row) = kept(2), kept(3)
     state = {"rwkv4": 3 * H, "rwkv5": 12 * H, "rwkv6": 12 * H, "rwkv7": 0}[name]

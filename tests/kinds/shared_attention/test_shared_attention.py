@@ -116,7 +116,7 @@ def test_kept_activations(mode: str, adapters: bool):
             loss, _ = model(tokens_of(1), tokens_of(2), torch.ones(2, S))
         found = allocations.bytes()
         loss.backward()
-        return found, layers(config)[-2].kept
+        return found, layers(config)[-2].saved
 
     (one, plain), (two, call) = kept("mamba2+shared_attention mamba2"), kept("mamba2+shared_attention x2")
     tokens, H = 2 * S, 24
