@@ -10,7 +10,7 @@ import torch
 from .durable import CHUNK
 from .errors import CheckpointError
 from .fragment import FragmentSpec
-from .plan import Files, execute, plan
+from .read_plan import Files, execute, plan
 from .reader import Checkpoint
 
 

@@ -22,8 +22,8 @@ from .fragment import MASTER, WEIGHT, Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
 from .names import META_NAME, wrong_name
-from .plan import Files, execute, plan
 from .rankfile import FileRecord, read_table
+from .read_plan import Files, execute, plan
 from .table import Vocabulary, spec_of
 from .writer import describe, part_of, read_manifest
 

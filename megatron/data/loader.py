@@ -11,7 +11,7 @@ import torch
 from .batch import StepBatch
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
-from .plan import Plan, SyntheticPlan, build_plan
+from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample, documents_and_positions
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Loader:
 
     def __init__(
         self,
-        plan: Plan | SyntheticPlan,
+        plan: SamplePlan | SyntheticPlan,
         *,
         micro_batch_size: int,
         data_rank: int,

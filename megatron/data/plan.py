@@ -81,7 +81,7 @@ class PlannedPhase:
     offsets: tuple[int, ...]
 
 
-class Plan:
+class SamplePlan:
     """The plan of a set that is read from files.
 
     Attributes:
@@ -225,7 +225,7 @@ def set_names(config: Config, split: str) -> list[str]:
     return given or ([split] if data.synthetic != "none" and split == "validation" else [])
 
 
-def build_plan(config: Config, split: str = "train", name: str | None = None) -> Plan | SyntheticPlan:
+def build_plan(config: Config, split: str = "train", name: str | None = None) -> SamplePlan | SyntheticPlan:
     """The plan of a set.
 
     Args:
@@ -279,7 +279,7 @@ class _Builder:
             steps *= self.config.training.steps // self.config.evaluation.every + 1
         return steps * self.batch
 
-    def build(self) -> Plan | SyntheticPlan:
+    def build(self) -> SamplePlan | SyntheticPlan:
         steps, whole = self.requested
         if self.data.synthetic == "copy":
             made = Copy(
@@ -307,7 +307,7 @@ class _Builder:
         phases = self._planned_phases(parts, sources, whole)
         if whole:
             steps = max(1, phases[-1].length // self.batch)
-        return Plan(phases, sources, options, self.batch, steps)
+        return SamplePlan(phases, sources, options, self.batch, steps)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""

@@ -16,7 +16,7 @@ from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .manifest import read_manifest
 from .order import Span
-from .plan import Plan, SyntheticPlan, build_plan
+from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample
 from .token_file import TokenFile
 
@@ -205,7 +205,7 @@ class Provenance:
         return sorted(divmod(number, self.plan.batch) for number in self._numbers(source, document, start, end))
 
     def _numbers(self, source: int, document: int, start: int, end: int) -> Iterator[int]:
-        plan: Plan = self.plan
+        plan: SamplePlan = self.plan
         below = plan.steps * plan.batch
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
-from megatron.model.stack import Model, Plan
+from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.mesh import Mesh, limit_groups
@@ -167,7 +167,7 @@ class BaseEngine:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
         self.config, self.mesh, self.device = config, mesh, device
-        self.plan = Plan(config, mesh, device, values=values)
+        self.plan = ModelPlan(config, mesh, device, values=values)
         self.form = self.plan.form
         self.accumulation = accumulation_steps(config, mesh.layout)
         self.options = deepspeed_options(config, mesh.layout)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.model.embedding_and_head import Reader
 from megatron.model.partition import copies, stage_bounds
-from megatron.model.stack import Plan
+from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.mesh import new_group
 
@@ -23,7 +23,7 @@ from megatron.parallel.mesh import new_group
 class EmbeddingStage(nn.Module):
     """(tokens, then the side channels that the form has) to a packed stream."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ModelPlan):
         super().__init__()
         self.embedding, self.form = plan.embedding(), plan.form_at(0)
 
@@ -34,7 +34,7 @@ class EmbeddingStage(nn.Module):
 class BlockStage(nn.Module):
     """One block on packed streams."""
 
-    def __init__(self, plan: Plan, index: int, shared: dict[str, nn.Module]):
+    def __init__(self, plan: ModelPlan, index: int, shared: dict[str, nn.Module]):
         super().__init__()
         self.block, self.before, self.after = plan.block(index, shared), plan.form_at(index), plan.form_at(index + 1)
 
@@ -50,7 +50,7 @@ class HeadStage(nn.Module):
     come in by `targets`, which the engine fills in the order of the micro-batches.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ModelPlan):
         super().__init__()
         tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
         self.head, self.form = plan.head(tied), plan.form_at(len(plan.blocks))
@@ -78,7 +78,7 @@ class Pipeline(PipelineModule):
     first alone.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ModelPlan):
         self.plan, self.tied = plan, []
         layout = plan.mesh.layout
         self._bounds = stage_bounds(plan.config)

@@ -107,7 +107,7 @@ def _serve(options: argparse.Namespace) -> int:
     options.words = translated([options.words[0], *folder, *options.words[1:]])
     if not (options.template or options.sbatch or options.dry_run):
         _become_a_rank(options)
-    from .plan import make_plan
+    from .job_plan import make_plan
 
     plan = make_plan(
         options.words[0],

@@ -8,12 +8,12 @@ from megatron.config.problems import listing
 from megatron.worker import devices
 
 from . import forwarding
-from .plan import Plan, commands
+from .job_plan import JobPlan, commands
 from .ranks import rank_environment
 from .specification import Host
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: JobPlan) -> str:
     """The plan for people. Nothing is started."""
     job, choice = plan.job, plan.choice
     lines = [f"runner {choice.runner} ({choice.reason}): {choice.ranks} ranks on {len(choice.hosts)} hosts", ""]
@@ -41,7 +41,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _host(plan: Plan, host: Host, first: int) -> list[str]:
+def _host(plan: JobPlan, host: Host, first: int) -> list[str]:
     """A host's ranks, one line each."""
     size, launch = len(host.slots), plan.launch
     master = (

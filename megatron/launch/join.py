@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.worker.place import worker_environment
 
-from .plan import script_arguments
+from .job_plan import script_arguments
 from .settings import launch_section
 
 _NAMES = {

@@ -18,16 +18,16 @@ from ..report.ledger import Ledger
 from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
 from .hosts import HostError
+from .job_plan import JobPlan, again, commands, without
 from .launcher import Launcher, Result
 from .listener import AgentListener
-from .plan import Plan, again, commands, without
 from .status import describe
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures
 
 
-def supervise(plan: Plan) -> int:
+def supervise(plan: JobPlan) -> int:
     """Run a plan to its end; returns the exit status."""
     _announce(plan)
     allowed = 0 if plan.choice.runner == "torchrun" else plan.launch.restarts  # torchrun restarts by itself
@@ -61,7 +61,7 @@ def worth_another(result: Result, attempt: int, allowed: int) -> bool:
     return result.status != CONFIG_ERROR
 
 
-def _on_hosts_that_are_left(plan: Plan, result: Result) -> Plan:
+def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
     """The plan without the hosts that were lost, where the layout allows it; otherwise all of them again."""
     lost = {each.host for each in result.failures if each.rank is None}
     if not lost:
@@ -78,7 +78,7 @@ def _on_hosts_that_are_left(plan: Plan, result: Result) -> Plan:
     return smaller
 
 
-def _into_the_ledger(plan: Plan, result: Result, attempt: int) -> None:
+def _into_the_ledger(plan: JobPlan, result: Result, attempt: int) -> None:
     """Note the restart while nobody else writes there."""
     first, run = result.first, Path(plan.job.directory, plan.resolved.config.run.dir)
     if first is None or not run.is_dir():  # a run whose directory is on other machines keeps its ledger there
@@ -97,7 +97,7 @@ def _into_the_ledger(plan: Plan, result: Result, attempt: int) -> None:
     ledger.close()
 
 
-def start(plan: Plan, attempt: int) -> Result:
+def start(plan: JobPlan, attempt: int) -> Result:
     """One start of all ranks, with agents of its own and a port of its own."""
     job, todo = again(plan, attempt), commands(plan)
     if job.code != plan.job.code:
@@ -115,7 +115,7 @@ def start(plan: Plan, attempt: int) -> Result:
             file.unlink(missing_ok=True)
 
 
-def _announce(plan: Plan) -> None:
+def _announce(plan: JobPlan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
     ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
@@ -127,7 +127,7 @@ def _announce(plan: Plan) -> None:
         log(listing(plan.resolved.warnings), colour=YELLOW)
 
 
-def _explain(plan: Plan, result: Result) -> None:
+def _explain(plan: JobPlan, result: Result) -> None:
     if result.first is None:
         log(f"stopped by a signal; exit status {result.status}")
         return

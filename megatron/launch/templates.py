@@ -21,15 +21,15 @@ from .status import STOPPED_EARLY
 LOST_PODS = 3  # times that all pods may come back after one was lost, where launch.restarts allows fewer
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .job_plan import JobPlan
 
 
-def job_script(kind: str, plan: Plan) -> str:
+def job_script(kind: str, plan: JobPlan) -> str:
     """The text of a job script ("sbatch" or "pbs") or a manifest ("k8s")."""
     return {"sbatch": sbatch, "pbs": pbs, "k8s": kubernetes}[kind](plan)
 
 
-def submit(plan: Plan, really: bool) -> int:
+def submit(plan: JobPlan, really: bool) -> int:
     """Write the Slurm job script into the run's directory, and submit it if asked to."""
     path = Path(plan.job.directory, plan.resolved.config.run.dir, "job.sbatch")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,18 +44,18 @@ def submit(plan: Plan, really: bool) -> int:
         raise HostError("--submit needs the program sbatch, which is not installed here") from error
 
 
-def _deepy(plan: Plan, *options: str, hostfile: str = "") -> str:
+def _deepy(plan: JobPlan, *options: str, hostfile: str = "") -> str:
     """The command line that the job script runs; `hostfile` is an option in the shell's own words."""
     python = plan.launch.python or sys.executable
     words = [shlex.join([python, str(root() / "deepy.py"), *options]), hostfile, shlex.join([plan.script, *plan.words])]
     return " ".join(filter(None, words))
 
 
-def _gpus(plan: Plan) -> int:
+def _gpus(plan: JobPlan) -> int:
     return 0 if plan.launch.device == "cpu" else len(plan.choice.hosts[0].slots)
 
 
-def sbatch(plan: Plan) -> str:
+def sbatch(plan: JobPlan) -> str:
     """A Slurm job: USR1 before the time is up makes the ranks save and end, and the job is queued again."""
     batch, name = plan.launch.batch, plan.resolved.config.run.name
     folder = str(Path(plan.job.directory, plan.resolved.config.run.dir))
@@ -96,7 +96,7 @@ def sbatch(plan: Plan) -> str:
     )
 
 
-def pbs(plan: Plan) -> str:
+def pbs(plan: JobPlan) -> str:
     """A PBS job; the hosts are reached by ssh."""
     batch = plan.launch.batch
     ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
@@ -129,7 +129,7 @@ def pbs(plan: Plan) -> str:
     )
 
 
-def kubernetes(plan: Plan) -> str:
+def kubernetes(plan: JobPlan) -> str:
     """An Indexed Job with a headless Service: one pod per host, torchrun in each, pod 0 is where they meet."""
     batch, config = plan.launch.batch, plan.resolved.config
     name = _service_name(config.run.name)

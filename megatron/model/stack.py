@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """How to build any layer of a run's model: the list is embedding, blocks, head."""
 
     config: Config
@@ -86,7 +86,7 @@ class Plan:
 class Model(nn.Module):
     """All layers on one rank (of each tensor parallel group)."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ModelPlan):
         super().__init__()
         self.plan, self.form = plan, plan.form
         self.embedding = plan.embedding()
@@ -138,4 +138,4 @@ def build_model(
     values: bool = True,
 ) -> Model:
     """The whole model of a run, cut by the mesh's tensor axis, with its initial values (or memory only)."""
-    return Model(Plan(config, mesh or Mesh.single(), device, dtype, values))
+    return Model(ModelPlan(config, mesh or Mesh.single(), device, dtype, values))

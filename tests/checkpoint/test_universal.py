@@ -127,12 +127,12 @@ def test_what_deepspeeds_converter_writes_becomes_a_checkpoint_that_resumes(tmp_
 
 def parameter_names(config_file: str, ranks: int, *overrides: str) -> dict[str, str]:
     """Our names of the parameters, and those of the module that DeepSpeed gets."""
-    from megatron.model.stack import Model, Plan
+    from megatron.model.stack import Model, ModelPlan
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
 
     config = load([config_file], overrides, ranks=ranks).config
-    model = Model(Plan(config, Mesh.build(Layout.of(config, ranks)), values=False))
+    model = Model(ModelPlan(config, Mesh.build(Layout.of(config, ranks)), values=False))
     return {parameter.logical.name: name for name, parameter in model.named_parameters()}
 
 

@@ -13,7 +13,7 @@ import yaml as pyyaml
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of, parser
-from megatron.launch.plan import again, make_plan
+from megatron.launch.job_plan import again, make_plan
 from megatron.launch.runners import RUNNERS, torchrun
 from megatron.launch.specification import Host, Specification
 from tests.paths import ROOT

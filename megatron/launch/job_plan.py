@@ -38,7 +38,7 @@ WITHOUT_DATA = ("evaluate.py", "generate.py")
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Everything that is known before the first process starts.
 
     Attributes:
@@ -78,7 +78,7 @@ class Plan:
 
 def make_plan(
     script: str, words: Sequence[str], overrides: Sequence[str], environment: Mapping[str, str], *, later: bool = False
-) -> Plan:
+) -> JobPlan:
     """Resolve and check everything about a run.
 
     Args:
@@ -106,7 +106,7 @@ def _plan(
     extra: Sequence[str] = (),
     *,
     here: bool = True,
-) -> Plan:
+) -> JobPlan:
     """The plan for hosts that are chosen. `extra` overrides do not belong to what the user asked for; `here` as in
     `config.load`."""
     resolved = configuration.load(
@@ -123,7 +123,7 @@ def _plan(
     check_code = launch.check_code and choice.transport != "local"
     settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
     job = _specification(script, taken.own, resolved, choice, environment)
-    return Plan(script, taken, resolved, choice, job, settings)
+    return JobPlan(script, taken, resolved, choice, job, settings)
 
 
 def _over_hosts(resolved: Resolved, choice: Choice) -> list[Problem]:
@@ -159,7 +159,7 @@ def _check_options(script: str, own: Sequence[str], config: Config) -> None:
         raise ArgumentError("\n".join(found))
 
 
-def without(plan: Plan, lost: set[str], environment: Mapping[str, str]) -> Plan:
+def without(plan: JobPlan, lost: set[str], environment: Mapping[str, str]) -> JobPlan:
     """The same run on the hosts that are left: fewer data parallel ranks, the same global batch.
 
     Raises:
@@ -234,7 +234,7 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     return tuple((rows, columns) if stream.isatty() else None for stream in (sys.stdout, sys.stderr))
 
 
-def again(plan: Plan, attempt: int) -> Specification:
+def again(plan: JobPlan, attempt: int) -> Specification:
     """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
     again too.
     """
@@ -245,7 +245,7 @@ def again(plan: Plan, attempt: int) -> Specification:
     return replace(plan.job, attempt=attempt, environment=environment, code=code)
 
 
-def commands(plan: Plan) -> list[Command]:
+def commands(plan: JobPlan) -> list[Command]:
     """What the chosen runner starts."""
     from .runners import RUNNERS
 
