@@ -14,7 +14,7 @@ from .read_plan import Files, execute, plan
 from .reader import Checkpoint
 
 
-class Stream:
+class TensorStream:
     """Reads ranges of any size through one buffer.
 
     Args:
@@ -27,7 +27,7 @@ class Stream:
         self._files = Files(checkpoint.path, checkpoint.records)
         self._buffer = torch.empty(chunk, dtype=torch.uint8)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> TensorStream:
         return self
 
     def __exit__(self, *_: object) -> None:

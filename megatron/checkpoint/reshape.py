@@ -10,7 +10,7 @@ from pathlib import Path
 from ..parallel.layout import Layout
 from .durable import write_file
 from .errors import CheckpointError
-from .logical import Stream
+from .logical import TensorStream
 from .names import wrong_name
 from .ownership import owned
 from .rankfile import FileRecord, write_rank_file
@@ -87,7 +87,7 @@ def reshape(
     records: list[FileRecord] = []
     failure = None
     try:
-        with Stream(source) as stream:
+        with TensorStream(source) as stream:
             for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
                 progress(f"rank {rank} of {layout.world_size}")
                 specs = [spec for spec, _ in items]
@@ -104,7 +104,7 @@ def reshape(
 def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) -> dict:
     result = open_checkpoint(target, verify="checksums")
     sums: dict[str, dict[str, dict[str, str]]] = {}
-    with Stream(source) as before, Stream(result) as after:
+    with TensorStream(source) as before, TensorStream(result) as after:
         for name, state in source.stored:
             progress(f"verifying {name} ({state})")
             both = {"before": before.sha256(name, state), "after": after.sha256(name, state)}

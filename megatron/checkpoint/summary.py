@@ -8,7 +8,7 @@ from math import prod, sqrt
 from typing import Any
 
 from .fragment import FragmentSpec
-from .logical import Stream
+from .logical import TensorStream
 from .reader import Checkpoint
 
 
@@ -45,7 +45,7 @@ def describe(
 
 def _size(checkpoint: Checkpoint, name: str, state: str) -> dict[str, float]:
     squares, largest, odd = 0.0, 0.0, 0
-    with Stream(checkpoint) as stream:
+    with TensorStream(checkpoint) as stream:
         for values in stream.values(FragmentSpec.whole(checkpoint.tensors[name], state)):
             values = values.double()
             finite = values.isfinite()

@@ -44,7 +44,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockPattern:
     """One layer of the stack: a mixer, a feed-forward, or both."""
 
     mixer: Kind | None = None
@@ -124,8 +124,8 @@ class _Reader:
     def fail(self, token: _Token, rule: str, fix: str) -> NoReturn:
         raise PatternError(self.text, token.position, rule, fix)
 
-    def stack(self, opened: _Token | None) -> list[Block]:
-        blocks: list[Block] = []
+    def stack(self, opened: _Token | None) -> list[BlockPattern]:
+        blocks: list[BlockPattern] = []
         while self.token.kind in ("name", "("):
             item = self.item()
             if len(blocks) + len(item) > MAX_BLOCKS:
@@ -137,7 +137,7 @@ class _Reader:
             self.fail(opened, "this parenthesis is never closed", "close it with ')'")
         return blocks
 
-    def item(self) -> list[Block]:
+    def item(self) -> list[BlockPattern]:
         opened = self.take("(")
         if opened:
             self.open += 1
@@ -156,11 +156,11 @@ class _Reader:
             self.fail(repeat, f"the pattern has more than {MAX_BLOCKS} blocks", "repeat fewer times")
         return blocks * count
 
-    def block(self) -> Block:
+    def block(self) -> BlockPattern:
         first_token = self.token
         first = self.term()
         if not self.take("/"):
-            return Block(mixer=first) if self.role(first) == "mixer" else Block(ffn=first)
+            return BlockPattern(mixer=first) if self.role(first) == "mixer" else BlockPattern(ffn=first)
         if self.role(first) != "mixer":
             self.fail(
                 first_token,
@@ -177,7 +177,7 @@ class _Reader:
             )
         if self.token.kind == "/":
             self.fail(self.token, "a block is one mixer and one feed-forward", "put a space between blocks")
-        return Block(mixer=first, ffn=second)
+        return BlockPattern(mixer=first, ffn=second)
 
     def term(self) -> Kind:
         token = self.token
@@ -221,7 +221,7 @@ class _Reader:
         return self.kinds[kind.name].role
 
 
-def parse(text: str, kinds: Mapping[str, HasRole] | None = None) -> list[Block]:
+def parse(text: str, kinds: Mapping[str, HasRole] | None = None) -> list[BlockPattern]:
     """The blocks of a layer pattern, in order.
 
     Args:
@@ -243,7 +243,7 @@ def parse(text: str, kinds: Mapping[str, HasRole] | None = None) -> list[Block]:
 
 
 @lru_cache(maxsize=64)
-def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[Block, ...]:
+def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[BlockPattern, ...]:
     """The blocks of a layer pattern, with the kinds that extensions add.
 
     Raises:
@@ -254,7 +254,7 @@ def blocks_of(layers: str, extensions: tuple[str, ...] = ()) -> tuple[Block, ...
 
 
 @lru_cache(maxsize=8)
-def call_numbers(blocks: tuple[Block, ...]) -> list[tuple[int, ...]]:
+def call_numbers(blocks: tuple[BlockPattern, ...]) -> list[tuple[int, ...]]:
     """For each block and each kind beside its mixer: how many blocks before have the same one."""
     seen: dict[Kind, int] = {}
     numbers = []

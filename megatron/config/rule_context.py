@@ -11,7 +11,7 @@ from typing import Any
 from .catalog import Path, dotted, parse_path
 from .kind import LayerKind, Use, kinds_of
 from .origins import Origin
-from .pattern import Block, Kind, PatternError
+from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
 from .schema import Config
 from .variants import options_of
@@ -55,7 +55,7 @@ class RuleContext:
         return self.ranks // self.inner if self.ranks and self.ranks % self.inner == 0 else None
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockPattern]:
         """The blocks of `model.layers`; none if it cannot be read."""
         try:
             return list(self.config.model.blocks)

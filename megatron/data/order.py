@@ -17,7 +17,7 @@ from .permutation import Permutation
 from .token_file import TokenFile
 
 
-class Span(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens start ... start + length of a document."""
 
     document: int
@@ -41,7 +41,7 @@ class Order(ABC):
     description: str
 
     @abstractmethod
-    def spans(self, sample: int) -> list[Span]:
+    def spans(self, sample: int) -> list[TokenRange]:
         """The pieces of sample k, back to back; S+1 tokens, or fewer where packing leaves room."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class SequentialOrder(Order):
         """The sample that is a piece of the file in an epoch."""
         return epoch * self.length + place
 
-    def spans(self, sample: int) -> list[Span]:
+    def spans(self, sample: int) -> list[TokenRange]:
         position = self._base + self.place(sample) * self._stride
         itemsize, offsets = self.file.dtype.itemsize, self.file.offsets
         document = bisect_right(offsets, position * itemsize, self.first, self.last) - 1
@@ -101,7 +101,7 @@ class SequentialOrder(Order):
         while missing:
             length = min(missing, int(self.file.sizes[document]) - offset)
             if length > 0:
-                spans.append(Span(document, offset, length))
+                spans.append(TokenRange(document, offset, length))
                 missing -= length
             document, offset = document + 1, 0
         return spans

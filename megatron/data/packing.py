@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from .cache import Arrays, cached
-from .order import Order, Span, documents_tokens, too_small
+from .order import Order, TokenRange, documents_tokens, too_small
 from .permutation import Permutation
 from .token_file import TokenFile
 
@@ -137,12 +137,12 @@ class PackedOrder(Order):
         self._seeded = seed is not None
         self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, seed, "packing", epoch))
 
-    def spans(self, sample: int) -> list[Span]:
+    def spans(self, sample: int) -> list[TokenRange]:
         epoch, index = divmod(sample, self.length)
         place = self.permutation(epoch)(index) if self._seeded else index
         begin, end = int(self.bounds[place]), int(self.bounds[place + 1])
         return [
-            Span(int(self.documents[each]), int(self.starts[each]), int(self.lengths[each]))
+            TokenRange(int(self.documents[each]), int(self.starts[each]), int(self.lengths[each]))
             for each in range(begin, end)
         ]
 

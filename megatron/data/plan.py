@@ -18,12 +18,12 @@ import numpy as np
 from .blend import Blend, normalised, weights_by_documents
 from .errors import DataError
 from .sample import Infilling, Options, Sample
-from .source import OrderRequest, Source, SourceFile
+from .source import OrderedSource, OrderRequest, SourceFile
 from .synthetic import Copy
 
 if TYPE_CHECKING:
     from megatron.config import Config
-    from megatron.config.sections.data import Source as SourceSection
+    from megatron.config.sections.data import SourceSection
 
 MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
 
@@ -93,7 +93,9 @@ class SamplePlan:
             with the others.
     """
 
-    def __init__(self, phases: list[PlannedPhase], sources: list[Source], options: Options, batch: int, steps: int):
+    def __init__(
+        self, phases: list[PlannedPhase], sources: list[OrderedSource], options: Options, batch: int, steps: int
+    ):
         self.phases, self.sources, self.options = phases, sources, options
         self.batch, self.steps = batch, steps
         self.masked = (
@@ -397,7 +399,7 @@ class _Builder:
             filler=0 if data.packing == "until_overflow" else None,
         )
 
-    def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[Source]:
+    def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[OrderedSource]:
         """Order each file; the pythia order is told how many samples all blends together will ask it for."""
         total = [0] * len(files)
         for number, (start, _, members, weights) in enumerate(parts):
@@ -412,11 +414,11 @@ class _Builder:
             for each, wanted in zip(files, total)
         ]
         return [
-            Source(index, each, order, self.config.model.vocab_size)
+            OrderedSource(index, each, order, self.config.model.vocab_size)
             for index, (each, order) in enumerate(zip(files, orders))
         ]
 
-    def _planned_phases(self, parts: list, sources: list[Source], whole: bool) -> list[PlannedPhase]:
+    def _planned_phases(self, parts: list, sources: list[OrderedSource], whole: bool) -> list[PlannedPhase]:
         steps, _ = self.requested
         phases: list[PlannedPhase] = []
         taken = [0] * len(sources)

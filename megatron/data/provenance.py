@@ -15,7 +15,7 @@ from .corpus.files import read_origin
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .manifest import read_manifest
-from .order import Span
+from .order import TokenRange
 from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample
 from .token_file import TokenFile
@@ -48,7 +48,7 @@ def config_file(run: str | os.PathLike) -> Path:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A piece of a sequence.
 
     Attributes:
@@ -78,7 +78,7 @@ class Sequence:
     rank: int
     micro_batch: int
     hash: int
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     tokens: np.ndarray
 
 
@@ -95,7 +95,7 @@ class Origins:
             )
 
     def of(self, document: int) -> dict[str, Any]:
-        """The origin's fields of a `Piece`; nothing if it is not known."""
+        """The origin's fields of a `TextPiece`; nothing if it is not known."""
         if self.table is None or self.manifest is None:
             return {}
         row = self.table[document]
@@ -158,12 +158,12 @@ class Provenance:
                 )
         return found
 
-    def _pieces(self, sample: Sample) -> list[Piece]:
+    def _pieces(self, sample: Sample) -> list[TextPiece]:
         pieces = []
         for span in sample.spans:
             source = self.plan.sources[sample.source]
             pieces.append(
-                Piece(source.name, str(source.file.prefix), *span, **self._origins(sample.source).of(span.document))
+                TextPiece(source.name, str(source.file.prefix), *span, **self._origins(sample.source).of(span.document))
             )
         return pieces
 
@@ -213,7 +213,7 @@ class Provenance:
                 yield from plan.numbers(source, sample, below)
 
 
-def _overlaps(span: Span, document: int, start: int, end: int) -> bool:
+def _overlaps(span: TokenRange, document: int, start: int, end: int) -> bool:
     return span.document == document and span.start < end and start < span.start + span.length
 
 
@@ -222,7 +222,7 @@ def step_hash(sequences: list[Sequence]) -> int:
     return batch_hash(sequence.hash for sequence in sequences)
 
 
-def read_record(piece: Piece) -> bytes:
+def read_record(piece: TextPiece) -> bytes:
     """The bytes of the record that a piece was made from, out of the (uncompressed) input.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .cache import Arrays, cached
 from .errors import DataError
-from .order import Order, Span, documents_tokens, too_small, touching
+from .order import Order, TokenRange, documents_tokens, too_small, touching
 from .token_file import TokenFile
 
 STRIDE = 16  # entries of the shuffled documents between two kept starts
@@ -128,7 +128,7 @@ class PythiaOrder(Order):
         inside = int(np.searchsorted(cumulated, position, side="right")) - 1
         return entry + inside, position - int(cumulated[inside])
 
-    def spans(self, sample: int) -> list[Span]:
+    def spans(self, sample: int) -> list[TokenRange]:
         place = sample if sample < len(self.pieces) else sample % self.length
         entry, offset = self.locate(int(self.pieces[place]))
         missing, spans = self.sequence_length + 1, []
@@ -136,7 +136,7 @@ class PythiaOrder(Order):
             document = int(self.documents[entry])
             length = min(missing, int(self.file.sizes[document]) - offset)
             if length > 0:
-                spans.append(Span(document, offset, length))
+                spans.append(TokenRange(document, offset, length))
                 missing -= length
             entry, offset = entry + 1, 0
         return spans

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .keyed import generator
-from .order import Span
+from .order import TokenRange
 
 IGNORED = -100  # a label file's mark of a token that is no target
 
@@ -63,7 +63,7 @@ class Sample:
     weights: np.ndarray | None = None
     begins: np.ndarray | None = None
     source: int = 0
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TokenRange, ...] = ()
 
 
 def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:

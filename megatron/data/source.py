@@ -19,7 +19,7 @@ from .sample import IGNORED, Options, Sample, assemble
 from .token_file import TokenFile
 
 if TYPE_CHECKING:
-    from megatron.config.sections.data import Source as SourceSection
+    from megatron.config.sections.data import SourceSection
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class SourceFile:
         return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
 
 
-class Source:
+class OrderedSource:
     """A source with its order.
 
     Attributes:
@@ -149,7 +149,7 @@ class Source:
             )
         return Sample(made.tokens, made.weights, made.begins, self.index, spans)
 
-    def _targets(self, spans: tuple[Span, ...], loss: bool) -> np.ndarray | None:
+    def _targets(self, spans: tuple[TokenRange, ...], loss: bool) -> np.ndarray | None:
         if not loss:
             return np.zeros(sum(span.length for span in spans), bool)
         if self.opened.labels is None:

@@ -22,7 +22,7 @@ from megatron.worker.rendezvous import SOCKET
 
 from .link import Link
 from .protocol import encode, encode_text
-from .ranks import TRACEBACK, RankProcess, Stream, become_subreaper, children, rank_environment
+from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
 from .specification import Specification
 from .status import COMPLAINT, FORWARDED_SIGNALS, STOP_SIGNALS
 
@@ -271,7 +271,7 @@ class Agent:
 
     # ---- the ranks' side
 
-    def _from_rank(self, rank: RankProcess, stream: Stream) -> bool:
+    def _from_rank(self, rank: RankProcess, stream: OutputStream) -> bool:
         """Read once; returns whether there may be more."""
         data = stream.read()
         if data is None:
@@ -288,7 +288,7 @@ class Agent:
             self._show_or_hold(rank, stream, data)
         return True
 
-    def _show_or_hold(self, rank: RankProcess, stream: Stream, data: bytes) -> None:
+    def _show_or_hold(self, rank: RankProcess, stream: OutputStream, data: bytes) -> None:
         """Show what the speaking rank says, but keep a traceback back: if the rank ends, the launcher shows it once."""
         if not stream.held and stream.number == 2:
             found = TRACEBACK.search(data)
@@ -302,7 +302,7 @@ class Agent:
         if data:
             self._show(rank, stream, data)
 
-    def _show(self, rank: RankProcess, stream: Stream, data: bytes) -> None:
+    def _show(self, rank: RankProcess, stream: OutputStream, data: bytes) -> None:
         if len(self.link.outgoing) > OUTPUT_LIMIT:
             self.dropped = True
             return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunnerChoice:
     """What was chosen, and why, in words for the user. `carrier` brings agents to the hosts where `runner` does not."""
 
     runner: str
@@ -37,7 +37,7 @@ class Choice:
         return sum(len(host.slots) for host in self.hosts)
 
 
-def choose(launch: LaunchSection, environment: Mapping[str, str]) -> Choice:
+def choose(launch: LaunchSection, environment: Mapping[str, str]) -> RunnerChoice:
     """The runner and the hosts.
 
     `auto` takes, in this order: the hostfile, if one is named; the Slurm allocation we are in; this machine.
@@ -65,10 +65,10 @@ def choose(launch: LaunchSection, environment: Mapping[str, str]) -> Choice:
     )
     if program and not shutil.which(program):
         raise HostError(f"launch.runner {carrier or runner} needs the program {program}, which is not installed here")
-    return Choice(runner, tuple(hosts), reason, carrier)
+    return RunnerChoice(runner, tuple(hosts), reason, carrier)
 
 
-def some_hosts(launch: LaunchSection) -> Choice:
+def some_hosts(launch: LaunchSection) -> RunnerChoice:
     """Hosts that a scheduler will give later.
 
     Raises:
@@ -77,7 +77,7 @@ def some_hosts(launch: LaunchSection) -> Choice:
     if launch.ranks is None:
         raise HostError("a job script needs the number of ranks on each host: --ranks N (launch.ranks)")
     hosts = tuple(Host(f"host{index}", tuple(range(launch.ranks))) for index in range(launch.batch.nodes))
-    return Choice("slurm", hosts, "for a job script")
+    return RunnerChoice("slurm", hosts, "for a job script")
 
 
 def _where(launch: LaunchSection, environment: Mapping[str, str]) -> tuple[str, str]:

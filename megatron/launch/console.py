@@ -30,7 +30,7 @@ def log(text: str, stream: TextIO | None = None, *, colour: str = "") -> None:
     stream.flush()
 
 
-class Console:
+class RankConsole:
     """Writes ranks' output: whole lines with `[host:rank]` in front, or rank 0's text as it is.
 
     Rank 0's own text may stop in the middle of a line (`print` without buffering writes the line's end by itself, a

@@ -16,7 +16,7 @@ from megatron.worker import network
 from megatron.worker.code_version import code_version, root
 
 from . import forwarding
-from .choose import Choice
+from .choose import RunnerChoice
 from .connection import Command
 from .hints import hint
 from .launcher import Launcher, Result, Settings
@@ -81,7 +81,7 @@ class Doctor:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: RunnerChoice,
         start: Callable[[Specification], list[Command]],
         python: str | None = None,
         timeout: float = 30.0,

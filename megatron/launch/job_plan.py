@@ -19,7 +19,7 @@ from megatron.config.registry import registry_of
 from megatron.worker.code_version import code_now, code_version
 
 from . import forwarding, options
-from .choose import Choice, choose, some_hosts
+from .choose import RunnerChoice, choose, some_hosts
 from .connection import Command
 from .hosts import HostError
 from .launcher import Settings
@@ -53,7 +53,7 @@ class JobPlan:
     script: str
     taken: Arguments
     resolved: Resolved
-    choice: Choice
+    choice: RunnerChoice
     job: Specification
     settings: Settings
 
@@ -101,7 +101,7 @@ def make_plan(
 def _plan(
     script: str,
     taken: Arguments,
-    choice: Choice,
+    choice: RunnerChoice,
     environment: Mapping[str, str],
     extra: Sequence[str] = (),
     *,
@@ -126,7 +126,7 @@ def _plan(
     return JobPlan(script, taken, resolved, choice, job, settings)
 
 
-def _over_hosts(resolved: Resolved, choice: Choice) -> list[Problem]:
+def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
     """A warning where tensor parallel ranks, which are neighbours, are not all on one host."""
     tensor, slots = resolved.config.parallel.tensor, [len(host.slots) for host in choice.hosts]
     if len(slots) == 1 or all(number % tensor == 0 for number in slots):
@@ -196,7 +196,7 @@ def script_arguments(script: str, words: Sequence[str]) -> Arguments:
 
 
 def _specification(
-    script: str, own: Sequence[str], resolved: Resolved, choice: Choice, environment: Mapping[str, str]
+    script: str, own: Sequence[str], resolved: Resolved, choice: RunnerChoice, environment: Mapping[str, str]
 ) -> Specification:
     config = resolved.config
     launch, here = config.launch, choice.transport == "local"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron.worker import network
 
 from .connection import Command, Connection
-from .console import Console, log
+from .console import RankConsole, log
 from .link import Link
 from .listener import AgentListener
 from .specification import Specification
@@ -78,7 +78,7 @@ class Launcher:
         self.waiting = list(commands)
         self.connections: list[Connection] = []
         self.hosts = [HostState(host.name) for host in job.hosts]
-        self.console = Console(job.plain)
+        self.console = RankConsole(job.plain)
         self.selector = selectors.DefaultSelector()
         self.failures: list[Failure] = []
         self.tails: dict[int, str] = {}

@@ -63,7 +63,7 @@ def children() -> list[int]:
     return found
 
 
-class Stream:
+class OutputStream:
     """One output stream of a rank, as it is read.
 
     Attributes:
@@ -102,7 +102,7 @@ class RankProcess:
         self.rank = rank
         self.log = log
         self.process: subprocess.Popen | None = None
-        self.streams: list[Stream] = []
+        self.streams: list[OutputStream] = []
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self.status: int | None = None
         self.failed_at = 0.0
@@ -136,7 +136,7 @@ class RankProcess:
         finally:
             for target in targets:
                 os.close(target)
-        self.streams = [Stream(number, source) for number, source in enumerate(sources, 1)]
+        self.streams = [OutputStream(number, source) for number, source in enumerate(sources, 1)]
         self.write_log([
             f"--- started as process {self.process.pid}: {' '.join(command)}".encode("utf-8", "surrogateescape")
         ])
@@ -154,7 +154,7 @@ class RankProcess:
         except ProcessLookupError:
             pass  # it has just ended; the wait that follows says how
 
-    def keep(self, stream: Stream, data: bytes) -> list[bytes]:
+    def keep(self, stream: OutputStream, data: bytes) -> list[bytes]:
         """Put data into the log and the tail; returns the whole lines."""
         lines = [_clean(line) for line in stream.lines.feed(data)]
         if stream.number == 2 and any(TRACEBACK.match(line) for line in lines):

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.config.pattern import Block as BlockPattern
-from megatron.config.pattern import Kind, call_numbers
+from megatron.config.pattern import BlockPattern, Kind, call_numbers
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 from megatron.parallel.parameters import ParameterFactory

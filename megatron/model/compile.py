@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config import Config
-from megatron.config.pattern import Block as BlockPattern
+from megatron.config.pattern import BlockPattern
 
 
 def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:

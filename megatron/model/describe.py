@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.pattern import Block
+from megatron.config.pattern import BlockPattern
 
 from .block import block_counts, streams_saved
 from .counts import Counts
@@ -62,7 +62,7 @@ def layers(config: Config) -> list[LayerCosts]:
     return [LayerCosts(*row[:4], *row[4]) for row in zip(names, kinds, stage_of(config), counts, saved)]
 
 
-def _recomputation(config: Config, index: int, block: Block, counts: Counts) -> tuple[int, int]:
+def _recomputation(config: Config, index: int, block: BlockPattern, counts: Counts) -> tuple[int, int]:
     """(elements saved per token, FLOPs per token computed again) of a block."""
     options, units = config.training.activation_checkpointing, _stream_units(config)
     width = config.model.hidden_size * units

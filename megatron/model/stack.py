@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.pattern import Block as BlockPattern
+from megatron.config.pattern import BlockPattern
 from megatron.config.variants import options_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory

@@ -87,7 +87,7 @@ def task_lines(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-class Console:
+class MetricsConsole:
     """The console sink.
 
     Args:

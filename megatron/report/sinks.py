@@ -9,14 +9,14 @@ from megatron.config import Config
 from megatron.config.added import build_added
 from megatron.config.registry import INSIDE, METRIC, load
 
-from .console import Console
+from .console import MetricsConsole
 from .sink import Sink, SinkParts
 
 
 class Sinks:
     """Several sinks as one, with the console among them for messages."""
 
-    def __init__(self, sinks: list[Sink], console: Console) -> None:
+    def __init__(self, sinks: list[Sink], console: MetricsConsole) -> None:
         self.sinks = [*sinks, console]
         self.console = console
         self._failing: list[Sink] = []
@@ -57,9 +57,9 @@ def open_sinks(config: Config, *, start: int = 0, rank: int = 0, settings: Mappi
         ModuleNotFoundError: TensorBoard or Weights & Biases is asked for and not installed.
     """
     if rank:
-        return Sinks([], Console("quiet", total=config.training.steps))
+        return Sinks([], MetricsConsole("quiet", total=config.training.steps))
     parts = SinkParts(config, start, settings)
     found = [load(path).of(parts) for path in INSIDE[METRIC].values()]
     added = build_added(config, "logging.sinks", METRIC, config.logging.sinks, parts.folder, kind=Sink)
     sinks = [sink for sink in (*found, *added) if sink is not None]
-    return Sinks(sinks, Console(config.logging.console, total=config.training.steps))
+    return Sinks(sinks, MetricsConsole(config.logging.console, total=config.training.steps))

@@ -31,7 +31,7 @@ class ValidationSet:
     batches: int
 
 
-class Saver(Protocol):
+class SaverProtocol(Protocol):
     """What is used of `megatron.checkpoint.saver.Saver`; all ranks call every method."""
 
     def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> float: ...
@@ -59,7 +59,7 @@ class Parts:
     config: Config
     flops_per_token: float | None = None
     validation: Sequence[ValidationSet] = ()
-    saver: Saver | None = None
+    saver: SaverProtocol | None = None
     contents: Callable[[int], tuple[Iterable[Fragment], Meta]] | None = None
     inspect: Callable[[list[Fragment]], list[str]] = faults
     generate: Generate | None = None

@@ -46,7 +46,7 @@ _UNREMARKABLE = (
 
 
 @dataclass(frozen=True)
-class Source:
+class StartPoint:
     """What a run starts from; both None for a new one.
 
     Attributes:
@@ -64,7 +64,7 @@ class Source:
         return self.checkpoint is None and self.weights is None
 
 
-def find(config: Config, world: World, log: Callable[[str], None], attempt: int = 0) -> Source:
+def find(config: Config, world: World, log: Callable[[str], None], attempt: int = 0) -> StartPoint:
     """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
 
     A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
@@ -105,7 +105,7 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
             "changed": changed,
             "ledger": found.checkpoint.meta.ledger,
         }
-        return Source(found.checkpoint, None, facts)
+        return StartPoint(found.checkpoint, None, facts)
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         weights = store.weights(path)
@@ -117,8 +117,8 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
             log(f"differs from the checkpoint the weights come from: {line}")
-        return Source(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
-    return Source()
+        return StartPoint(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
+    return StartPoint()
 
 
 def _chosen(store: Store, how: str, attempt: int) -> Resume:
@@ -150,7 +150,7 @@ def _further_back(store: Store, step: int, starts: list[int], error: str) -> Res
     return replace(found, reason=f"{story}: going back further. {found.reason}")
 
 
-def load(source: Source, world: World, engine) -> int:
+def load(source: StartPoint, world: World, engine) -> int:
     """Fill the engine from the source. Returns the number of completed updates.
 
     Raises:
@@ -202,7 +202,7 @@ def initialize(
     engine.state.refresh()
 
 
-def tokens_read(source: Source, config: Config) -> Callable[[int], int]:
+def tokens_read(source: StartPoint, config: Config) -> Callable[[int], int]:
     """Tokens that the run has read after so many steps; those before a resume may have come in batches of
     another size.
     """

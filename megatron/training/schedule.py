@@ -29,7 +29,7 @@ DECAYS = {
 
 
 @dataclass(frozen=True)
-class Span:
+class SchedulePeriods:
     """The lengths of a schedule, in steps; the warmup may end between two steps (a share, or a number of tokens)."""
 
     start: int
@@ -39,7 +39,7 @@ class Span:
     decay: int
 
     @classmethod
-    def of(cls, config: Config) -> Span:
+    def of(cls, config: Config) -> SchedulePeriods:
         """Raises ValueError where the configuration was not resolved and has no end or no decay length."""
         schedule = config.schedule
         if schedule.steps is None:
@@ -68,7 +68,7 @@ class Shape(Protocol):
     of its arguments alone, so that a resumed run goes on as if it had never stopped.
     """
 
-    def __call__(self, n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+    def __call__(self, n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
         """The learning rate of step n of the schedule, counted from `schedule.start`, at least 0.
 
         Args:
@@ -86,7 +86,7 @@ class Schedule:
         self.options = config.schedule
         self._shape: Shape = imported(config, "schedule.type", SCHEDULE, config.schedule.type)
         self.peak = config.optimizer.lr
-        self.span = Span.of(config)
+        self.span = SchedulePeriods.of(config)
 
     def lr(self, step: int) -> float:
         """The learning rate of update `step`, at least 0.
@@ -158,7 +158,7 @@ def _fall(shape: str, share: float, peak: float, options: ScheduleSection) -> fl
     return low + (peak - low) * DECAYS[shape](share)
 
 
-def _share(n: float, span: Span) -> float:
+def _share(n: float, span: SchedulePeriods) -> float:
     """How much of the time after the warmup has passed."""
     return (n - span.warmup) / max(span.length - span.warmup, 1e-9)
 
@@ -166,28 +166,28 @@ def _share(n: float, span: Span) -> float:
 # The shapes after the warmup: the rate of step n of the schedule (warmup <= n <= length), by the contract of `Shape`.
 
 
-def constant(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def constant(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     return peak
 
 
-def linear(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def linear(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     return _fall("linear", _share(n, span), peak, options)
 
 
-def cosine(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def cosine(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     return _fall("cosine", _share(n, span), peak, options)
 
 
-def wsd(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def wsd(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     begin = span.length - span.decay
     return peak if n <= begin else _fall(options.decay_shape, (n - begin) / span.decay, peak, options)
 
 
-def inverse_sqrt(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def inverse_sqrt(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     return max(peak * math.sqrt(span.warmup / n), options.min_lr_ratio * peak)
 
 
-def infinite(n: int, peak: float, span: Span, options: ScheduleSection) -> float:
+def infinite(n: int, peak: float, span: SchedulePeriods, options: ScheduleSection) -> float:
     low, begin = options.constant_lr_ratio * peak, span.length - span.decay
     if n > begin:
         return low * (options.min_lr_ratio / options.constant_lr_ratio) ** ((n - begin) / span.decay)

@@ -25,7 +25,7 @@ from megatron.checkpoint import (
 )
 from megatron.checkpoint.errors import brief, by_layer
 from megatron.checkpoint.index import INDEX_NAME
-from megatron.checkpoint.logical import Stream
+from megatron.checkpoint.logical import TensorStream
 from megatron.checkpoint.reshape import reshape
 from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role, Shard
@@ -258,7 +258,7 @@ def test_one_process_writes_tensor_by_tensor(tmp_path):
             checkpoint.read(FragmentSpec.whole(tensor, "weight"), torch.float32).data,
             model.values[tensor.name, "master"].reshape(-1),
         )
-        with Stream(checkpoint) as stream:
+        with TensorStream(checkpoint) as stream:
             values_of = torch.cat([part.clone() for part in stream.values(FragmentSpec.whole(tensor, "weight"))])
         assert torch.equal(values_of, model.values[tensor.name, "master"].reshape(-1))
     for wrong, message in (

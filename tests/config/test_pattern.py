@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.pattern import Block, Kind, PatternError, parse
+from megatron.config.pattern import BlockPattern, Kind, PatternError, parse
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def test_expansion(text, blocks):
 
 def test_roles():
     first, second, third = parse("attention@local/mlp mlp mamba+shared_attention@wide", KINDS)
-    assert first == Block(Kind("attention", "local"), Kind("mlp"))
-    assert second == Block(None, Kind("mlp"))
-    assert third == Block(Kind("mamba", None, (Kind("shared_attention", "wide"),)), None)
+    assert first == BlockPattern(Kind("attention", "local"), Kind("mlp"))
+    assert second == BlockPattern(None, Kind("mlp"))
+    assert third == BlockPattern(Kind("mamba", None, (Kind("shared_attention", "wide"),)), None)
     assert [str(kind) for kind in third.kinds] == ["mamba+shared_attention@wide", "shared_attention@wide"]
 
 

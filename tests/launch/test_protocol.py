@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.launch import protocol
-from megatron.launch.console import Console
+from megatron.launch.console import RankConsole
 from megatron.launch.protocol import LIMIT, Lines, decode, encode, encode_text
 from megatron.launch.specification import Host, Specification
 
@@ -95,7 +95,7 @@ def _standard_output(monkeypatch):
 
 def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
     shown = _standard_output(monkeypatch)
-    console = Console(plain=False)
+    console = RankConsole(plain=False)
     console.show("a", 0, 1, "one\ntw")
     console.show("b", 5, 1, "five\n")
     console.show("a", 0, 1, "o\n")
@@ -104,7 +104,7 @@ def test_output_of_other_ranks_is_shown_in_whole_lines(monkeypatch):
 
 def test_a_line_of_another_rank_waits_for_the_end_of_rank_0s_line(monkeypatch):
     shown = _standard_output(monkeypatch)
-    console = Console(plain=True)
+    console = RankConsole(plain=True)
     console.show("a", 0, 1, "hello from 0")  # an unbuffered print writes its line's end by itself
     console.show("a", 1, 1, "one\n")
     console.show("a", 2, 1, "two\n")
@@ -116,7 +116,7 @@ def test_a_line_of_another_rank_waits_for_the_end_of_rank_0s_line(monkeypatch):
 
 def test_a_line_without_end_does_not_silence_the_other_ranks(monkeypatch):
     shown = _standard_output(monkeypatch)
-    console = Console(plain=True)
+    console = RankConsole(plain=True)
     console.show("a", 0, 1, "\r 10 %")
     console.show("a", 1, 1, "one\n")
     console.settle(0.0)

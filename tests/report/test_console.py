@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron.report.console import Console, duration, short, training_line
+from megatron.report.console import MetricsConsole, duration, short, training_line
 
 RECORD = {
     "step": 41,
@@ -61,7 +61,7 @@ def test_duration(seconds, text):
 
 def test_plain_lines_where_there_is_no_terminal():
     out = io.StringIO()
-    console = Console("auto", 1000, out)
+    console = MetricsConsole("auto", 1000, out)
     console.write(RECORD)
     console.write({"step": 42, "validation": {"pile": {"loss": 2.0, "perplexity": 7.389, "tokens": 10}}})
     console.log("a message")
@@ -75,7 +75,7 @@ def test_plain_lines_where_there_is_no_terminal():
 
 def test_live_line_on_a_terminal_leaves_messages_above():
     out = Terminal()
-    console = Console("auto", 1000, out)
+    console = MetricsConsole("auto", 1000, out)
     assert console.mode == "live"
     for step in range(3):
         console.write({**RECORD, "step": step})
@@ -88,7 +88,7 @@ def test_live_line_on_a_terminal_leaves_messages_above():
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_record_of_a_users_hook_is_no_training_line(mode):
     out = Terminal()
-    console = Console(mode, 1000, out)
+    console = MetricsConsole(mode, 1000, out)
     console.write({"step": 3, "weights": {"embedding": {"norm": 1.0}}})
     console.close()
     assert out.getvalue() == ""
@@ -96,7 +96,7 @@ def test_a_record_of_a_users_hook_is_no_training_line(mode):
 
 def test_quiet_is_quiet():
     out = io.StringIO()
-    console = Console("quiet", 10, out)
+    console = MetricsConsole("quiet", 10, out)
     console.write(RECORD)
     console.log("x")
     console.close()
@@ -121,8 +121,8 @@ def test_a_narrow_line_leaves_out_the_least_important():
 def test_columns_of_a_pipe(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     file = io.StringIO()
-    Console("auto", 1000, file).write(RECORD)
+    MetricsConsole("auto", 1000, file).write(RECORD)
     monkeypatch.setenv("COLUMNS", "60")
-    Console("auto", 1000, file).write(RECORD)
+    MetricsConsole("auto", 1000, file).write(RECORD)
     wide, narrow = file.getvalue().splitlines()
     assert len(narrow) <= 60 < len(wide)

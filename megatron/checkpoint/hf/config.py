@@ -136,7 +136,7 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     raise CheckpointError(f"the model cannot be written as {nearest}", tried[nearest][1])
 
 
-def _kinds(blocks: Iterable[Block]) -> set[str]:
+def _kinds(blocks: Iterable[BlockPattern]) -> set[str]:
     return {kind.name for block in blocks for kind in block.kinds}
 
 

@@ -206,7 +206,7 @@ def import_model(
     return resolved
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where tensors are read: type, shape and place of each by name, and a way to read one."""
 
     path: Path
@@ -218,7 +218,7 @@ class Source(Protocol):
 
 
 def write(
-    source: Source, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]
+    source: WeightSource, architecture: Architecture, resolved: Resolved, out: Path, progress: Callable[[str], None]
 ) -> None:
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
@@ -249,7 +249,9 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
     return {tensor.logical.name: tensor.logical for tensor in stored_tensors(model)}
 
 
-def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: Source, there) -> None:
+def _check_shapes(
+    folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: WeightSource, there
+) -> None:
     """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
     problems = []
     for step in steps:
@@ -271,7 +273,7 @@ def _check_shapes(folder: Path, steps: list[Step], logical: dict[str, LogicalTen
 
 
 def _values(
-    steps: list[Step], source: Source, there: dict[str, str], progress
+    steps: list[Step], source: WeightSource, there: dict[str, str], progress
 ) -> Callable[[str], Iterator[torch.Tensor]]:
     """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
     step_of = {name: step for step in steps for name in step.ours}

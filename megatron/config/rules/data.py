@@ -10,11 +10,11 @@ from ..catalog import Path, dotted
 from ..file_access import MISSING, unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sections.data import Source
+from ..sections.data import SourceSection
 from ..tokenizer_size import local_tokens
 
 
-def sources(context: RuleContext) -> Iterator[tuple[Path, Source]]:
+def sources(context: RuleContext) -> Iterator[tuple[Path, SourceSection]]:
     """Every source that the configuration names, with its path."""
     data = context.config.data
     for index, source in enumerate(data.train):
@@ -291,7 +291,7 @@ def a_blend_names_a_file_once(context: RuleContext) -> Iterator[Problem]:
 
 def a_file_has_one_label_file(context: RuleContext) -> Iterator[Problem]:
     """In all phases: a source goes on where an earlier phase stopped, as the same source."""
-    first: dict[str, tuple[Path, Source]] = {}
+    first: dict[str, tuple[Path, SourceSection]] = {}
     for path, source in sources(context):
         if path[1] not in ("train", "phases"):
             continue

@@ -21,7 +21,7 @@ def _cache(own: dict[str, Any], at: Any) -> str:
     return f"{at['run.dir']}/cache"
 
 
-class Source(Section):
+class SourceSection(Section):
     path: str = key(..., "Prefix of a .bin/.idx pair (with or without the ending).")
     weight: float = key(1.0, "Share of this source in the blend, before normalisation.", gt=0)
     name: str | None = key(None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",)))
@@ -33,7 +33,7 @@ class Source(Section):
 
 class Phase(Section):
     start: int = key(..., "First step of the phase.", unit="steps", ge=0)
-    sources: list[Source] = key(..., "The blend from that step on.", min_length=1)
+    sources: list[SourceSection] = key(..., "The blend from that step on.", min_length=1)
 
 
 class FillInTheMiddle(Section):
@@ -45,11 +45,11 @@ class FillInTheMiddle(Section):
 
 
 class DataSection(Section):
-    train: list[Source] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
-    validation: dict[str, list[Source]] = key(
+    train: list[SourceSection] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
+    validation: dict[str, list[SourceSection]] = key(
         dict, "Named validation sets; a bare path or list becomes the set `validation`."
     )
-    test: dict[str, list[Source]] = key(dict, "Named test sets.")
+    test: dict[str, list[SourceSection]] = key(dict, "Named test sets.")
     split: list[float] | None = key(
         None,
         "Cut one training file's documents into training, validation and test by these shares (GPT-NeoX data_path).",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import create_model
 
 from ..kind import kinds_of
-from ..pattern import Block, blocks_of
+from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from .base import Derived, Section, key
 
@@ -228,7 +228,7 @@ class ModelSection(_Kinds):
     )
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockPattern, ...]:
         """The blocks of `layers`, in order.
 
         Raises:

@@ -201,7 +201,7 @@ def with_tokenizer(tokenizer: Tokenizer) -> Encode:
 
 
 @dataclass(frozen=True)
-class Choice:
+class EncoderChoice:
     """An encoder: "gigatoken" or "tokenizer", why, and the characters that gigatoken is not trusted with."""
 
     name: str
@@ -209,7 +209,7 @@ class Choice:
     unsafe: str = ""
 
 
-def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: int | None = None) -> Choice:
+def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: int | None = None) -> EncoderChoice:
     """Which encoder to use.
 
     Args:
@@ -221,19 +221,19 @@ def choose_encoder(tokenizer: Tokenizer, requested: str = "auto", text_bytes: in
     """
     own = {"huggingface": "tokenizers", "gpt2": "tokenizers"}.get(tokenizer.kind, tokenizer.kind)
     if requested == "tokenizer":
-        return Choice("tokenizer", f"{own}, as asked")
+        return EncoderChoice("tokenizer", f"{own}, as asked")
     if requested == "auto" and text_bytes is not None and text_bytes < LITTLE:
-        return Choice("tokenizer", f"{own}: little to encode")
+        return EncoderChoice("tokenizer", f"{own}: little to encode")
     reason, unsafe = _try_gigatoken(tokenizer)
     if not reason:
-        return Choice(
+        return EncoderChoice(
             "gigatoken",
             f"gigatoken: agrees with {own} on all probes; {len(unsafe)} rare characters are left to {own}",
             unsafe,
         )
     if requested == "gigatoken":
         raise DataError("--encoder", f"gigatoken cannot be used: {reason}", "use --encoder auto")
-    return Choice("tokenizer", f"{own}: {reason}")
+    return EncoderChoice("tokenizer", f"{own}: {reason}")
 
 
 def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
@@ -256,7 +256,7 @@ def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
     return ("" if found is None else f"gigatoken differs from it on {found}"), unsafe
 
 
-def build_encoder(tokenizer: Tokenizer, choice: Choice) -> Encode:
+def build_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> Encode:
     """The encoder that `choose_encoder` chose."""
     exact = with_tokenizer(tokenizer)
     return mixed(with_gigatoken(tokenizer), exact, choice.unsafe) if choice.name == "gigatoken" else exact

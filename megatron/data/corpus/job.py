@@ -25,7 +25,7 @@ from ..manifest import ENDING, Manifest, keep_others, read_manifest
 from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import durable, write_index
 from ..tokenizer import Tokenizer, build_tokenizer
-from .encode import ORIGIN, Choice, Encoded, Treatment, choose_encoder
+from .encode import ORIGIN, Encoded, EncoderChoice, Treatment, choose_encoder
 from .inputs import Chunk, Input, read_chunks
 from .progress import Display, Progress
 from .workers import encoded
@@ -94,7 +94,7 @@ class Outcome:
 
     manifest: Manifest
     progress: Progress
-    choice: Choice
+    choice: EncoderChoice
     seconds: float
     resumed: bool = False
     kept: bool = False
@@ -120,7 +120,8 @@ def run(job: Job, display: Display | None = None) -> Outcome:
     key = _key(job, tokenizer)
     finished = _make_room(job, key)
     if finished is not None:
-        return Outcome(finished, _progress_of(finished), Choice(finished.encoder, "finished already"), 0.0, kept=True)
+        choice = EncoderChoice(finished.encoder, "finished already")
+        return Outcome(finished, _progress_of(finished), choice, 0.0, kept=True)
     progress = Progress.load(job.file(".progress"), key)
     resumed = progress is not None
     progress = progress or Progress(key, per_input=[[0, 0] for _ in job.inputs])
@@ -213,7 +214,7 @@ def _chunks(job: Job, progress: Progress) -> Iterator[Chunk]:
         position, line = 0, 1
 
 
-def _encode(job: Job, progress: Progress, choice: Choice, dtype: np.dtype, display: Display) -> None:
+def _encode(job: Job, progress: Progress, choice: EncoderChoice, dtype: np.dtype, display: Display) -> None:
     """Write the three parts to their end."""
     parts = _Parts(job, progress, dtype)
     done = [0, *np.cumsum([entry.path.stat().st_size if entry.path else 0 for entry in job.inputs]).tolist()]
@@ -271,7 +272,7 @@ def _complete(job: Job, progress: Progress, dtype: np.dtype) -> None:
     progress.save(job.file(".progress"))
 
 
-def _publish(job: Job, progress: Progress, choice: Choice, tokenizer: Tokenizer, dtype: np.dtype) -> Manifest:
+def _publish(job: Job, progress: Progress, choice: EncoderChoice, tokenizer: Tokenizer, dtype: np.dtype) -> Manifest:
     """Give the parts their names; the index last, for without it there is no pair. May be cut off and done again."""
     for ending in (".bin", ".origin"):
         if job.file(f"{ending}.part").exists():

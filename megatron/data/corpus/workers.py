@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..tokenizer import build_tokenizer
-from .encode import Choice, Encoded, Treatment, build_encoder, encode_chunk
+from .encode import Encoded, EncoderChoice, Treatment, build_encoder, encode_chunk
 from .inputs import Chunk
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _state: dict = {}
 class Worker:
     """Encodes chunks; each process has one."""
 
-    def __init__(self, section: TokenizerSection, choice: Choice, treatment: Treatment, dtype: np.dtype):
+    def __init__(self, section: TokenizerSection, choice: EncoderChoice, treatment: Treatment, dtype: np.dtype):
         tokenizer = build_tokenizer(section)
         self.encode, self.eod = build_encoder(tokenizer, choice), tokenizer.eod_id
         self.treatment, self.dtype = treatment, dtype

@@ -18,7 +18,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPiece:
     """Elements [start, start + count) of a flattened parameter, at `place` of its owner's flat tensor."""
 
     start: int
@@ -26,13 +26,13 @@ class Piece:
     place: int
 
 
-def owned_piece(parameter: nn.Parameter) -> Piece:
+def owned_piece(parameter: nn.Parameter) -> OwnedPiece:
     """What this rank owns of a parameter, as DeepSpeed's ZeRO 1, ZeRO 2 and BF16 optimizers mark it."""
     mapping = parameter._hp_mapping
     if mapping is None:
-        return Piece(0, 0, 0)
+        return OwnedPiece(0, 0, 0)
     low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Piece(low.start, low.numel, high.start)
+    return OwnedPiece(low.start, low.numel, high.start)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Pieces:
     """The pieces of a group's matrices on every rank of a data parallel group."""
 
     parameters: list[nn.Parameter]
-    table: list[list[Piece]]  # [rank][parameter]
+    table: list[list[OwnedPiece]]  # [rank][parameter]
     rank: int
     group: Any
 
@@ -51,11 +51,11 @@ class Pieces:
         local = torch.tensor([[p.start, p.count, p.place] for p in mine], device=parameters[0].device)
         everyone = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, local, group=group)
-        table = [[Piece(*row) for row in rows.tolist()] for rows in everyone]
+        table = [[OwnedPiece(*row) for row in rows.tolist()] for rows in everyone]
         return cls(parameters, table, dist.get_rank(group), group)
 
     @cached_property
-    def owners(self) -> list[list[tuple[int, Piece]]]:
+    def owners(self) -> list[list[tuple[int, OwnedPiece]]]:
         """For each parameter, the ranks that own some of it and their pieces."""
         return [
             [(rank, row[index]) for rank, row in enumerate(self.table) if row[index].count]
@@ -63,7 +63,7 @@ class Pieces:
         ]
 
     @cached_property
-    def shared(self) -> list[tuple[Piece, list[tuple[int, Piece]]]]:
+    def shared(self) -> list[tuple[OwnedPiece, list[tuple[int, OwnedPiece]]]]:
         """Of the parameters that this rank owns a part of: its piece, and the other owners with theirs."""
         rows = []
         for owners in self.owners:
@@ -72,7 +72,7 @@ class Pieces:
                 rows.append((mine[0], [(rank, piece) for rank, piece in owners if rank != self.rank]))
         return rows
 
-    def whole(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor, Piece]]:
+    def whole(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor, OwnedPiece]]:
         """The matrices of which this rank owns something, made whole from every rank's `flat` tensor.
 
         Yields:

@@ -17,7 +17,7 @@ TINY = 1e-20
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """Who uses whom; made without a gradient, and replayed where activations are recomputed.
 
     Attributes:
@@ -36,7 +36,7 @@ def scores_of(logits_TE: Tensor, score: str) -> Tensor:
 @torch.no_grad()
 def choose(
     logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, options: MoEOptions, training: bool
-) -> Choice:
+) -> ExpertChoice:
     """The choice of `options.router.select`.
 
     Args:
@@ -47,9 +47,9 @@ def choose(
     router = options.router
     if router.select == "expert_choice":
         count = max(1, logits_TE.shape[0] * options.top_k // options.experts)
-        return Choice(tokens_EC=scores_TE.topk(min(count, logits_TE.shape[0]), dim=0).indices.T.contiguous())
+        return ExpertChoice(tokens_EC=scores_TE.topk(min(count, logits_TE.shape[0]), dim=0).indices.T.contiguous())
     if router.select == "sinkhorn" and training:
-        return Choice(sinkhorn(logits_TE, router).topk(options.top_k, dim=-1).indices)
+        return ExpertChoice(sinkhorn(logits_TE, router).topk(options.top_k, dim=-1).indices)
     wanted_TE = scores_TE if correction_E is None else scores_TE + correction_E
     if router.top_groups < router.groups:
         wanted_TE = _within_groups(wanted_TE, router)
@@ -71,12 +71,12 @@ def classes(options: MoEOptions) -> int:
     return options.experts + options.router.skip
 
 
-def real(choice: Choice, options: MoEOptions) -> Choice:
+def real(choice: ExpertChoice, options: MoEOptions) -> ExpertChoice:
     """The choice with an expert in place of none (in turn, to be even): such a token's weight is 0."""
     if not options.router.skip:
         return choice
     turns = torch.arange(len(choice.experts_Tk), device=choice.experts_Tk.device).unsqueeze(1) % options.experts
-    return Choice(torch.where(choice.experts_Tk == options.experts, turns, choice.experts_Tk))
+    return ExpertChoice(torch.where(choice.experts_Tk == options.experts, turns, choice.experts_Tk))
 
 
 def _within_groups(wanted_TE: Tensor, router: RouterOptions) -> Tensor:

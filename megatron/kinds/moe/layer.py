@@ -23,7 +23,7 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
-from .choice import Choice, choose, classes, real, scores_of, weights_of
+from .choice import ExpertChoice, choose, classes, real, scores_of, weights_of
 from .dispatch import AllToAllDispatch, LocalDispatch
 from .experts import Experts
 from .losses import auxiliary_losses, count
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         counters = sequence_counters(*x_BSH.shape[1:], 0, x_BSH.device)
         return at_least_fp32(x_BSH) * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
 
-    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows) -> Tensor:
+    def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows) -> Tensor:
         """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of
         them.
         """
@@ -85,7 +85,7 @@ class MoE(nn.Module):
         return combine(y_RH, rows, weights)
 
     def _account(
-        self, logits_TE: Tensor, scores_TE: Tensor, choice: Choice, rows: Rows, samples: int
+        self, logits_TE: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows, samples: int
     ) -> dict[str, Tensor]:
         """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
         if not self.training:

@@ -16,7 +16,7 @@ from megatron.kinds.moe.options import AuxiliaryLossOptions
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 
-from .choice import Choice
+from .choice import ExpertChoice
 
 
 def auxiliary_losses(
@@ -49,7 +49,7 @@ def auxiliary_losses(
 
 
 @torch.no_grad()
-def count(choice: Choice, samples: int, experts: int) -> Tensor:
+def count(choice: ExpertChoice, samples: int, experts: int) -> Tensor:
     """fp32 [B, E], how often each sample has chosen each expert; where experts choose, [1, E]."""
     if choice.tokens_EC is not None:
         taken = choice.tokens_EC.shape[1]

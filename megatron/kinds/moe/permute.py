@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.kinds.common.recomputed import recomputed
 from megatron.parallel.precision import at_least_fp32
 
-from .choice import Choice
+from .choice import ExpertChoice
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Rows:
         return self.place_Tk is not None and self.kept_Tk is None
 
 
-def sort(choice: Choice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
+def sort(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
     """Rows of a choice; within an expert in the order of the tokens.
 
     Args:

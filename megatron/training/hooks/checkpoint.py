@@ -11,7 +11,7 @@ from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts, Saver
+from ..hook import Hook, Parts, SaverProtocol
 from ..trainer import Trainer
 from .guard import NonFinite
 
@@ -36,7 +36,7 @@ class CheckpointHook(Hook):
     def __init__(
         self,
         policy: SavePolicy,
-        saver: Saver,
+        saver: SaverProtocol,
         contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
         inspect: Callable[[list[Fragment]], list[str]] = faults,
     ) -> None:
