@@ -269,13 +269,13 @@ class PlainEngine(BaseEngine):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
             with phase("forward"):
-                loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.sides)
+                loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.extras)
             with phase("backward"):
                 self.deepspeed.backward(loss)
             with phase("update"):
                 self.deepspeed.step()
-            tally.add(ce, micro.weights)
-        return self._result(tally, scale)
+            losses.add(ce, micro.weights)
+        return self._result(losses, scale)
 
     @phase(EVALUATE)
     @torch.no_grad()

@@ -76,7 +76,7 @@ class Trainer:
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
         self.tokens = tokens
-        self.beside: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
+        self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
         self._requests: set[str] = set()
@@ -95,7 +95,7 @@ class Trainer:
                 self.at = step
                 with self.clock.data():
                     batch = self.loader.step(step)
-                self.beside.clear()
+                self.extra_metrics.clear()
                 self._call("before_step", step)
                 try:
                     report = self._step(step, batch)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from megatron.config import Config, ConfigError, resolve
 from megatron.config.kind import kinds_of
-from megatron.config.pattern import Block, parse
+from megatron.config.pattern import BlockPattern, parse
 from megatron.config.registry import ARCHITECTURE, RegistryError, offered, registry_of
 from megatron.config.sections.model import ModelSection
 

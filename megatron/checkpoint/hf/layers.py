@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron.config import Config
-from megatron.config.pattern import Block
+from megatron.config.pattern import BlockPattern
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 
@@ -100,5 +100,5 @@ def numbers_of(ours: Collection[str]) -> list[int]:
     return sorted({int(name.split(".")[1]) for name in ours if name.startswith("layers.")})
 
 
-def without_variants(block: Block) -> str:
+def without_variants(block: BlockPattern) -> str:
     return re.sub(r"@\w+", "", str(block))

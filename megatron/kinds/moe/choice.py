@@ -53,7 +53,7 @@ def choose(
     wanted_TE = scores_TE if correction_E is None else scores_TE + correction_E
     if router.top_groups < router.groups:
         wanted_TE = _within_groups(wanted_TE, router)
-    return Choice(wanted_TE.topk(options.top_k, dim=-1).indices)
+    return ExpertChoice(wanted_TE.topk(options.top_k, dim=-1).indices)
 
 
 def weights_of(scores_TE: Tensor, experts_Tk: Tensor, options: MoEOptions) -> Tensor:

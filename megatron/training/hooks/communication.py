@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.model.block import Block
 from megatron.model.compile import choose
-from megatron.model.ends import Embedding, Head
+from megatron.model.embedding_and_head import Embedding, Head
 from megatron.parallel.account import Recorder
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
@@ -38,7 +38,7 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
                     recorder.label(part, f"{place}.{kind.name}")
 
 
-class Communication(Hook):
+class CommunicationHook(Hook):
     """Counts between the beginning and the end of each step; what comes between steps is kept apart.
 
     Args:
@@ -54,7 +54,7 @@ class Communication(Hook):
         self._outside, self._last = Tally(), Tally()
 
     @classmethod
-    def of(cls, parts: Parts) -> Communication | None:
+    def of(cls, parts: Parts) -> CommunicationHook | None:
         config = parts.config
         if config.logging.communication == "off":
             return None
@@ -77,7 +77,7 @@ class Communication(Hook):
         if step % self._every == 0 or trainer.last:
             self._file.step(step, self._last, self._outside)
             self._outside = Tally()
-            trainer.beside["communication"] = by_group(self._last)
+            trainer.extra_metrics["communication"] = by_group(self._last)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._recorder is None:  # the run failed before it began
@@ -85,5 +85,5 @@ class Communication(Hook):
         self._recorder.remove()
         self._file.close(trainer.completed, self._outside + self._recorder.tally.take())
         if len(self._last):
-            trainer.say(f"communication of rank {trainer.mesh.rank} in the last step:\n{step_table(self._last)}")
-            trainer.say(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
+            trainer.log(f"communication of rank {trainer.mesh.rank} in the last step:\n{step_table(self._last)}")
+            trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")

@@ -93,7 +93,7 @@ class LogHook(Hook):
                 **({"skipped": True} if report.result.skipped else {}),
                 **({"unlabelled": True} if report.result.unlabelled else {}),
                 **report.result.extras,
-                **trainer.beside,
+                **trainer.extra_metrics,
             })
 
     def _speeds(self, trainer: Trainer, seconds: float) -> dict[str, float]:
