@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.data.errors import DataError
-from megatron.data.plan import Plan, build_plan
+from megatron.data.plan import SamplePlan, build_plan
 
 from .history import RunHistory
 
@@ -36,7 +36,7 @@ def composition(run: RunHistory) -> Composition | str:
         plan = build_plan(config)
     except (DataError, OSError, ValueError) as error:
         return f"the data cannot be opened from here ({str(error).splitlines()[0]})"
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, SamplePlan)
     last = int(run.training[-1]["step"]) + 1
     windows = min(WINDOWS, last)
     steps = [number * last // windows for number in range(1, windows + 1)]
