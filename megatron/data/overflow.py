@@ -15,7 +15,7 @@ import numpy as np
 
 from .cache import Arrays, cached
 from .errors import DataError
-from .order import Order, Span, documents_tokens
+from .order import Order, TokenRange, documents_tokens
 from .token_file import TokenFile
 
 
@@ -150,7 +150,7 @@ class OverflowOrder(Order):
             return piece
         return int(self.pieces[0]) if int(self.pieces[0]) < self.length else int(self.pieces[1])
 
-    def spans(self, sample: int) -> list[Span]:
+    def spans(self, sample: int) -> list[TokenRange]:
         piece = self.place(sample)
         begin, end = int(self.starts[piece]), int(self.starts[piece + 1])
         lengths = [*self.file.sizes[self.documents[begin:end]].tolist()]
@@ -160,7 +160,7 @@ class OverflowOrder(Order):
         for document, length in zip(self.documents[begin : begin + len(lengths)].tolist(), lengths):
             length = min(length, missing, int(self.file.sizes[document]))
             if length:
-                spans.append(Span(document, 0, length))
+                spans.append(TokenRange(document, 0, length))
                 missing -= length
         return spans
 

@@ -11,7 +11,7 @@ import numpy as np
 from .cache import examine
 from .errors import DataError
 from .manifest import Manifest, read_manifest
-from .order import Order, SequentialOrder, Span, StreamOrder
+from .order import Order, SequentialOrder, StreamOrder, TokenRange
 from .overflow import OverflowOrder
 from .packing import PackedOrder
 from .pythia import PythiaOrder

@@ -340,14 +340,14 @@ def packing_has_its_order(context: RuleContext) -> Iterator[Problem]:
             fix="use data.order: stream (shuffled) or sequential",
         )
     if data.packing == "until_overflow" and data.order != "pythia" and data.synthetic == "none":
-        yield facts.problem(
+        yield context.problem(
             "data.packing",
             "data.order",
             rule="until_overflow must go with the pythia order, of which it is a part",
             fix="use data.order: pythia, or packing: best_fit",
         )
     if data.drop_long and data.packing != "until_overflow":
-        yield facts.problem(
+        yield context.problem(
             "data.drop_long",
             "data.packing",
             rule="must go with data.packing: until_overflow",
