@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Begin a branch of a run at one of its checkpoints, in which the learning rate decays to its floor.
+
+    python tools/fork.py runs/trunk --at 3000 --steps 300                     makes runs/trunk-from-3000
+    ./deepy.py train.py runs/trunk-from-3000/fork.yml                         trains it
+
+The trunk's rate must be constant at that step (schedule.type constant, wsd or infinite). The branch reads the batches
+that the trunk would have read, on any layout; both ledgers name the other run. Its checkpoint takes no room: its files
+are links to the trunk's.
+
+Exit status 2: there is no such checkpoint, or no branch can begin there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Make the branch; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="directory of the trunk")
+    parser.add_argument("--at", type=int, required=True, metavar="STEP", help="step of the checkpoint to begin from")
+    parser.add_argument("--steps", type=int, required=True, metavar="N", help="length of the branch and of the decay")
+    parser.add_argument("--output", type=Path, help="directory of the branch (default: RUN-from-STEP)")
+    options = parser.parse_args(arguments)
+    if options.at < 1 or options.steps < 1:
+        parser.error("--at and --steps must be at least 1")
+    from megatron.checkpoint import CheckpointError
+    from megatron.config.problems import UserError
+    from megatron.training.fork import fork
+
+    folder = options.output or options.run.with_name(f"{options.run.name}-from-{options.at}")
+    try:
+        file = fork(options.run, options.at, options.steps, folder)
+    except (CheckpointError, OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"a branch of {options.run} from step {options.at}, {options.steps} steps of decay; start it with")
+    print(f"  ./deepy.py train.py {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
