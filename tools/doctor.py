@@ -15,7 +15,6 @@ from megatron.config.sections.layout import LaunchSection
 from megatron.launch.choose import choose
 from megatron.launch.doctor import FAIL, Doctor, table
 from megatron.launch.hosts import HostError
-from megatron.launch.runners import RUNNERS
 
 
 def main() -> int:
@@ -49,7 +48,7 @@ def main() -> int:
         sys.stderr.write(f"doctor: {error}\n")
         return 2
     findings = Doctor(
-        choice, lambda job: RUNNERS[choice.transport](job, launch), options.python, options.timeout
+        choice, lambda job: choice.starter.commands(job, launch), options.python, options.timeout
     ).examine()
     bad = any(each.grade == FAIL for each in findings)
     if options.json:

@@ -1,19 +1,28 @@
-"""Which extensions a configuration needs: those that `model.extensions` lists, and those that offer a kind it uses."""
+"""Which extensions a configuration needs: those that `model.extensions` lists, and those that offer a name it has."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from .kind import kinds_of
+from .catalog import Path
 from .layers import Source
 from .origins import Origin
 from .problems import ConfigError, Problem
-from .registry import KIND, RegistryError, offered
+from .registry import HOOK, KIND, METRIC, OPTIMIZER, RUNNER, SCHEDULE, RegistryError, offered, registry_of
 from .schema import schema_of
 from .tree import get, put
 
 KEY = ("model", "extensions")
+PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of the registry
+    (KIND, ("model", "layers")),
+    (OPTIMIZER, ("optimizer", "type")),
+    (SCHEDULE, ("schedule", "type")),
+    (RUNNER, ("launch", "runner")),
+    (HOOK, ("hooks",)),
+    (METRIC, ("logging", "sinks")),
+)
 _NAME = re.compile(r"(?<![@\w])[A-Za-z_]\w*")  # of a kind in a layer pattern; a variant stands after a '@'
 
 
@@ -32,8 +41,9 @@ def extensions_of(sources: list[Source]) -> tuple[str, ...]:
     added = _offered(sources, tuple(found))
     if added:
         put(sources[-1].values, KEY, [*found, *added])
-        text = f"what installed packages offer for model.layers: {', '.join(added)}"
-        sources[-1].places[KEY] = Origin("derived", text=text, keys=("model.layers",))
+        keys = tuple(dict.fromkeys(added.values()))
+        text = f"what installed packages offer for {' and '.join(keys)}: {', '.join(added)}"
+        sources[-1].places[KEY] = Origin("derived", text=text, keys=keys)
     return (*found, *added)
 
 
@@ -55,21 +65,38 @@ def _check(modules: list[str], source: Source) -> None:
         raise ConfigError(problems)
 
 
-def _offered(sources: list[Source], extensions: tuple[str, ...]) -> list[str]:
-    layers = _last(sources, ("model", "layers"))
-    if layers is None or not isinstance(layers[1], str):
-        return []
-    known, added = kinds_of(extensions), []
-    for name in dict.fromkeys(_NAME.findall(layers[1])):
-        module = None if name in known else offered(KIND, name)
+def _offered(sources: list[Source], extensions: tuple[str, ...]) -> dict[str, str]:
+    """The modules that installed packages offer for names that nothing listed has, each with the key of the name."""
+    added: dict[str, str] = {}
+    for role, path, source, name in _named(sources):
+        if name in registry_of((*extensions, *added)).names(role):
+            continue
+        module = offered(role, name)
         if module is not None and module not in added:
-            added.append(module)
+            key = ".".join(map(str, path))
             try:
-                schema_of((*extensions, *added))
+                schema_of((*extensions, *added, module))
             except RegistryError as error:
-                place = str(layers[0].origin(("model", "layers")))
-                raise ConfigError([Problem("model.layers", error.rule, error.fix, layers[1], place)]) from None
+                problem = Problem(key, error.rule, error.fix, name, str(source.origin(path)))
+                raise ConfigError([problem]) from None
+            added[module] = key
     return added
+
+
+def _named(sources: list[Source]) -> Iterator[tuple[str, Path, Source, str]]:
+    """The names in the sources: role, key, source that says it last, name."""
+    for role, path in PLACES:
+        found = _last(sources, path)
+        if found is None:
+            continue
+        source, value = found
+        if role == KIND:
+            names = _NAME.findall(value) if isinstance(value, str) else []
+        else:  # one name, or a list of names or of {type: name}
+            each = value if isinstance(value, list) else [value]
+            names = [one.get("type") if isinstance(one, dict) else one for one in each]
+        for name in dict.fromkeys(name for name in names if isinstance(name, str)):
+            yield role, path, source, name
 
 
 def _last(sources: list[Source], path: tuple[str, ...]) -> tuple[Source, Any] | None:

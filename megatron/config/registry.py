@@ -6,8 +6,9 @@ needs torch. An extension is a Python module or package with a mapping of the sa
     EXTENSION = {"optimizer": {"sgdm": "my_lab.sgdm:SGDM"}, "kind": {"retention": "my_lab.retention.options:KIND"}}
 
 A configuration lists the extensions that it needs in `model.extensions`; `registry_of` gives the table with them. An
-installed package can offer kinds of layers without being listed: by an entry point of the group `deepy.kind` whose name
-is the kind's and whose value is the extension's module. A name that has a colon is an import path by itself.
+installed package can offer its names without being listed, by entry points: the group is `deepy.<role>` (`deepy.kind`,
+`deepy.optimizer`, `deepy.runner`, ...), the name is that of the thing, and the value is the extension's module. The
+module is then added to `model.extensions`. A name that has a colon is an import path by itself.
 """
 
 from __future__ import annotations
@@ -114,7 +115,15 @@ INSIDE: dict[str, dict[str, str]] = {
         "zaya": "megatron.checkpoint.hf.architectures.zaya:ZAYA",
         "rwkv": "megatron.checkpoint.hf.architectures.rwkv:RWKV",
     },
-    RUNNER: {},
+    RUNNER: {  # see megatron.launch.runner
+        "local": "megatron.launch.runners.local:RUNNER",
+        "ssh": "megatron.launch.runners.ssh:RUNNER",
+        "pdsh": "megatron.launch.runners.pdsh:RUNNER",
+        "openmpi": "megatron.launch.runners.openmpi:RUNNER",
+        "mpich": "megatron.launch.runners.mpich:RUNNER",
+        "slurm": "megatron.launch.runners.slurm:RUNNER",
+        "torchrun": "megatron.launch.runners.torchrun:RUNNER",
+    },
     # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
     "check": {"evaluate": "eval_tasks.check:before_start", "train": "eval_tasks.check:before_training"},
 }

@@ -5,17 +5,21 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.config.registry import RUNNER, Registry, registry_of
 from megatron.worker import devices
-from megatron.worker.slurm_nodes import expand
 
 from .hosts import HostError, read_hostfile, select
+from .runner import Runner, runner_of
 from .specification import Host
 
 if TYPE_CHECKING:
     from ..config.sections.layout import LaunchSection
+
+HERE, BY_HOSTFILE = "local", "ssh"  # what `auto` takes without and with a hostfile
+JOB_SCRIPT = "slurm"  # what a job script is written for
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RunnerChoice:
     hosts: tuple[Host, ...]
     reason: str
     carrier: str = ""
+    registry: Registry = field(default_factory=registry_of, repr=False)
 
     @property
     def transport(self) -> str:
@@ -33,39 +38,53 @@ class RunnerChoice:
         return self.carrier or self.runner
 
     @property
+    def starter(self) -> Runner:
+        """What the name of `transport` stands for."""
+        return runner_of(self.registry, self.transport)
+
+    @property
+    def wrapper(self) -> Runner:
+        """What the name of `runner` stands for."""
+        return runner_of(self.registry, self.runner)
+
+    @property
     def ranks(self) -> int:
         return sum(len(host.slots) for host in self.hosts)
 
 
-def choose(launch: LaunchSection, environment: Mapping[str, str]) -> RunnerChoice:
+def choose(launch: LaunchSection, environment: Mapping[str, str], registry: Registry | None = None) -> RunnerChoice:
     """The runner and the hosts.
 
-    `auto` takes, in this order: the hostfile, if one is named; the Slurm allocation we are in; this machine.
+    `auto` takes, in this order: the hostfile, if one is named; the scheduler's allocation we are in; this machine.
+
+    Args:
+        registry: has the runners; None takes those inside.
 
     Raises:
         HostError: the hosts cannot be right, or the runner does not fit to where we are.
+        UserError: the runner cannot be used.
     """
+    registry = registry or registry_of()
     if "RANK" in environment and "WORLD_SIZE" in environment:
         raise HostError(
             "RANK and WORLD_SIZE are set: something has started ranks already. Start the script itself there "
             "(`python train.py a.yml`), or unset them to let deepy.py start the ranks"
         )
-    carrier, reason = _where(launch, environment)
+    carrier, reason = _where(launch, environment, registry)
     if launch.runner == "auto":
         runner, carrier = carrier, ""
-    elif launch.runner == "torchrun":
-        runner, reason = "torchrun", f"launch.runner says so; by {carrier}: {reason}"
+    elif runner_of(registry, launch.runner).wrap:
+        runner, reason = launch.runner, f"launch.runner says so; by {carrier}: {reason}"
     else:
         runner, carrier, reason = launch.runner, "", "launch.runner says so"
-    if runner == "local" and launch.hostfile:
-        raise HostError("launch.runner is local, but there is a launch.hostfile: remove one of them")
-    hosts = _hosts(launch, carrier or runner, environment)
-    program = {"ssh": "ssh", "pdsh": "pdsh", "slurm": "srun", "openmpi": "mpirun", "mpich": "mpiexec"}.get(
-        carrier or runner
-    )
-    if program and not shutil.which(program):
-        raise HostError(f"launch.runner {carrier or runner} needs the program {program}, which is not installed here")
-    return RunnerChoice(runner, tuple(hosts), reason, carrier)
+    name = carrier or runner
+    starter = runner_of(registry, name)
+    if starter.here and launch.hostfile:
+        raise HostError(f"launch.runner is {name}, but there is a launch.hostfile: remove one of them")
+    hosts = _hosts(launch, name, starter, environment)
+    if starter.program and not shutil.which(starter.program):
+        raise HostError(f"launch.runner {name} needs the program {starter.program}, which is not installed here")
+    return RunnerChoice(runner, tuple(hosts), reason, carrier, registry)
 
 
 def some_hosts(launch: LaunchSection) -> RunnerChoice:
@@ -77,27 +96,28 @@ def some_hosts(launch: LaunchSection) -> RunnerChoice:
     if launch.ranks is None:
         raise HostError("a job script needs the number of ranks on each host: --ranks N (launch.ranks)")
     hosts = tuple(Host(f"host{index}", tuple(range(launch.ranks))) for index in range(launch.batch.nodes))
-    return RunnerChoice("slurm", hosts, "for a job script")
+    return RunnerChoice(JOB_SCRIPT, hosts, "for a job script")
 
 
-def _where(launch: LaunchSection, environment: Mapping[str, str]) -> tuple[str, str]:
+def _where(launch: LaunchSection, environment: Mapping[str, str], registry: Registry) -> tuple[str, str]:
     """The natural runner of this place, and why."""
     if launch.hostfile:
-        return "ssh", f"hosts of {launch.hostfile}"
-    if "SLURM_JOB_ID" in environment:
-        return "slurm", f"inside Slurm job {environment['SLURM_JOB_ID']}"
-    return "local", "one machine: no hostfile, no Slurm job"
+        return BY_HOSTFILE, f"hosts of {launch.hostfile}"
+    for name in registry.names(RUNNER):
+        if reason := runner_of(registry, name).inside(environment):
+            return name, reason
+    return HERE, "one machine: no hostfile, no Slurm job"
 
 
-def _hosts(launch: LaunchSection, runner: str, environment: Mapping[str, str]) -> list[Host]:
+def _hosts(launch: LaunchSection, name: str, runner: Runner, environment: Mapping[str, str]) -> list[Host]:
     if launch.hostfile:
         hosts = read_hostfile(launch.hostfile)
         if launch.ranks:
             hosts = [_cut(host, launch.ranks, launch.hostfile) for host in hosts]
-    elif runner == "slurm":
-        hosts = _allocation(launch, environment)
-    elif runner in ("ssh", "pdsh"):
-        raise HostError(f"launch.runner {runner} needs launch.hostfile (--hostfile FILE)")
+    elif runner.hosts:
+        hosts = runner.hosts(launch, environment)
+    elif runner.needs_hostfile:
+        raise HostError(f"launch.runner {name} needs launch.hostfile (--hostfile FILE)")
     else:
         ranks = launch.ranks or devices.ranks_here({**environment, **launch.environment}, launch.device)
         hosts = [Host(socket.gethostname(), tuple(range(ranks)))]
@@ -110,31 +130,3 @@ def _cut(host: Host, ranks: int, path: str) -> Host:
             f"launch.ranks asks for {ranks} ranks on each host, but {path} gives {host.name} {len(host.slots)} slots"
         )
     return Host(host.name, host.slots[:ranks])
-
-
-def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[Host]:
-    """The hosts of the Slurm job we are in, each with as many ranks as it has GPUs (or tasks) for us."""
-    nodes = environment.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise HostError(
-            "launch.runner slurm works inside an allocation (salloc or sbatch); "
-            "`deepy.py --sbatch ...` writes and submits a job script"
-        )
-    ranks = launch.ranks or next(
-        (
-            number
-            for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-            if (number := _last_number(environment.get(name, "")))
-        ),
-        1,
-    )
-    try:
-        return [Host(name, tuple(range(ranks))) for name in expand(nodes)]
-    except ValueError as error:
-        raise HostError(f"SLURM_JOB_NODELIST: {error}") from error
-
-
-def _last_number(text: str) -> int:
-    """The number of "8", "h100:8" or "gpu:h100:8"; 0 if there is none."""
-    last = text.rpartition(":")[2]
-    return int(last) if last.isdigit() else 0

@@ -50,7 +50,7 @@ def _host(plan: JobPlan, host: Host, first: int) -> list[str]:
     )
     lines = [f"host {host.name}: slots {', '.join(map(str, host.slots))}"]
     extra = {}
-    if plan.choice.transport == "local":
+    if plan.choice.starter.here:
         extra = devices.visibility(host.slots, plan.job.environment, plan.job.device)
         extra["OMP_NUM_THREADS"] = plan.job.environment.get("OMP_NUM_THREADS", str(devices.threads_per_rank(size)))
     else:

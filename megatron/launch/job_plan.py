@@ -23,8 +23,7 @@ from .choose import RunnerChoice, choose, some_hosts
 from .connection import Command
 from .hosts import HostError
 from .launcher import Settings
-from .runners.torchrun import wrapped
-from .settings import launch_section
+from .settings import launch_section, registry_for
 from .specification import Specification
 
 if TYPE_CHECKING:
@@ -94,7 +93,8 @@ def make_plan(
     taken = script_arguments(script, words)
     taken = replace(taken, overrides=(*taken.overrides, *overrides))
     launch = launch_section(taken.files, taken.overrides)
-    choice = some_hosts(launch) if later else choose(launch, environment)
+    registry = registry_for(taken.files, taken.overrides)
+    choice = some_hosts(launch) if later else choose(launch, environment, registry)
     return _plan(script, taken, choice, environment, here=not later)
 
 
@@ -120,7 +120,7 @@ def _plan(
     _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
-    check_code = launch.check_code and choice.transport != "local"
+    check_code = launch.check_code and not choice.starter.here
     settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
     job = _specification(script, taken.own, resolved, choice, environment)
     return JobPlan(script, taken, resolved, choice, job, settings)
@@ -199,7 +199,7 @@ def _specification(
     script: str, own: Sequence[str], resolved: Resolved, choice: RunnerChoice, environment: Mapping[str, str]
 ) -> Specification:
     config = resolved.config
-    launch, here = config.launch, choice.transport == "local"
+    launch, here = config.launch, choice.starter.here
     variables = {} if here else forwarding.forwarded(environment, launch.forward)
     if launch.environment_file:
         try:
@@ -225,7 +225,8 @@ def _specification(
         bind=launch.bind,
         credentials_file=str(Path(directory, config.run.dir, f".credentials-{secrets.token_hex(4)}")),
     )
-    return wrapped(job, launch, secrets.token_hex(4)) if choice.runner == "torchrun" else job
+    wrap = choice.wrapper.wrap
+    return wrap(job, launch) if wrap else job
 
 
 def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
@@ -247,6 +248,4 @@ def again(plan: JobPlan, attempt: int) -> Specification:
 
 def commands(plan: JobPlan) -> list[Command]:
     """What the chosen runner starts."""
-    from .runners import RUNNERS
-
-    return RUNNERS[plan.choice.transport](plan.job, plan.launch)
+    return plan.choice.starter.commands(plan.job, plan.launch)

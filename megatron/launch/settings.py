@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from .. import config as configuration
+from ..config.extensions import extensions_of
 from ..config.files import gather
 from ..config.flat import translate_flat
 from ..config.layers import merge
+from ..config.registry import RUNNER, Registry, registry_of
 from ..config.sections.layout import LaunchSection
 from ..config.shorthand import normalise
+
+AUTO = "auto"
 
 
 def launch_section(files: Sequence[str], overrides: Sequence[str]) -> LaunchSection:
@@ -30,3 +34,17 @@ def launch_section(files: Sequence[str], overrides: Sequence[str]) -> LaunchSect
         return LaunchSection.model_validate(merged.values.get("launch", {}))
     except ValidationError:
         return configuration.load(files, overrides).config.launch
+
+
+def registry_for(files: Sequence[str], overrides: Sequence[str]) -> Registry:
+    """The registry with the extensions of these files and overrides.
+
+    Raises:
+        ConfigError: one cannot be used, or the runner is none; the error tells of every mistake in the configuration.
+    """
+    sources, _ = translate_flat(gather(files, overrides))
+    registry = registry_of(extensions_of(sources))
+    runner = launch_section(files, overrides).runner
+    if runner != AUTO and runner not in registry.names(RUNNER):
+        configuration.load(files, overrides)
+    return registry

@@ -30,7 +30,7 @@ STEADY = 600.0  # a start that lived this long ends the row of failures
 def supervise(plan: JobPlan) -> int:
     """Run a plan to its end; returns the exit status."""
     _announce(plan)
-    allowed = 0 if plan.choice.runner == "torchrun" else plan.launch.restarts  # torchrun restarts by itself
+    allowed = 0 if plan.choice.wrapper.restarts else plan.launch.restarts
     attempt, in_a_row = 0, 0
     while True:
         result = start(plan, attempt)

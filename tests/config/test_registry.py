@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from megatron.config import registry
+from megatron.config import registry, resolve
+from megatron.config.catalog import catalog
+from megatron.config.extensions import PLACES
 from megatron.config.registry import INSIDE, KIND, RegistryError, load, registry_of
 
 
@@ -92,3 +94,34 @@ def test_installed_packages_offer_names(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert registry.offered(KIND, "retention") == "my_lab.retnet"
     assert registry.offered(KIND, "retnet") is None and registry.offered("optimizer", "retention") is None
+
+
+NAMED = {  # role -> a configuration that has a name of it
+    "optimizer": {"optimizer": {"type": "guests"}},
+    "schedule": {"schedule": {"type": "guests"}},
+    "hook": {"hooks": ["guests"]},
+    "metric": {"logging": {"sinks": [{"type": "guests"}]}},
+    "runner": {"launch": {"runner": "guests"}},
+}
+
+
+@pytest.mark.parametrize("role", NAMED)
+def test_installed_packages_offer_names_of_every_role(role, module, tmp_path, monkeypatch):
+    """The package is found by the name that the configuration has, and its module is then listed."""
+    path = module("def thing(): ...\n")
+    guest = module(f"EXTENSION = {{'{role}': {{'guests': '{path}:thing'}}}}")
+    info = tmp_path / "guest-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[deepy.{role}]\nguests = {guest}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = {"layers": "attention/mlp", "hidden_size": 8, "vocab_size": 8, "attention": {"heads": 1}}
+    config = resolve({"model": model, "training": {"steps": 1, "sequence_length": 8}, **NAMED[role]})
+    assert tuple(config.model.extensions) == (guest,)
+
+
+def test_every_key_that_is_a_name_is_looked_up_in_installed_packages():
+    keys = {(key.limits["role"], key.name) for key in catalog().values() if "role" in key.limits}
+    ends = {role: ".*.type" if role in ("hook", "metric") else "" for role, _ in PLACES}
+    assert keys == {(role, ".".join(path) + ends[role]) for role, path in PLACES if role != KIND}
+    assert NAMED.keys() == {role for role, _ in keys}

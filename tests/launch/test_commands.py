@@ -11,10 +11,12 @@ import sys
 import pytest
 import yaml as pyyaml
 
+from megatron.config.registry import INSIDE, RUNNER, registry_of
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of, parser
 from megatron.launch.job_plan import again, make_plan
-from megatron.launch.runners import RUNNERS, torchrun
+from megatron.launch.runner import runner_of
+from megatron.launch.runners import torchrun
 from megatron.launch.specification import Host, Specification
 from tests.paths import ROOT
 
@@ -22,7 +24,8 @@ from .running import CONFIG
 
 AGENT = [sys.executable, "-u", str(ROOT / "deepy.py"), "--agent"]
 LIMIT = 128 * 1024  # of one argument, on Linux
-RUN = ["local", "ssh", "pdsh", "openmpi", "mpich", "slurm"]
+RUNNERS = {name: runner_of(registry_of(), name).commands for name in INSIDE[RUNNER]}
+RUN = [name for name, commands in RUNNERS.items() if commands]
 
 
 @pytest.fixture(autouse=True)

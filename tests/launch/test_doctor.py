@@ -11,7 +11,7 @@ import pytest
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.choose import RunnerChoice
 from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, table
-from megatron.launch.runners import RUNNERS
+from megatron.launch.runners import local
 from megatron.launch.specification import Host
 from tests.paths import ROOT
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_finding(monkeypatch):
     """/proc: not even root makes folders there."""
     monkeypatch.chdir("/proc")
     doctor = Doctor(
-        RunnerChoice("local", (Host("here", (0,)),), "a test"), lambda job: RUNNERS["local"](job, LaunchSection())
+        RunnerChoice("local", (Host("here", (0,)),), "a test"), lambda job: local.commands(job, LaunchSection())
     )
     monkeypatch.setattr(doctor, "_networks", lambda *_: [])
     (finding,) = [each for each in doctor.examine() if each.check == "shared folder"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path as File
+from typing import Any
 
 from .. import machine
 from ..problems import Problem
+from ..registry import RUNNER, RegistryError, registry_of
 from ..rule_context import RuleContext
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -27,16 +29,27 @@ def hosts_are_chosen_one_way(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def _runner(context: RuleContext) -> Any:
+    """The `megatron.launch.runner.Runner` that the configuration names; None for auto, and for one that is none."""
+    try:
+        return registry_of(tuple(context.config.model.extensions)).load(RUNNER, context.config.launch.runner)
+    except RegistryError:  # which another rule reports
+        return None
+
+
 def runner_has_its_hosts(context: RuleContext) -> Iterator[Problem]:
     launch = context.config.launch
-    if launch.runner == "local" and launch.hostfile is not None:
+    runner = _runner(context)
+    if runner is None:
+        return
+    if runner.here and launch.hostfile is not None:
         yield context.problem(
             "launch.hostfile",
             "launch.runner",
-            rule="hostfile must not go with the local runner, which starts ranks on this machine only",
+            rule=f"hostfile must not go with the {launch.runner} runner, which starts ranks on this machine only",
             fix="remove the hostfile, or use runner: auto",
         )
-    if launch.runner in ("ssh", "pdsh") and launch.hostfile is None:
+    if runner.needs_hostfile and launch.hostfile is None:
         yield context.problem(
             "launch.runner",
             "launch.hostfile",

@@ -28,16 +28,16 @@ def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
         if role in ADDED and value in inside:
             rule = f"{value} must be turned on by keys of its own, not listed in {ADDED[role]}"
             yield context.problem_at(path, rule=rule, fix="leave it out here")
-        elif value in registry.names(role):
+        elif value in inside:
             continue
-        elif ":" not in value:
+        elif ":" not in registry.tables[role].get(value, value):
             others = f"use one of: {', '.join(names)}" if names else "write it as package.module:name"
             known = f"one of {', '.join(names)}, or " if names else ""
             rule = f"{key.name} must be {known}an import path (package.module:name)"
             yield context.problem_at(path, rule=rule, fix=nearest(value, names) or others)
         else:
             try:
-                check_importable(value)
+                check_importable(registry.path(role, value))
             except RegistryError as error:
                 yield context.problem_at(path, rule=error.rule, fix=error.fix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ..registry import RUNNER
 from .base import Derived, Section, key
 
 
@@ -117,9 +118,7 @@ class BatchOptions(Section):
 
 class LaunchSection(Section):
     ranks: int | None = key(None, "Processes on each host.", derived="the number of GPUs, or 1 on CPU", gt=0)
-    runner: Literal["auto", "local", "ssh", "pdsh", "openmpi", "mpich", "slurm", "torchrun"] = key(
-        "auto", "What starts the ranks."
-    )
+    runner: str = key("auto", "What starts the ranks.", role=RUNNER, words=("auto",))
     hostfile: str | None = key(None, "File of hosts, one `name slots=N` per line.")
     include: str | None = key(None, "Hosts and slots to use, in DeepSpeed's syntax.")
     exclude: str | None = key(None, "Hosts and slots to leave out, in DeepSpeed's syntax.")

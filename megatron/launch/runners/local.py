@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..connection import Command
+from ..runner import Runner
 from ..specification import Specification
 from .agent_command import agent_command
 
@@ -14,3 +15,6 @@ if TYPE_CHECKING:
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     return [Command(tuple(agent_command(launch.python)), (0,), index=0)]
+
+
+RUNNER = Runner(commands, here=True)

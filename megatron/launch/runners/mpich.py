@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ..connection import Command
+from ..runner import Runner
 from ..specification import Specification
 from .agent_command import agent_command
 
@@ -27,3 +28,6 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     agent = [*agent_command(launch.python), "--index", "PMI_RANK", "--credentials", "JOB_CREDENTIALS"]
     environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": shlex.join(ssh)} if ssh else {}
     return [Command((program, *options, *agent), tuple(range(number)), dials=True, environment=environment)]
+
+
+RUNNER = Runner(commands, program="mpiexec")

@@ -8,6 +8,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from ..connection import Command
+from ..runner import Runner
 from ..specification import Specification
 from .agent_command import agent_command
 
@@ -31,3 +32,6 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
         options.append("--allow-run-as-root")
     agent = [*agent_command(launch.python), "--index", "OMPI_COMM_WORLD_RANK", "--credentials", "JOB_CREDENTIALS"]
     return [Command((program, *options, *agent), tuple(range(number)), dials=True)]
+
+
+RUNNER = Runner(commands, program="mpirun")

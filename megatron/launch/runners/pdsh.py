@@ -9,6 +9,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ..connection import Command
+from ..runner import Runner
 from ..specification import Specification
 from .agent_command import agent_command
 from .ssh import ssh_options
@@ -30,3 +31,6 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     return [
         Command(arguments, tuple(range(len(job.hosts))), dials=True, credentials_file=file, environment=environment)
     ]
+
+
+RUNNER = Runner(commands, program="pdsh", needs_hostfile=True)

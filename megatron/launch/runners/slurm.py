@@ -6,10 +6,15 @@ itself (it would kill its tasks at once): signals go to the agents, over its inp
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megatron.worker.slurm_nodes import expand
+
 from ..connection import Command
-from ..specification import Specification
+from ..hosts import HostError
+from ..runner import Runner
+from ..specification import Host, Specification
 from .agent_command import agent_command
 
 if TYPE_CHECKING:
@@ -36,3 +41,38 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     options.append("--nodelist=" + ",".join(host.name for host in job.hosts))
     agent = [*agent_command(launch.python), "--index", "SLURM_NODEID"]
     return [Command(("srun", *options, *agent), tuple(range(number)), index=None)]
+
+
+def _inside(environment: Mapping[str, str]) -> str:
+    return f"inside Slurm job {environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else ""
+
+
+def _allocation(launch: LaunchSection, environment: Mapping[str, str]) -> list[Host]:
+    """The hosts of the Slurm job we are in, each with as many ranks as it has GPUs (or tasks) for us."""
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise HostError(
+            "launch.runner slurm works inside an allocation (salloc or sbatch); "
+            "`deepy.py --sbatch ...` writes and submits a job script"
+        )
+    ranks = launch.ranks or next(
+        (
+            number
+            for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+            if (number := _last_number(environment.get(name, "")))
+        ),
+        1,
+    )
+    try:
+        return [Host(name, tuple(range(ranks))) for name in expand(nodes)]
+    except ValueError as error:
+        raise HostError(f"SLURM_JOB_NODELIST: {error}") from error
+
+
+def _last_number(text: str) -> int:
+    """The number of "8", "h100:8" or "gpu:h100:8"; 0 if there is none."""
+    last = text.rpartition(":")[2]
+    return int(last) if last.isdigit() else 0
+
+
+RUNNER = Runner(commands, program="srun", hosts=_allocation, inside=_inside)

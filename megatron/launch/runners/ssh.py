@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ..connection import Command
+from ..runner import Runner
 from ..specification import Specification
 from .agent_command import agent_command
 
@@ -40,3 +41,6 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
         Command(("ssh", *ssh_options(launch), host.name, remote), (index,), index=index)
         for index, host in enumerate(job.hosts)
     ]
+
+
+RUNNER = Runner(commands, program="ssh", needs_hostfile=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..runner import Runner
 from ..specification import Specification
 
 if TYPE_CHECKING:
@@ -22,13 +24,13 @@ ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
 
 
-def wrapped(job: Specification, launch: LaunchSection, name: str) -> Specification:
-    """The job with torchrun between the agents and the ranks."""
+def wrapped(job: Specification, launch: LaunchSection, name: str | None = None) -> Specification:
+    """torchrun between the agents and the ranks. `name` is that of the rendezvous, by default a new one."""
     python, *rest = job.command
     script = rest[1:]  # without -u
     options = [
         f"--nnodes={len(job.hosts)}",
-        f"--rdzv-id={name}",
+        f"--rdzv-id={name or secrets.token_hex(4)}",
         f"--max-restarts={launch.restarts}",
         f"--signals-to-handle={SIGNALS}",
     ]
@@ -38,3 +40,6 @@ def wrapped(job: Specification, launch: LaunchSection, name: str) -> Specificati
         command=("/bin/sh", "-c", _SHELL, python, *options, *script),
         environment={**ENVIRONMENT, **job.environment},
     )
+
+
+RUNNER = Runner(wrap=wrapped, restarts=True)
