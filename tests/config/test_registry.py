@@ -108,7 +108,7 @@ NAMED = {  # role -> a configuration that has a name of it
 @pytest.mark.parametrize("role", NAMED)
 def test_installed_packages_offer_names_of_every_role(role, module, tmp_path, monkeypatch):
     """The package is found by the name that the configuration has, and its module is then listed."""
-    path = module("def thing(): ...\n")
+    path = module("from megatron.launch.runner import Runner\n\nthing = Runner(lambda job, launch: [])\n")
     guest = module(f"EXTENSION = {{'{role}': {{'guests': '{path}:thing'}}}}")
     info = tmp_path / "guest-1.0.dist-info"
     info.mkdir()

@@ -32,9 +32,10 @@ def hosts_are_chosen_one_way(context: RuleContext) -> Iterator[Problem]:
 def _runner(context: RuleContext) -> Any:
     """The `megatron.launch.runner.Runner` that the configuration names; None for auto, and for one that is none."""
     try:
-        return registry_of(tuple(context.config.model.extensions)).load(RUNNER, context.config.launch.runner)
+        found = registry_of(tuple(context.config.model.extensions)).load(RUNNER, context.config.launch.runner)
     except RegistryError:  # which another rule reports
         return None
+    return found if hasattr(found, "needs_hostfile") else None  # else the launcher refuses it
 
 
 def runner_has_its_hosts(context: RuleContext) -> Iterator[Problem]:
