@@ -19,7 +19,7 @@ from megatron.checkpoint import (
     Meta,
     durable,
     open_checkpoint,
-    plan,
+    read_plan,
     save,
     write_tensors,
 )
@@ -143,8 +143,8 @@ def test_chunks_and_long_runs(tmp_path, monkeypatch):
     path = save(tmp_path, 1, [Fragment(tensor, "master", 0, 1, 0, values)], Meta(1))
     for chunk in (4, 100, 400, 100_000):
         for long_run in (1, 40, 1000):
-            monkeypatch.setattr(plan, "CHUNK", chunk)
-            monkeypatch.setattr(plan, "LONG_RUN", long_run)
+            monkeypatch.setattr(read_plan, "CHUNK", chunk)
+            monkeypatch.setattr(read_plan, "LONG_RUN", long_run)
             for rank in range(3):
                 spec = FragmentSpec.whole(tensor, "master", rank, 3)
                 gate = slice(rank * 16 // 3 * 2, (rank + 1) * 16 // 3 * 2)
