@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,15 @@ class CheckpointError(Exception):
             return f"{self.subject}: {self.problems[0]}"
         more = [f"and {len(self.problems) - LISTED} more"] if len(self.problems) > LISTED else []
         return "\n  - ".join([f"{self.subject}: {len(self.problems)} problems", *self.problems[:LISTED], *more])
+
+
+class DiskFull(CheckpointError):
+    """A checkpoint was not written because there is no room for it; on every rank alike."""
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether an error of the system says that a disk, or a user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager

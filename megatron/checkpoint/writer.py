@@ -20,7 +20,7 @@ import torch
 from ..config.paths import UnsafeName, inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
-from .errors import CheckpointError, understanding
+from .errors import CheckpointError, DiskFull, no_room, understanding
 from .fragment import Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
@@ -47,6 +47,7 @@ def save(
         The checkpoint's directory. A checkpoint of the same step that was there is replaced.
 
     Raises:
+        DiskFull: on every rank, if nothing but room is missing.
         CheckpointError: on every rank, if any rank could not write, or elements are missing or written twice.
     """
     if meta.step != step:
@@ -118,12 +119,12 @@ class Draft:
             draft = cls(target, uuid.uuid4().hex[:12])
             try:
                 draft.root.mkdir(parents=True)
-                answer = [draft.token, None]
+                answer = [draft.token, None, False]
             except OSError as error:
-                answer = [None, str(error)]
-        token, failure = communicator.broadcast(answer)
+                answer = [None, str(error), no_room(error)]
+        token, failure, full = communicator.broadcast(answer)
         if failure:
-            raise CheckpointError(target, f"cannot be created: {failure}")
+            raise (DiskFull if full else CheckpointError)(target, f"cannot be created: {failure}")
         return cls(target, token)
 
     def finish(
@@ -135,28 +136,31 @@ class Draft:
             records: the files that this rank wrote.
             failure: why it could not.
         """
-        reports = communicator.collect([[record.to_dict() for record in records], failure and describe(failure)])
-        problems = []
+        own = [[record.to_dict() for record in records], failure and describe(failure), no_room(failure)]
+        reports = communicator.collect(own)
+        problems, full = [], False
         if reports is not None:
-            problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
+            problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(reports) if text]
+            full = bool(problems) and all(room for _, text, room in reports if text)
             if not problems:
-                problems = self._try_commit([FileRecord(**item) for items, _ in reports for item in items], meta)
+                problems, full = self._try_commit([FileRecord(**item) for each in reports for item in each[0]], meta)
             if problems:
                 shutil.rmtree(self.root, ignore_errors=True)
-        problems = communicator.broadcast(problems)
+        problems, full = communicator.broadcast([problems, full])
         if problems:
-            raise CheckpointError(
+            raise (DiskFull if full else CheckpointError)(
                 self.target, ["it was not saved; earlier checkpoints are untouched", *problems]
             ) from failure
 
-    def _try_commit(self, records: list[FileRecord], meta: Meta) -> list[str]:
+    def _try_commit(self, records: list[FileRecord], meta: Meta) -> tuple[list[str], bool]:
+        """What went wrong, and whether it is that the disk is full."""
         try:
             self.commit(records, meta)
         except CheckpointError as error:
-            return error.problems
+            return error.problems, False
         except Exception as error:  # the other ranks wait for the answer; every rank raises it
-            return [describe(error)]
-        return []
+            return [describe(error)], no_room(error)
+        return [], False
 
     def commit(self, records: list[FileRecord], meta: Meta) -> None:
         """Write index, meta data and manifest, and give the directory its name.

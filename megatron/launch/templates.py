@@ -46,7 +46,7 @@ def submit(plan: JobPlan, really: bool) -> int:
 
 def _deepy(plan: JobPlan, *options: str, hostfile: str = "") -> str:
     """The command line that the job script runs; `hostfile` is an option in the shell's own words."""
-    python = plan.launch.python or sys.executable
+    python = (not plan.launch.container and plan.launch.python) or sys.executable  # deepy.py stays outside
     words = [shlex.join([python, str(root() / "deepy.py"), *options]), hostfile, shlex.join([plan.script, *plan.words])]
     return " ".join(filter(None, words))
 
@@ -75,7 +75,9 @@ def sbatch(plan: JobPlan) -> str:
         ("signal", f"USR1@{batch.warning}" if batch.warning and batch.time else None),
     ]
     flags = [shlex.quote(f"--{key}={value}") for key, value in lines if value is not None]  # Slurm reads quotes too
-    flags += [] if batch.cores else ["--exclusive", "--mem=0"]  # all cores, and all memory
+    flags += [] if batch.cores else ["--exclusive"]  # all cores
+    memory = batch.memory or (None if batch.cores else "0")  # 0 is all that there is
+    flags += [f"--mem={memory}"] if memory else []
     flags += ["--requeue"] if batch.requeue else ["--no-requeue"]
     head = [f"#SBATCH {flag}" for flag in (*flags, *batch.options)]
     again = f'[ "$status" -eq {STOPPED_EARLY} ] && scontrol requeue "$SLURM_JOB_ID"' if batch.requeue else "true"
@@ -104,6 +106,7 @@ def pbs(plan: JobPlan) -> str:
         f"select={batch.nodes}:mpiprocs=1"
         + (f":ngpus={gpus}" if gpus else "")
         + (f":ncpus={batch.cores}" if batch.cores else "")
+        + (f":mem={batch.memory}" if batch.memory else "")
     )
     name = re.sub(r"[^A-Za-z0-9_.+-]", "_", plan.resolved.config.run.name)
     head = [f"#PBS -N {name[:15] if name[:1].isalpha() else 'r' + name[:14]}", f"#PBS -l {chunk}"]

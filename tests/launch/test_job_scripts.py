@@ -89,6 +89,14 @@ def test_directives_of_slurm_keep_their_values_whole(place, capsys):
     assert "--job-name=a b'c" in flags and f"--output={place}/runs/50%%j/slurm-%j.out" in flags and "--mem=0" in flags
 
 
+def test_memory(place, capsys):
+    words = ("launch.batch.cores=8", "launch.batch.memory=200G")
+    script = printed(capsys, "sbatch", *words)
+    assert "--mem=200G" in script and "--exclusive" not in script
+    assert ":ncpus=8:mem=200G" in printed(capsys, "pbs", *words)
+    assert "--mem" not in printed(capsys, "sbatch", "launch.batch.cores=8")
+
+
 @pytest.mark.parametrize("name", ["14m", "70m", "Llama_3.1 8B", "ümläut", "-x-", "1" * 80, "a" * 80, "日本", ""])
 def test_names_of_services(name):
     import re

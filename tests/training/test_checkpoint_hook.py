@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 
-from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, open_checkpoint
+from megatron.checkpoint import MASTER, Fragment, FragmentSpec, Meta, durable, open_checkpoint, rankfile
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.report.ledger import read_ledger
@@ -49,3 +53,49 @@ def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
     written = [entry for entry in ledger if entry["event"] == "checkpoint_written"]
     assert len(written) == 7 and written[-1]["path"] == str(left[-1])
     assert sum(len(entry["deleted"]) for entry in written) == 5
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, last):
+    """Saves for which there is no room are told and noted; the next one that is due tries again. Only a run that ends
+    without its last checkpoint fails."""
+    config = settings(
+        8,
+        run={"dir": str(tmp_path), "name": "run"},
+        logging={"console": "quiet", "curve": False},
+        checkpoint={"every": 2, "keep_last": 1, "asynchronous": asynchronous},
+    )
+    trainer = toy_trainer(config)
+    saver = Saver(tmp_path / "checkpoints", config.checkpoint)
+    full = (4, 6, 8) if last else (4, 6)
+    write, said = durable.write_fully, []
+    writing = {"step": 0}
+
+    def write_or_not(handle, data):
+        if f"step_{writing['step']:08d}" in os.readlink(f"/proc/self/fd/{handle}") and writing["step"] in full:
+            write(handle, data[:1])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(handle, data)
+
+    def contents(step: int):
+        saver._settle()  # so that what is written belongs to the step that is known here
+        writing["step"] = step
+        fragments = [Fragment(p.logical, MASTER, 0, 1, 0, p.detach().flatten()) for p in trainer.engine.parameters]
+        return fragments, Meta(step=step)
+
+    for module in (durable, rankfile):
+        monkeypatch.setattr(module, "write_fully", write_or_not)
+    monkeypatch.setattr(trainer, "log", said.append)
+    place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
+    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
+    if last:
+        with pytest.raises(CheckpointError, match="step_00000008.*\n.*untouched"):
+            run(trainer)
+    else:
+        assert run(trainer).finished
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{2 if last else 8:08d}"]
+    open_checkpoint(saver.store.paths()[0], verify="checksums")
+    failed = [each for each in read_ledger(tmp_path / "ledger.jsonl") if each["event"] == "checkpoint_failed"]
+    assert [int(each["path"][-8:]) for each in failed][:2] == [4, 6] and "No space left" in failed[0]["problem"]
+    assert any("goes on" in line for line in said)

@@ -15,6 +15,7 @@ from ..rule_context import RuleContext
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _WORD = re.compile(r"[A-Za-z0-9_.:+,@/=][A-Za-z0-9_.:+,@/=-]*")
 _RESOURCE = re.compile(r"([a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9][A-Za-z0-9_.-]*")
+CONTAINERS = ("apptainer", "enroot", "pyxis")
 _SECRET = re.compile(r"(^|_)(API_?)?(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
 
 
@@ -96,7 +97,7 @@ def job_scripts_can_hold_their_values(context: RuleContext) -> Iterator[Problem]
             yield context.problem(
                 name, rule="must be text without line breaks and other control characters", fix="remove them"
             )
-    for name in ("time", "account", "partition", "qos"):
+    for name in ("time", "account", "partition", "qos", "memory"):
         value = getattr(batch, name)
         if value is not None and not _WORD.fullmatch(value):
             rule = "must be one word of letters, digits and . _ : + , @ / = -"
@@ -141,7 +142,7 @@ def ranks_can_be_started(context: RuleContext) -> Iterator[Problem]:
             rule="must be a folder that exists",
             fix=f"check the path (it is seen from {File.cwd()}), or leave it out: ranks start in the current folder",
         )
-    if launch.python is not None and not machine.program(launch.python, folder):
+    if launch.python is not None and launch.container is None and not machine.program(launch.python, folder):
         yield context.problem(
             "launch.python",
             rule="must be a program that can be started, and there is none of this name",
@@ -149,7 +150,53 @@ def ranks_can_be_started(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def container_can_be_made(context: RuleContext) -> Iterator[Problem]:
+    launch = context.config.launch
+    if launch.container is None:
+        if launch.container_mounts:
+            yield context.problem(
+                "launch.container_mounts", "launch.container", rule="must go with launch.container", fix="remove them"
+            )
+        return
+    tool, _, image = launch.container.partition(":")
+    if tool not in CONTAINERS or not image or _CONTROL.search(image):
+        yield context.problem(
+            "launch.container",
+            rule=f"must be TOOL:IMAGE, and the tool one of {', '.join(CONTAINERS)}",
+            fix="for example apptainer:/images/deepy.sif",
+        )
+    elif tool == "pyxis" and launch.runner not in ("auto", "slurm"):
+        yield context.problem(
+            "launch.container",
+            "launch.runner",
+            rule="pyxis must go with the slurm runner: it is an addition to srun",
+            fix="use apptainer or enroot, or launch.runner=slurm",
+        )
+    elif launch.runner == "torchrun":
+        yield context.problem(
+            "launch.container",
+            "launch.runner",
+            rule="must go with a runner that starts agents",
+            fix="use another runner, or start torchrun inside of the container yourself",
+        )
+    if launch.python is None:
+        yield context.problem(
+            "launch.python",
+            "launch.container",
+            rule="must be given with a container: it is the interpreter inside",
+            fix="use launch.python=python3",
+        )
+    for mount in launch.container_mounts:
+        if _CONTROL.search(mount) or "," in mount or not mount.startswith("/"):
+            yield context.problem(
+                "launch.container_mounts",
+                rule="must be absolute paths without commas, each FOLDER or OUTSIDE:INSIDE",
+                fix="for example [/data, /scratch/me:/scratch]",
+            )
+
+
 RULES = (
+    container_can_be_made,
     environment_can_be_set,
     job_scripts_can_hold_their_values,
     hosts_are_chosen_one_way,

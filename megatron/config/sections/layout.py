@@ -103,6 +103,9 @@ class BatchOptions(Section):
     cores: int | None = key(
         None, "Cores per host; none leaves it to the partition (exclusive hosts).", unit="cores", gt=0
     )
+    memory: str | None = key(
+        None, "Memory per host (`200G`); none leaves it to the partition, or takes all of exclusive hosts."
+    )
     requeue: bool = key(True, "Let the scheduler start the job again after a host has failed or the time is up.")
     warning: int = key(
         300, "USR1 comes this long before the time limit, so that the run saves and ends.", unit="seconds", ge=0
@@ -153,6 +156,14 @@ class LaunchSection(Section):
     )
     check_code: bool = key(True, "Refuse to start on hosts whose source code differs from the launcher's.")
     python: str | None = key(None, "Python interpreter on the hosts; none is the path of the launcher's own.")
+    container: str | None = key(
+        None,
+        "Container that agents and ranks run in, as TOOL:IMAGE: `apptainer:/images/deepy.sif`, `enroot:NAME`, or with "
+        "Slurm `pyxis:nvcr.io#nvidia/pytorch:25.01-py3`.",
+    )
+    container_mounts: list[str] = key(
+        list, "Folders (or OUTSIDE:INSIDE) that the container sees besides the code's and the run's."
+    )
     ssh_port: int | None = key(None, "Port of the ssh servers.", gt=0, le=65535)
     ssh_options: list[str] = key(list, "Options for every ssh, such as `-o` and `IdentityFile=...`.")
     working_directory: str | None = key(None, "Folder in which ranks start.", derived="the current folder")

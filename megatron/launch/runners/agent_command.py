@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from megatron.worker.code_version import root
 
+from ..container import inside
+from ..specification import Specification
 
-def agent_command(python: str | None = None) -> list[str]:
-    """The argument list. `python` is the interpreter on the host, by default the launcher's own path."""
-    return [python or sys.executable, "-u", str(root() / "deepy.py"), "--agent"]
+if TYPE_CHECKING:
+    from ...config.sections.layout import LaunchSection
+
+
+def agent_command(job: Specification, launch: LaunchSection, *options: str) -> list[str]:
+    """The argument list. The interpreter is `launch.python` on the host, by default the launcher's own path."""
+    agent = [launch.python or sys.executable, "-u", str(root() / "deepy.py"), "--agent", *options]
+    return inside(agent, job.directory, launch)

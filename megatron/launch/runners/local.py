@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
-    return [Command(tuple(agent_command(launch.python)), (0,), index=0)]
+    return [Command(tuple(agent_command(job, launch)), (0,), index=0)]
 
 
 RUNNER = Runner(commands, here=True)

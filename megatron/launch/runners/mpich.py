@@ -25,7 +25,7 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     if launch.interface:
         options += ["-iface", launch.interface]
     ssh = [*launch.ssh_options, *(["-p", str(launch.ssh_port)] if launch.ssh_port else [])]
-    agent = [*agent_command(launch.python), "--index", "PMI_RANK", "--credentials", "JOB_CREDENTIALS"]
+    agent = agent_command(job, launch, "--index", "PMI_RANK", "--credentials", "JOB_CREDENTIALS")
     environment = {"HYDRA_LAUNCHER_EXTRA_ARGS": shlex.join(ssh)} if ssh else {}
     return [Command((program, *options, *agent), tuple(range(number)), dials=True, environment=environment)]
 

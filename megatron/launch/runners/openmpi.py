@@ -30,7 +30,7 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
         options += ["--mca", "plm_rsh_args", shlex.join(ssh)]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
-    agent = [*agent_command(launch.python), "--index", "OMPI_COMM_WORLD_RANK", "--credentials", "JOB_CREDENTIALS"]
+    agent = agent_command(job, launch, "--index", "OMPI_COMM_WORLD_RANK", "--credentials", "JOB_CREDENTIALS")
     return [Command((program, *options, *agent), tuple(range(number)), dials=True)]
 
 

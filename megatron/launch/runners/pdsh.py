@@ -22,7 +22,7 @@ FAN_OUT = 1024
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     # pdsh itself replaces %n by the host's number, and %% by a percent sign.
-    agent = shlex.join(agent_command(launch.python)).replace("%", "%%")
+    agent = shlex.join(agent_command(job, launch)).replace("%", "%%")
     file = job.credentials_file
     remote = f"exec {agent} --index %n --credentials {shlex.quote(file).replace('%', '%%')}"
     names = ",".join(host.name for host in job.hosts)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.worker.slurm_nodes import expand
 
 from ..connection import Command
+from ..container import srun_options
 from ..hosts import HostError
 from ..runner import Runner
 from ..specification import Host, Specification
@@ -39,7 +40,8 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
         "--no-kill",
     ]
     options.append("--nodelist=" + ",".join(host.name for host in job.hosts))
-    agent = [*agent_command(launch.python), "--index", "SLURM_NODEID"]
+    options += srun_options(job.directory, launch)
+    agent = agent_command(job, launch, "--index", "SLURM_NODEID")
     return [Command(("srun", *options, *agent), tuple(range(number)), index=None)]
 
 

@@ -36,7 +36,7 @@ def ssh_options(launch: LaunchSection) -> list[str]:
 
 
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
-    remote = "exec " + shlex.join(agent_command(launch.python))
+    remote = "exec " + shlex.join(agent_command(job, launch))
     return [
         Command(("ssh", *ssh_options(launch), host.name, remote), (index,), index=index)
         for index, host in enumerate(job.hosts)

@@ -117,6 +117,10 @@ class CheckpointHook(Hook):
 
     def _tell(self, trainer: Trainer, ended: list[Saved]) -> None:
         for saved in ended:
+            if saved.failure:
+                trainer.record("checkpoint_failed", path=str(saved.path), problem=saved.failure)
+                trainer.log(f"warning: {saved.failure}\nthe run goes on, and saves again when it is due")
+                continue
             trainer.record(
                 "checkpoint_written",
                 path=str(saved.path),
