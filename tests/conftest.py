@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+import pytest
 
 from tests import selection
 from tests.selection import pytest_collection_modifyitems  # noqa: F401
@@ -30,3 +33,15 @@ def pytest_configure(config) -> None:
         from tests import margins
 
         margins.start(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """No garbage is looked for while hundreds of modules are imported, nor later in what they hold: seconds each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()

@@ -4,11 +4,16 @@ A whole run (`--dist loadfile`) ends when its last file ends, so long files star
 of every test function but those that take long; a new test belongs to it until somebody measures it. `make durations`
 runs the whole suite and writes the file again; it needs no entry by hand, and a file that it does not know starts
 early.
+
+Times are CPU seconds, of the process that runs a test and of all processes below it: they are nearly the same on a
+quiet machine and on a busy one, where seconds by the clock say how many others work. What the clock tells is only
+looked at for tests that wait.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,7 +21,8 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 UNKNOWN = 20.0  # seconds that a file without a measurement is taken to need
-LONG = 1.0  # seconds from which a test function is listed, and is not part of a fast run
+LONG = 1.0  # CPU seconds from which a test function is listed, and is not part of a fast run
+WAITS = 5.0  # seconds by the clock from which it is, though it computes little
 
 
 def read() -> dict[str, dict[str, float]]:
@@ -35,8 +41,10 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Stopwatch(), "stopwatch")
+    if config.getoption("--store-durations"):
+        config.pluginmanager.register(Meter(), "meter")
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(Stopwatch(), "stopwatch")
 
 
 @pytest.hookimpl(trylast=True)
@@ -54,20 +62,52 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
 
 
+def cpu_seconds(process: int) -> float:
+    """CPU time of a process, of those below it, and of those that it has waited for; of all but daemons, that is."""
+    folder = Path("/proc", str(process))
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        below = [each for task in (folder / "task").iterdir() for each in (task / "children").read_text().split()]
+    except OSError:  # it ended while we looked, or the system has no such files
+        return sum(os.times()[:4]) if process == os.getpid() else 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(each)) for each in below)
+
+
+class Meter:
+    """In the process that runs the tests: gives each report the CPU time of its phase."""
+
+    def __init__(self) -> None:
+        self.before = 0.0
+
+    def pytest_runtest_logstart(self) -> None:
+        self.before = cpu_seconds(os.getpid())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = cpu_seconds(os.getpid())
+        report.cpu, self.before = now - self.before, now
+        return report
+
+
 class Stopwatch:
     """Adds up what each file and each function's longest case took, set-up included."""
 
     def __init__(self) -> None:
-        self.cases: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
+        self.clock: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.cases[report.nodeid] += report.duration
+        self.cpu[report.nodeid] += report.cpu
+        self.clock[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         files: dict[str, float] = defaultdict(float)
         functions: dict[str, float] = defaultdict(float)
-        for nodeid, seconds in self.cases.items():
+        for nodeid, seconds in self.cpu.items():
             files[nodeid.partition("::")[0]] += seconds
+            if self.clock[nodeid] >= WAITS:
+                seconds = max(seconds, LONG)
             functions[function_of(nodeid)] = max(functions[function_of(nodeid)], seconds)
         written = {
             "files": {name: round(seconds, 1) for name, seconds in sorted(files.items())},

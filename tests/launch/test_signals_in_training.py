@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,24 @@ import pytest
 from tests.paths import ROOT
 
 
-def start(folder: Path, *before: str, steps: int = 100_000) -> subprocess.Popen:
-    words = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "2", str(ROOT / "train.py")]
-    words += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", f"training.steps={steps}"]
-    words += ["launch.device=cpu"]
-    return subprocess.Popen([*before, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a run that does not end by itself; what a test that failed has left is killed."""
+    started: list[subprocess.Popen] = []
+
+    def begin(folder: Path, *before: str) -> subprocess.Popen:
+        words = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "2", str(ROOT / "train.py")]
+        words += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "training.steps=100000"]
+        words += ["launch.device=cpu"]
+        job = subprocess.Popen([*before, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        started.append(job)
+        return job
+
+    yield begin
+    for job in started:
+        if job.poll() is None:
+            job.kill()  # its agent notices, and ends the ranks
+            job.communicate()
 
 
 def trained(job: subprocess.Popen, folder: Path, lines: int = 3) -> None:
@@ -29,7 +43,7 @@ def trained(job: subprocess.Popen, folder: Path, lines: int = 3) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])
-def test_a_signal_saves_and_then_ends(tmp_path, name):
+def test_a_signal_saves_and_then_ends(start, tmp_path, name):
     number = getattr(signal, name)
     job = start(tmp_path / "run")
     trained(job, tmp_path / "run")
@@ -40,7 +54,7 @@ def test_a_signal_saves_and_then_ends(tmp_path, name):
     assert int(saved.name[5:]) > 0 and "Traceback" not in out + error
 
 
-def test_nohup_outlives_the_terminal(tmp_path):
+def test_nohup_outlives_the_terminal(start, tmp_path):
     job = start(tmp_path / "run", "nohup")
     trained(job, tmp_path / "run")
     job.send_signal(signal.SIGHUP)
