@@ -86,7 +86,7 @@ class Meter:
     def pytest_runtest_makereport(self):
         report = yield
         now = cpu_seconds(os.getpid())
-        report.cpu, self.before = now - self.before, now
+        report.cpu, self.before = max(0.0, now - self.before), now  # what a dead host has used is lost
         return report
 
 
