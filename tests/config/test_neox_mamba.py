@@ -22,14 +22,15 @@ def shapes(translation) -> dict[str, tuple[int, ...]]:
     return {tensor.logical.name: tuple(tensor.logical.shape) for tensor in model.parameters()}
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("factor", [None, 3])
-def test_a_stack_of_mamba(factor):
-    """Upstream's block: in_proj, conv1d with bias, x_proj, dt_proj with bias, A_log, D, out_proj, and one norm."""
-    found = flat(attention_config=[[["mamba"], 4]], expansion_factor=factor, **MAMBA)
+def test_a_stack_of_mamba(factor, bias):
+    """Upstream's block: in_proj, conv1d (with a bias or none), x_proj, dt_proj with bias, A_log, D, out_proj, one norm."""
+    found = flat(attention_config=[[["mamba"], 4]], expansion_factor=factor, mamba_use_bias_in_conv=bias, **MAMBA)
     assert found.problems == [] and at(found, "model.layers") == "mamba x4"
     hidden, inner, rank, state, taps = 64, 64 * (factor or 2), 4, 16, 4
     upstream = (
-        2 * hidden * inner + (taps + 1) * inner + inner * (rank + 2 * state) + (rank + 1) * inner
+        2 * hidden * inner + (taps + bias) * inner + inner * (rank + 2 * state) + (rank + 1) * inner
         + inner * state + inner + inner * hidden + hidden
     )  # fmt: skip
     sizes = {name: math.prod(shape) for name, shape in shapes(found).items()}
@@ -53,7 +54,7 @@ def test_hybrids_and_the_initial_values():
 @pytest.mark.parametrize(
     "changes, key",
     [
-        ({"mamba_use_bias_in_conv": False}, "mamba_use_bias_in_conv"),
+        ({"mamba_selective_fp32_params": False}, "mamba_selective_fp32_params"),
         ({"mamba_use_bias_in_linears": True}, "mamba_use_bias_in_linears"),
         ({"intermediate_size": 100}, "intermediate_size"),
     ],
@@ -65,4 +66,4 @@ def test_what_mamba_here_has_not(changes, key):
 def test_keys_without_a_layer_that_reads_them():
     assert noted(flat(mamba_use_bias_in_conv=False), "mamba_use_bias_in_conv (no layer is of kind mamba)")
     assert "gMLP" in problem_of(flat(attention_config=[[["gmlp"], 4]]), "attention_config").fix
-    assert "rwkv6" in problem_of(flat(attention_config=[[["rwkv"], 4]]), "attention_config").fix
+    assert "uses one norm twice" in problem_of(flat(attention_config=[[["rwkv"], 4]]), "attention_config").fix

@@ -101,7 +101,9 @@ SPARSE = "block-sparse attention is not available; take global attention with sl
 NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), SPARSE) | {
     "gmlp": "gMLP layers are not available; take flash or global",
     "amlp": "aMLP layers are not available; take flash or global",
-    "rwkv": "RWKV layers are not translated; name them natively, as rwkv6/rwkv6_ffn in model.layers (configs/rwkv6)",
+    "rwkv": "name them natively: rwkv6/rwkv6_ffn in model.layers, model.rwkv6.head_dim = dim_att / "
+    "num_attention_heads, model.rwkv6_ffn.hidden_size = 3.5 hidden_size, model.embedding.norm: true, as in configs/rwkv6; they are not "
+    "translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV has two",
 }
 
 # attention_config -> the layer
@@ -175,10 +177,16 @@ def _mamba(flat: Flat, native: Native, kinds: list) -> None:
         native.unused("no layer is of kind mamba", *names)
         return
     native.put("model.layers", _pattern(kinds), "attention_config", "num_layers")
-    for name, wanted in zip(names, (True, True, False)):
-        if flat.boolean(name) is not wanted:
-            flat.problem(name, f"Mamba layers here have {name} {str(wanted).lower()}", "remove it")
-        native.used.add(name)
+    if not flat.boolean("mamba_selective_fp32_params"):
+        flat.problem("mamba_selective_fp32_params", "A_log and D are kept in fp32 here on every layout", "remove it")
+    if flat.boolean("mamba_use_bias_in_linears"):
+        flat.problem(
+            "mamba_use_bias_in_linears",
+            "GPT-NeoX then gives x_proj a bias too, which Mamba layers here do not have",
+            "remove it, or take the native model.mamba.bias: true, for in_proj and out_proj alone",
+        )
+    native.used.update(names)
+    native.put("model.mamba.convolution_bias", flat.boolean("mamba_use_bias_in_conv"), "mamba_use_bias_in_conv")
     hidden = flat.count("hidden_size")
     inner = _stated_width(flat, hidden) if hidden else None
     if inner and inner % hidden:
