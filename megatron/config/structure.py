@@ -195,7 +195,8 @@ def _from_text(bare: type, value: str) -> str:
 def _in_range(bare: type, limits: dict[str, Any], value: float) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
-    if bare is int and isinstance(value, float):
+    inside = limits.get("ge", -math.inf) <= value <= limits.get("le", math.inf)
+    if bare is int and isinstance(value, float) and inside:
         return (
             f"write {int(value)}, without a point or an exponent" if value.is_integer() else f"round it: {round(value)}"
         )

@@ -25,7 +25,7 @@ def shapes(translation) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("factor", [None, 3])
 def test_a_stack_of_mamba(factor, bias):
-    """Upstream's block: in_proj, conv1d (with a bias or none), x_proj, dt_proj with bias, A_log, D, out_proj, one norm."""
+    """Upstream's block: in_proj, conv1d (bias or none), x_proj, dt_proj with bias, A_log, D, out_proj, one norm."""
     found = flat(attention_config=[[["mamba"], 4]], expansion_factor=factor, mamba_use_bias_in_conv=bias, **MAMBA)
     assert found.problems == [] and at(found, "model.layers") == "mamba x4"
     hidden, inner, rank, state, taps = 64, 64 * (factor or 2), 4, 16, 4

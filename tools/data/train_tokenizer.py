@@ -40,6 +40,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kind", choices=KINDS, default="bpe", help="bpe and unigram are byte-level (default: %(default)s)"
     )
+    parser.add_argument(
+        "--extend",
+        metavar="TOKENIZER",
+        help="a tokenizer.json (bpe) whose ids are kept; new ones are added up to --size",
+    )
     parser.add_argument("--size", type=int, default=32768, help="ids, special tokens included (default: %(default)s)")
     parser.add_argument(
         "--special", nargs="*", default=[], metavar="TOKEN", help="further special tokens, e.g. <|fim_prefix|>"
@@ -53,6 +58,7 @@ def options() -> argparse.ArgumentParser:
 def main(given: argparse.Namespace) -> dict:
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.encode import Treatment
+    from megatron.data.corpus.extend import extend
     from megatron.data.corpus.inputs import find_inputs
     from megatron.data.corpus.vocabulary import texts, train
     from megatron.data.errors import DataError
@@ -61,8 +67,13 @@ def main(given: argparse.Namespace) -> dict:
     if output.exists() and not given.overwrite:
         raise DataError(output, "this file exists already", "use another --output, or --overwrite")
     inputs = find_inputs(given.input, given.format)
-    keep_inputs([output], [each.path for each in inputs if each.path is not None])
+    old = [Path(given.extend)] if given.extend else []
+    keep_inputs([output], [*old, *(each.path for each in inputs if each.path is not None)])
     corpus = texts(inputs, Treatment(key=given.key), given.limit and int(given.limit))
+    if given.extend:
+        if given.special or given.kind != "bpe":
+            raise DataError("--extend", "it takes bpe, and no --special", "leave --kind and --special out")
+        return extend(old[0], corpus, given.size, output)
     return train(given.kind, corpus, given.size, output, tuple(given.special))
 
 

@@ -102,8 +102,9 @@ NO_ATTENTION = dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbi
     "gmlp": "gMLP layers are not available; take flash or global",
     "amlp": "aMLP layers are not available; take flash or global",
     "rwkv": "name them natively: rwkv6/rwkv6_ffn in model.layers, model.rwkv6.head_dim = dim_att / "
-    "num_attention_heads, model.rwkv6_ffn.hidden_size = 3.5 hidden_size, model.embedding.norm: true, as in configs/rwkv6; they are not "
-    "translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV has two",
+    "num_attention_heads, model.rwkv6_ffn.hidden_size = 3.5 hidden_size, model.embedding.norm: true, as in "
+    "configs/rwkv6; they are not translated because GPT-NeoX's RWKV uses one norm twice in its first layer, where RWKV "
+    "has two",
 }
 
 # attention_config -> the layer

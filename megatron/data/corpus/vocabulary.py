@@ -59,7 +59,7 @@ def train(kind: str, corpus: Iterator[str], size: int, output: Path, special: tu
     return {"path": str(output), "kind": kind, "size": found}
 
 
-def _publish(output: Path, content: bytes) -> None:
+def publish(output: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     temporary.write_bytes(content)
@@ -88,7 +88,7 @@ def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.train_from_iterator(corpus, trainer)
-    _publish(output, tokenizer.to_str(pretty=True).encode())
+    publish(output, tokenizer.to_str(pretty=True).encode())
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -123,7 +123,7 @@ def _with_sentencepiece(kind: str, corpus: Iterator[str], size: int, output: Pat
         raise DataError(
             "--size", f"sentencepiece cannot make {size} ids ({error})", "ask for another size, or give more text"
         ) from error
-    _publish(output, model.getvalue())
+    publish(output, model.getvalue())
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
 
 
@@ -132,5 +132,5 @@ def _characters(corpus: Iterator[str], output: Path) -> int:
     for text in corpus:
         counts.update(text)
     characters = [character for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-    _publish(output, json.dumps(characters, ensure_ascii=False).encode())
+    publish(output, json.dumps(characters, ensure_ascii=False).encode())
     return len(characters) + 2

@@ -1,0 +1,99 @@
+"""More tokens for a tokenizer that a model was trained with: byte-pair merges learned on new texts, after its own.
+
+Every id keeps its meaning, so the rows of an embedding do too. The merges that the tokenizer has come first, so a text
+is cut as before, and what it learned here then joins the pieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import DataError
+from ..tokenizer import from_json
+from .vocabulary import publish
+
+
+def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
+    """Write a tokenizer.json with further tokens.
+
+    Args:
+        old: a tokenizer.json with byte-pair merges.
+        corpus: texts to learn from.
+        size: ids of the new vocabulary, those of the old one included.
+        output: the file.
+
+    Returns:
+        `path`, `kind` and `size` of what was written, and how many tokens were `added`.
+
+    Raises:
+        DataError: the old one cannot be read, has no merges, or has as many ids already.
+    """
+    tokenizer = from_json(old, old.name)
+    content = json.loads(old.read_text(encoding="utf-8"))
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise DataError(old, f"it is of kind {model['type']}, and only BPE has merges to add to", "train a new one")
+    if size <= tokenizer.size:
+        raise DataError("--size", f"{size} is not more than the {tokenizer.size} ids of {old}", "ask for more")
+    backend, counts = tokenizer.backend, Counter()
+    for text in corpus:
+        plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
+        counts.update(word for word, _ in backend.pre_tokenizer.pre_tokenize_str(plain))
+    words = [([token.value for token in backend.model.tokenize(word)], count) for word, count in counts.items()]
+    joined = all(isinstance(merge, str) for merge in model["merges"])  # files of older libraries: "a b"
+    added = 0
+    for left, right in merges(words, set(model["vocab"]), size - tokenizer.size):
+        model["vocab"][left + right] = tokenizer.size + added
+        model["merges"].append(f"{left} {right}" if joined and model["merges"] else [left, right])
+        added += 1
+    output.parent.mkdir(parents=True, exist_ok=True)
+    publish(output, json.dumps(content, ensure_ascii=False, indent=1).encode())
+    return {"path": str(output), "kind": "bpe", "size": tokenizer.size + added, "added": added}
+
+
+def merges(words: list[tuple[list[str], int]], known: set[str], wanted: int) -> Iterator[tuple[str, str]]:
+    """Pairs of pieces to join, the most frequent first, each counted in the words as the pairs before have joined them.
+
+    Args:
+        words: pieces of each word, and how often it occurs; changed in place.
+        known: tokens that there are; a pair that would make one of them is left alone.
+        wanted: how many; fewer if no pair occurs twice.
+    """
+    pairs: Counter[tuple[str, str]] = Counter()
+    where: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+    for number, (pieces, count) in enumerate(words):
+        for pair in zip(pieces, pieces[1:]):
+            pairs[pair] += count
+            where[pair].add(number)
+    while wanted and pairs:
+        best, count = min(pairs.items(), key=lambda item: (-item[1], item[0]))
+        if count < 2:
+            return
+        if best[0] + best[1] in known:
+            del pairs[best]
+            continue
+        for number in where.pop(best):
+            pieces, times = words[number]
+            for pair in zip(pieces, pieces[1:]):
+                pairs[pair] -= times
+            pieces[:] = _join(pieces, best)
+            for pair in zip(pieces, pieces[1:]):
+                pairs[pair] += times
+                where[pair].add(number)
+        del pairs[best]
+        known.add(best[0] + best[1])
+        wanted -= 1
+        yield best
+
+
+def _join(pieces: list[str], pair: tuple[str, str]) -> list[str]:
+    result: list[str] = []
+    at = 0
+    while at < len(pieces):
+        both = tuple(pieces[at : at + 2]) == pair
+        result.append(pieces[at] + pieces[at + 1] if both else pieces[at])
+        at += 2 if both else 1
+    return result
