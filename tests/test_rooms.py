@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from megatron.config.registry import KIND, registry_of
 from tests.paths import ROOT
 
 PACKAGE = "megatron"
@@ -96,6 +97,51 @@ def test_one_file_knows_deepspeeds_entry_and_one_room_its_names():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "deepspeed.initialize":
                 callers.append(name)
     assert importers == {"engine"} and len(callers) == 1
+
+
+# Files outside `kinds/` that speak of single kinds, or import them, and why.
+ABOUT_KINDS = {
+    "megatron.config.registry": "the table of kinds",
+    "megatron.config.neox": "GPT-NeoX's keys and names of layers, in our options",
+    "megatron.checkpoint.hf.architectures": "which kinds a Hugging Face architecture has, and its names for them",
+    "megatron.checkpoint.hf.rwkv_files": "the published files of single kinds",
+    "megatron.checkpoint.hf.parts": "rotary options and windows are attention's where nothing else is said",
+    "megatron.checkpoint.hf.versions": "transformers' word for a type of layers, which is also ours",
+    "megatron.command.verbs": "a folder of tools",
+    "megatron.engine.expert_groups": "DeepSpeed's word for optimizer groups of experts",
+    "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
+    "megatron.engine.expert_load": "the name of a record in metrics.jsonl",
+    "megatron.report": "the name of that record",
+    "megatron.training.hooks.experts": "the name of that record",
+}
+
+
+def speaks_of_kinds(name: str) -> list[str]:
+    """Where a module has the name of a kind as a whole string, and which kinds it imports."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    kinds = set(registry_of().names(KIND))
+    told = [
+        f"{name}:{node.lineno} names {node.value!r}"
+        for node in executed(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in kinds
+    ]
+    rooms = (f"{PACKAGE}.kinds.", f"{PACKAGE}.kinds.common.")
+    taken = [f"{name} imports {other}" for other in IMPORTS[name] if other.startswith(rooms[0])]
+    return told + [each for each in taken if rooms[1] not in each]
+
+
+def test_nobody_outside_names_or_imports_a_kind():
+    """What somebody has to know of a kind is declared by it: in its `LayerKind`, or by a class that its layer has."""
+    inside = f"{PACKAGE}.kinds"
+    wrong = [
+        each
+        for name in FILES
+        if not name.startswith(inside) and not name.startswith(tuple(ABOUT_KINDS))
+        for each in speaks_of_kinds(name)
+    ]
+    assert not wrong, "\n".join(sorted(wrong))
+    for exception in ABOUT_KINDS:
+        assert any(speaks_of_kinds(name) for name in FILES if name.startswith(exception)), exception
 
 
 def test_the_check_sees_circles_and_function_level_imports(tmp_path):

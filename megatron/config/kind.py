@@ -85,6 +85,12 @@ class LayerKind:
         packages: of fused kernels that the module can use: names, and how to get each.
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
+        experts: how many experts it has with these options; their load is counted (`model/expert_tally.py`).
+        weights: parameters in large matrices, those of routed experts apart, from its options and the hidden size: at
+            least so many. What no short formula gives is 0.
+        compiles: whether torch.compile gains from a block of it: it has no loops or kernels of its own.
+        mixes_samples: whether, with these options, a token's result depends on other samples of its batch.
+        keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
         exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         draws: whether, with these options, a forward pass in training draws random numbers.
     """
@@ -99,6 +105,11 @@ class LayerKind:
     keeps_fp32: bool = False
     attends: bool = False
     exchange: str = ""
+    experts: Callable[[Any], int] = lambda options: 0
+    weights: Callable[[Any, int], tuple[int, int]] = lambda options, width: (0, 0)
+    compiles: bool = False
+    mixes_samples: Callable[[Any], bool] = lambda options: False
+    keeps_buffers: Callable[[Any], bool] = lambda options: False
     draws: Callable[[Any], bool] = lambda options: False
 
     @property

@@ -67,9 +67,9 @@ class RuleContext:
         """All kinds that the pattern could name."""
         return kinds_of(tuple(self.config.model.extensions))
 
-    def layers(self, kind: str) -> list[Use[Any]]:
-        """Every layer of a kind, in order, without those whose variant does not exist (a rule reports that)."""
-        found = (each for block in self.blocks for each in block.kinds if each.name == kind)
+    def layers(self, kind: str | None = None) -> list[Use[Any]]:
+        """Every layer, or each of a kind, in order, without those whose variant does not exist (a rule reports that)."""
+        found = (each for block in self.blocks for each in block.kinds if kind in (None, each.name))
         return [self._use(each) for each in found if self._is_known(each)]
 
     @cached_property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from .catalog import Path, dotted, parse_path
 from .derive import View, derivations
 from .frozen import thaw
+from .kind import LayerKind, kinds_of
 from .origins import Origin
 from .pattern import Kind
 from .problems import Problem
@@ -104,3 +105,11 @@ def options_of(model: ModelSection, kind: Kind) -> Section:
     if kind.variant is None:
         return base
     return type(base).model_validate(overlay(base.model_dump(), model.variants[kind.variant]))
+
+
+def used(model: ModelSection) -> Iterator[tuple[int, LayerKind, Any]]:
+    """(number of the block, kind, options) of every layer of the pattern."""
+    kinds = kinds_of(tuple(model.extensions))
+    for number, block in enumerate(model.blocks):
+        for each in block.kinds:
+            yield number, kinds[each.name], options_of(model, each)

@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,6 +202,16 @@ class BaseEngine:
                 dist_init_required=False,
                 model_parameters=[p for p in module.parameters() if p.requires_grad],
             )[0]
+
+    def save_native(self, folder: Path, tag: str, step: int) -> dict[str, str]:
+        """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`; every rank calls it.
+
+        Returns:
+            The name in that checkpoint of each parameter, by its logical name.
+        """
+        self.deepspeed.global_steps = step
+        self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
+        return {parameter.logical.name: name for name, parameter in self.deepspeed.module.named_parameters()}
 
     @property
     def reports(self) -> bool:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.variants import options_of
-from megatron.kinds.moe.balance import LOSSES, Balance
+from megatron.config.variants import used
+from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 
 
 class ExpertLoad:
-    """Sums up what the mixture of experts layers of all ranks have tallied.
+    """Sums up what the layers with experts of all ranks have tallied.
 
     Args:
         module: this rank's layers.
@@ -27,11 +27,9 @@ class ExpertLoad:
     def __init__(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
-            index: options_of(config.model, block.ffn).experts
-            for index, block in enumerate(config.model.blocks)
-            if block.ffn is not None and block.ffn.name == "moe"
+            number: experts for number, kind, options in used(config.model) if (experts := kind.experts(options))
         }
-        self.local = {each.layer: each for each in module.modules() if isinstance(each, Balance)}
+        self.local = {each.layer: each for each in module.modules() if isinstance(each, ExpertTally)}
         self.widest = max(self.experts.values(), default=0)
 
     @torch.no_grad()
@@ -43,7 +41,7 @@ class ExpertLoad:
         """
         if not self.experts:
             return {}
-        width = self.widest + Balance.EXTRA
+        width = self.widest + ExpertTally.EXTRA
         table = torch.zeros(len(self.experts), width + self.widest, device=self.device)
         for row, layer in zip(table, self.experts):
             if layer in self.local:
@@ -86,7 +84,7 @@ class LoadReport(Mapping):
         return {str(layer): self._numbers(row, count) for row, (layer, count) in zip(rows, self.experts.items())}
 
     def _numbers(self, row: Tensor, count: int) -> dict[str, Any]:
-        tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + Balance.EXTRA].tolist()
+        tokens, (dropped, *losses, micro_batches) = row[:count], row[count : count + ExpertTally.EXTRA].tolist()
         total = tokens.sum().clamp(min=1)
         share = tokens / total
         entropy = -(share * share.clamp(min=1e-30).log()).sum() / max(torch.tensor(float(count)).log().item(), 1e-30)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.variants import options_of
+from megatron.config.variants import used
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 from megatron.model.generate import Sampling, choose
@@ -65,9 +65,7 @@ class Score:
 
 def depends_on_batch(config: Config) -> bool:
     """Whether a token's result depends on other texts of its batch: experts with a capacity, or that choose tokens."""
-    kinds = [kind for block in config.model.blocks for kind in block.kinds if kind.name == "moe"]
-    options = [options_of(config.model, kind) for kind in kinds]
-    return any(each.capacity_factor is not None or each.router.select == "expert_choice" for each in options)
+    return any(kind.mixes_samples(options) for _, kind, options in used(config.model))
 
 
 class Scorer:

@@ -12,6 +12,8 @@ from torch import nn
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 
+from .options import kind_of
+
 
 def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
     """Whether the blocks of a run are compiled, and the reason."""
@@ -25,7 +27,7 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
         return False, "dropout has its own keys in each block, so each would be compiled anew"
-    if not any(_fits(block) for block in model.blocks):
+    if not any(_fits(config, block) for block in model.blocks):
         return False, "no block is made of attention and mlp"
     if config.training.activation_checkpointing.mode == "selective":
         return False, "selective recomputation chooses among single operations, which a compiled block no longer has"
@@ -38,9 +40,9 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
     return False, "auto: on CPU matrix products dominate, and compiling takes longer than it saves in most runs"
 
 
-def _fits(block: BlockPattern) -> bool:
+def _fits(config: Config, block: BlockPattern) -> bool:
     """Blocks of attention and mlp; other layers have loops or kernels of their own."""
-    return block.mixer is not None and all(each.name in ("attention", "mlp") for each in block.kinds)
+    return block.mixer is not None and all(kind_of(config.model, each).compiles for each in block.kinds)
 
 
 def describe_compile(config: Config, device: torch.device | str) -> str:
@@ -54,7 +56,7 @@ def compiled(block: nn.Module, config: Config, device: torch.device | str) -> nn
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
     """
-    if not choose(config, device)[0] or not _fits(block.pattern):
+    if not choose(config, device)[0] or not _fits(config, block.pattern):
         return block
     plain = block.forward
     fast = torch.compile(plain, dynamic=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.store import Store
 from megatron.config import Config
-from megatron.config.variants import options_of
+from megatron.config.variants import used
 from megatron.engine.engine import build_engine
 
 from .fetch import local_path
@@ -17,12 +17,6 @@ from .resume import resume
 from .world import World
 
 NAMES = "names.yml"
-
-
-def _corrects(config: Config) -> bool:
-    """Whether routers have corrections, which are no parameters."""
-    kinds = {kind for block in config.model.blocks for kind in block.kinds if kind.name == "moe"}
-    return any(options_of(config.model, kind).router.correction != "none" for kind in kinds)
 
 
 def write_native(config: Config, world: World, log: Callable[[str], None]) -> Path:
@@ -49,7 +43,7 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
             "native files of DeepSpeed have experts that are spread in modules of its own; use "
             "parallel.expert=1, or to_deepspeed.py",
         )
-    if _corrects(config):
+    if any(kind.keeps_buffers(options) for _, kind, options in used(config.model)):
         raise CheckpointError(
             target,
             "native files have what DeepSpeed's optimizer and module know, and the routers' corrections "
@@ -65,11 +59,8 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
     log(found.reason)
     engine = build_engine(config, world.mesh, world.device, values=False)
     resume(found.checkpoint, world, engine)
-    theirs = engine.state.engine
-    theirs.global_steps = found.checkpoint.step
-    theirs.save_checkpoint(str(target), tag=tag, client_state={"universal_checkpoint_info": {}})
+    names = engine.save_native(target, tag, found.checkpoint.step)
     if world.is_main:
-        names = {parameter.logical.name: name for name, parameter in theirs.module.named_parameters()}
         (target / NAMES).write_text(json.dumps(names, indent=1), encoding="utf-8")
     log(f"wrote {target / tag}")
     return target / tag

@@ -62,9 +62,9 @@ def _block(model: ModelSection, block) -> dict[str, Any]:
     for kind in block.kinds:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
-        if kind.name in ("attention", "shared_attention", "cca"):
+        if "rotary" in values:
             _drop_idle_rotary(values)
-        if kind.name == "moe":
+        if isinstance(values.get("router"), dict):
             values["router"] = {name: value for name, value in values["router"].items() if name not in _ROUTER_TRAINING}
         found[kind.name] = values
     return found

@@ -34,15 +34,9 @@ class Weights:
         model, dense, experts = context.config.model, 0, 0
         width = model.hidden_size
         dense += (model.vocab_size or 0) * width * (1 if model.embedding.tied else 2)
-        for use in context.layers("attention"):
-            own = use.options
-            if own.heads and own.kv_heads and own.head_dim:
-                dense += 2 * width * own.head_dim * (own.heads + own.kv_heads)
-        for use in context.layers("mlp"):
-            dense += (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
-        for use in context.layers("moe"):
-            one = (3 if use.options.gated else 2) * width * (use.options.hidden_size or 0)
-            experts += one * use.options.experts
+        for use in context.layers():
+            more, routed = context.kinds[use.kind].weights(use.options, width)
+            dense, experts = dense + more, experts + routed
         return cls(dense, experts)
 
     @property

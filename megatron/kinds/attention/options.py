@@ -107,6 +107,13 @@ RULES = (
     heads_divide_over_tensor_ranks,
 )
 
+
+def _weights(options: AttentionOptions, width: int) -> tuple[int, int]:
+    if not (options.heads and options.kv_heads and options.head_dim):
+        return 0, 0
+    return 2 * width * options.head_dim * (options.heads + options.kv_heads), 0
+
+
 KIND = LayerKind(
     role="mixer",
     options=AttentionOptions,
@@ -115,4 +122,6 @@ KIND = LayerKind(
     rules=(*RULES, heads_fill(twice=False)),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
+    weights=_weights,
+    compiles=True,
 )

@@ -46,4 +46,6 @@ KIND = LayerKind(
     about="Options of the mlp feed-forward.",
     layer="megatron.kinds.mlp.layer:MLP",
     rules=(mlp_divides_over_tensor_ranks,),
+    weights=lambda options, width: ((3 if options.gated else 2) * width * (options.hidden_size or 0), 0),
+    compiles=True,
 )

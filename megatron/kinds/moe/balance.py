@@ -7,27 +7,21 @@ ranks have routed the same tokens) and calls `finish` on every rank with the sam
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.kinds.moe.options import MoEOptions
+from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role
 
 from .choice import classes
 
-LOSSES = ("balance", "sequence", "z")
 
-
-class Balance(nn.Module):
+class Balance(ExpertTally):
     """Tallies of one layer and its correction.
 
-    Attributes:
-        layer: its number in the stack.
-        correction: fp32 [E], added to the scores where experts are chosen; saved, no parameter. None without one.
-        tally: fp32 [E + 1 + 3 + 1]: tokens of each expert, dropped choices, sums of the losses, micro-batches.
+    The correction is saved, and no parameter.
     """
-
-    EXTRA = 1 + len(LOSSES) + 1  # numbers of the tally after those of the experts
 
     def __init__(self, make: ParameterFactory, options: MoEOptions):
         super().__init__()

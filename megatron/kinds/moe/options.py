@@ -131,6 +131,10 @@ class MoEOptions(Section):
     )
 
 
+def _weights(options: MoEOptions, width: int) -> tuple[int, int]:
+    return 0, options.experts * (3 if options.gated else 2) * width * (options.hidden_size or 0)
+
+
 KIND = LayerKind(
     role="ffn",
     options=MoEOptions,
@@ -140,4 +144,8 @@ KIND = LayerKind(
     stack_rules=STACK_RULES,
     keeps_fp32=True,
     draws=lambda options: options.router.jitter > 0.0,
+    experts=lambda options: options.experts,
+    weights=_weights,
+    mixes_samples=lambda options: options.capacity_factor is not None or options.router.select == "expert_choice",
+    keeps_buffers=lambda options: options.router.correction != "none",
 )
