@@ -68,7 +68,7 @@ class RuleContext:
         return kinds_of(tuple(self.config.model.extensions))
 
     def layers(self, kind: str | None = None) -> list[Use[Any]]:
-        """Every layer, or each of a kind, in order, without those whose variant does not exist (a rule reports that)."""
+        """Every layer, or each of a kind, in order; none whose variant does not exist, which a rule reports."""
         found = (each for block in self.blocks for each in block.kinds if kind in (None, each.name))
         return [self._use(each) for each in found if self._is_known(each)]
 
