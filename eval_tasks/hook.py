@@ -11,6 +11,7 @@ from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook, Parts
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
+from megatron.worker.beacon import EVALUATE
 
 from .harness import run_tasks
 from .results import numbers
@@ -38,7 +39,7 @@ class TasksHook(Hook):
             return
         trainer.settle()
         requests = [Request(task.name, task.few_shot, task.limit) for task in due]
-        with trainer.clock.pause():
+        with trainer.aside(EVALUATE, "tasks"):
             results = run_tasks(requests, self._scorer, self._communicator, self._tokenizer, progress=False)
         if results is not None:
             self._record(trainer, report, numbers(results))

@@ -76,6 +76,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "evaluate": "megatron.training.hooks.evaluate:EvaluateHook",
         "tasks": "eval_tasks.hook:TasksHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",
+        "slow": "megatron.training.hooks.slow:SlowRanksHook",
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
     METRIC: {  # see megatron.report.sink

@@ -17,6 +17,7 @@ from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, Z
 from .sections.model import ModelSection
 from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection
 from .sections.recipe import OptimizerSection, ScheduleSection, TrainingSection
+from .sections.watch import WatchSection
 
 
 class Config(Section):
@@ -36,6 +37,7 @@ class Config(Section):
     evaluation: EvaluationSection = key(EvaluationSection, "How the run is judged while it trains.")
     logging: LoggingSection = key(LoggingSection, "What the run tells.")
     launch: LaunchSection = key(LaunchSection, "Where the run's processes start.")
+    watch: WatchSection = key(WatchSection, "What is done about ranks that hang or are slow.")
     hooks: list[HookSection] = key(list, "Hooks from packages of yours: import paths, or {type, options}.")
     deepspeed: dict[str, Any] = key(dict, "Raw DeepSpeed options, merged last into what the engine writes.")
 

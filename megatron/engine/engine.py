@@ -30,6 +30,7 @@ from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.mesh import Mesh, limit_groups
 from megatron.parallel.parameters import buffers_of
+from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
 from .clipping import GlobalClipping
 from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
@@ -115,20 +116,36 @@ def micro_batches(
 Look = Callable[[int, int], None]  # see `protocol.Engine.step`
 
 
-class _Schedule:
-    """A pipeline's schedule with looks between its steps. Stages send and receive within the same of these steps, so
-    where all have done as many, nothing is on its way."""
+_PHASES = {
+    "BackwardPass": BACKWARD,
+    "SendGrad": BACKWARD,
+    "RecvGrad": BACKWARD,
+    "ReduceGrads": REDUCE,
+    "ReduceTiedGrads": REDUCE,
+    "OptimizerStep": OPTIMIZER,
+}
 
-    def __init__(self, schedule: Any, look: Look) -> None:
-        self._schedule, self._look = schedule, look
+
+class _Schedule:
+    """A pipeline's schedule with looks between its steps, and each instruction told to the beacon. Stages send and
+    receive within the same of these steps, so where all have done as many, nothing is on its way."""
+
+    def __init__(self, schedule: Any, look: Look | None, beacon: Beacon) -> None:
+        self._schedule, self._look, self._beacon = schedule, look, beacon
         self.num_pipe_buffers = schedule.num_pipe_buffers
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Iterator[Any]]:
         steps = list(self._schedule)
         for number, commands in enumerate(steps):
-            if number:
+            if number and self._look is not None:
                 self._look(number, len(steps))
-            yield commands
+            yield self._told(commands, number + 1, len(steps))
+
+    def _told(self, commands: list[Any], number: int, parts: int) -> Iterator[Any]:
+        for command in commands:
+            name = type(command).__name__
+            self._beacon.at(_PHASES.get(name, FORWARD), number, parts, name.encode())
+            yield command
 
 
 def _with_phases(instructions: dict[type, Callable]) -> dict[type, Callable]:
@@ -139,13 +156,10 @@ def _with_phases(instructions: dict[type, Callable]) -> dict[type, Callable]:
 
 
 @contextlib.contextmanager
-def looked_into(engine: Any, look: Look | None) -> Iterator[None]:
+def looked_into(engine: Any, look: Look | None, beacon: Beacon) -> Iterator[None]:
     """DeepSpeed's pipeline engine with looks between the steps of its schedule."""
-    if look is None:
-        yield
-        return
     execute = engine._exec_schedule
-    engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look))
+    engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look, beacon))
     try:
         yield
     finally:
@@ -166,8 +180,11 @@ def deepspeed_quietly() -> Iterator[None]:
 class BaseEngine:
     """What both engines share: the optimizer, clipping at stage 0, label weights, numbers of a step."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+    ):
         self.config, self.mesh, self.device = config, mesh, device
+        self.beacon = beacon or Beacon()
         self.plan = ModelPlan(config, mesh, device, values=values)
         self.form = self.plan.form
         self.accumulation = accumulation_steps(config, mesh.layout)
@@ -187,8 +204,19 @@ class BaseEngine:
             # at 160m a tenth of the step's time, and as much memory as all gradients.
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
+        self._tell_of_reductions()
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module))
+
+    def _tell_of_reductions(self) -> None:
+        """DeepSpeed reduces gradients at the end of a backward pass."""
+        reduce = self.deepspeed.allreduce_gradients
+
+        def told(*arguments: Any, **options: Any) -> None:
+            self.beacon.at(REDUCE)
+            reduce(*arguments, **options)
+
+        self.deepspeed.allreduce_gradients = told
 
     def _initialize(self, module, mpu):
         import deepspeed
@@ -246,8 +274,10 @@ class BaseEngine:
 class PlainEngine(BaseEngine):
     """One stage: ZeRO 0-3, tensor and data parallel."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
-        super().__init__(config, mesh, device, values)
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+    ):
+        super().__init__(config, mesh, device, values, beacon)
         mpu = ModelParallelUnit(mesh)
         self._start(self._build(mpu), mpu)
         self.model: Model = self.deepspeed.module
@@ -279,10 +309,13 @@ class PlainEngine(BaseEngine):
         for number, micro in enumerate(micro_batches(batch, self.form, scale, self.device)):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
+            self.beacon.at(FORWARD, number + 1, batch.tokens.shape[0])
             with phase("forward"):
                 loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.extras)
+            self.beacon.at(BACKWARD, number + 1, batch.tokens.shape[0])
             with phase("backward"):
                 self.deepspeed.backward(loss)
+            self.beacon.at(OPTIMIZER, number + 1, batch.tokens.shape[0])
             with phase("update"):
                 self.deepspeed.step()
             losses.add(ce, micro.weights)
@@ -313,8 +346,10 @@ class PlainEngine(BaseEngine):
 class PipelinedEngine(BaseEngine):
     """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device, values: bool = True):
-        super().__init__(config, mesh, device, values)
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+    ):
+        super().__init__(config, mesh, device, values, beacon)
         from .stages import Pipeline
 
         self.losses = LossAccumulator.zero(device)
@@ -341,7 +376,7 @@ class PipelinedEngine(BaseEngine):
         if scale is None:
             return NO_LABELS
         self.losses = LossAccumulator.zero(self.device)
-        with looked_into(self.deepspeed, look):
+        with looked_into(self.deepspeed, look, self.beacon):
             self.deepspeed.train_batch(self._feed(batch, scale))
         return self._result(self.losses, scale)
 
@@ -375,16 +410,17 @@ class PipelinedEngine(BaseEngine):
 
 
 def build_engine(
-    config: Config, mesh: Mesh, device: torch.device | str = "cpu", values: bool = True
+    config: Config, mesh: Mesh, device: torch.device | str = "cpu", values: bool = True, beacon: Beacon | None = None
 ) -> PlainEngine | PipelinedEngine:
     """The engine for the run's layout; torch.distributed must be initialised, on one process too.
 
     Args:
         values: False leaves parameters without initial values, because a checkpoint will fill all of them.
+        beacon: where steps tell what they are doing.
     """
     kind = PipelinedEngine if mesh.pipeline.size > 1 else PlainEngine
     with deepspeed_quietly():
-        engine = kind(config, mesh, torch.device(device), values)
+        engine = kind(config, mesh, torch.device(device), values, beacon)
     if mesh.timeout is not None:
         limit_groups(mesh.timeout)  # DeepSpeed gives its groups none
     return engine

@@ -23,6 +23,8 @@ from megatron.worker.rendezvous import SOCKET
 from .link import Link
 from .protocol import encode, encode_text
 from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
+from .seen import Seen
+from .sight import Sight
 from .specification import Specification
 from .status import COMPLAINT, FORWARDED_SIGNALS, STOP_SIGNALS
 
@@ -45,6 +47,7 @@ class Agent:
         self.link, self.index = Link(source, target), index
         self.job: Specification | None = None
         self.ranks: list[RankProcess] = []
+        self.seen: Seen | None = None
         self.dropped = False
         self.selector = selectors.DefaultSelector()
         self.heard = self.beat_at = time.monotonic()
@@ -85,7 +88,11 @@ class Agent:
         return 0
 
     def _pause(self) -> float:
-        return 0.05 if self.kill_at or any(s.held for r in self.ranks for s in r.streams) else 1.0
+        return (
+            0.05
+            if self.kill_at or (self.seen and self.seen.waiting) or any(s.held for r in self.ranks for s in r.streams)
+            else 1.0
+        )
 
     def _catch_signals(self) -> socket.socket:
         """Signals become bytes on a socket: no code runs inside a handler."""
@@ -120,7 +127,10 @@ class Agent:
             self._signal_all(signal.SIGKILL)
         if now - self.beat_at > BEAT:
             self.beat_at = now
-            self._send({"type": "beat"})
+            for notes in (self.seen.beat() if self.seen else []) or [[]]:
+                self._send({"type": "beat", "at": notes})
+        for line in self.seen.due() if self.seen else ():
+            self._queue(line)
         silence = self.job.heartbeat if self.job else 0.0
         if self.connected and silence and now - self.heard > silence:
             self._launcher_lost()
@@ -147,6 +157,8 @@ class Agent:
                 self._bind(str(message["address"]), int(message["port"]))
             elif kind == "start":
                 self._start(message)
+            elif kind == "look" and self.seen:
+                self.seen.ask(int(message["request"]), str(message["stacks"]))
             elif kind == "signal":
                 self._pass_on(int(message["number"]))
             elif kind == "stop":
@@ -213,14 +225,20 @@ class Agent:
             bound = self.meeting.fileno() if number == 0 and self.meeting else None
             if bound is not None and not job.wrapper:
                 environment[SOCKET] = str(bound)
+            inherited = () if bound is None else (bound,)
+            if not job.wrapper:
+                rank.sight = Sight(number)
+                environment |= rank.sight.variables
+                inherited += rank.sight.descriptors
             rank.start(
-                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None), bound
+                job.command, job.directory, environment, cores, job.terminal if number == 0 else (None, None), inherited
             )
             self.ranks.append(rank)
             for stream in rank.streams:
                 self.selector.register(
                     stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
                 )
+        self.seen = Seen(self.index, self.ranks, job.watch)
         if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
             self.meeting.close()
 
@@ -355,6 +373,7 @@ class Agent:
             "time": rank.failed_at,
             "now": time.time(),
             "late": self.killing and status == -signal.SIGKILL,
+            "step": rank.step,
         })
 
     def _pass_on(self, number: int) -> None:

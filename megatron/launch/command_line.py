@@ -41,6 +41,10 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     )
     made.add_argument("-d", "--conf_dir", metavar="FOLDER", help="folder of the configuration files, as in GPT-NeoX")
     made.add_argument("--logs", metavar="RUN", help="print the ranks' log files of a run directory, merged by time")
+    made.add_argument(
+        "--status", metavar="RUN", help="say where every rank of a running job is, and who waits for whom"
+    )
+    made.add_argument("--stacks", metavar="RUN", help="print the Python stack of every rank of a running job")
     words = "a.yml ... key.path=value ..." if verb else "SCRIPT.py a.yml ... key.path=value ..."
     made.add_argument("words", nargs=argparse.REMAINDER, metavar=words)
     return made
@@ -61,7 +65,7 @@ def main(argv: list[str], script: str | None = None) -> int:
     from megatron.worker.job import CONFIG_ERROR
     from megatron.worker.place import LaunchError
 
-    from ..config.problems import ConfigError
+    from ..config.problems import ConfigError, UserError
     from .hosts import HostError
 
     options = parser(script).parse_args(_options_first(argv) if script else argv)  # a wrong option ends with status 2
@@ -71,7 +75,7 @@ def main(argv: list[str], script: str | None = None) -> int:
         return _serve(options)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-    except (ArgumentError, HostError, LaunchError) as error:
+    except (ArgumentError, HostError, LaunchError, UserError) as error:
         sys.stderr.write("".join(f"deepy: {line}\n" for line in str(error).splitlines()))
     return CONFIG_ERROR
 
@@ -99,6 +103,12 @@ def _serve(options: argparse.Namespace) -> int:
         for line in merged(Path(options.logs)):
             sys.stdout.write(line)
         return 0
+    for question in ("status", "stacks"):
+        if run := getattr(options, question):
+            from .inquiry import ask
+
+            sys.stdout.write(ask(Path(run), question))
+            return 0
     if not options.words:
         raise ArgumentError(f"no script given; usage: {USAGE}")
     from .neox_style import translated

@@ -121,9 +121,17 @@ def _plan(
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
     check_code = launch.check_code and not choice.starter.here
-    settings = Settings(launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code)
+    settings = Settings(
+        launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved)
+    )
     job = _specification(script, taken.own, resolved, choice, environment)
     return JobPlan(script, taken, resolved, choice, job, settings)
+
+
+def _hang(resolved: Resolved) -> str:
+    """What happens when the ranks hang."""
+    config = resolved.config
+    return ("stop" if config.launch.restarts else "report") if config.watch.hang == "auto" else config.watch.hang
 
 
 def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
@@ -223,6 +231,7 @@ def _specification(
         heartbeat=0.0 if here else launch.heartbeat,
         device=launch.device,
         bind=launch.bind,
+        watch={name: value for name, value in config.watch.model_dump().items() if isinstance(value, float)},
         credentials_file=str(Path(directory, config.run.dir, f".credentials-{secrets.token_hex(4)}")),
     )
     wrap = choice.wrapper.wrap

@@ -8,15 +8,18 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron.worker import network
 
 from .connection import Command, Connection
 from .console import RankConsole, log
+from .inquiry import Window
 from .link import Link
 from .listener import AgentListener
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
+from .watch import Watch
 
 AT_ONCE = 64  # connections that are being made at the same time
 BEAT = 5.0
@@ -34,6 +37,7 @@ class Settings:
         interface: the network interface for collectives; None to choose.
         start_timeout: seconds until every host must have answered.
         check_code: whether every host must have the launcher's source code.
+        hang: what happens when the ranks hang: "report", "stop" or "off".
     """
 
     master_address: str | None = None
@@ -41,6 +45,7 @@ class Settings:
     interface: str | None = None
     start_timeout: float = 120.0
     check_code: bool = True
+    hang: str = "off"
 
 
 @dataclass
@@ -88,6 +93,9 @@ class Launcher:
         self.deadline: float | None = None
         self.give_up_at: float | None = None
         self.started = self.stopping = self.quiet = False
+        folder = Path(job.directory, job.logs).parent if job.logs else None
+        self.watch = Watch(self, folder, settings.hang)
+        self.window = Window(self.watch, self.selector, folder)
         self.meeting: dict | None = None  # where ranks meet, once all hosts are ready
 
     def run(self) -> Result:
@@ -109,6 +117,7 @@ class Launcher:
                     connection.close(signal.SIGKILL)
                 connection.release()
             restore()
+            self.window.close()
             self.selector.close()
         status, first = outcome(self.failures, self.signals)
         if status == 0 and self.signals and not self.started:
@@ -191,6 +200,7 @@ class Launcher:
             if connection.ended:
                 self._command_ended(connection)
         self.console.settle()
+        self.watch.tick(now)
         for index, host in enumerate(self.hosts):
             silent = self.job.heartbeat and host.phase in ("ready", "running") and now - host.heard > self.job.heartbeat
             if silent:
@@ -228,7 +238,7 @@ class Launcher:
         self.started = True
         for host in self.hosts:
             host.phase = "running"
-        self._broadcast({"type": "start", **self.meeting, "master_port": port})
+        self.broadcast({"type": "start", **self.meeting, "master_port": port})
 
     def _rendezvous(self) -> dict:
         """Where rank 0 listens, from what the hosts said of themselves.
@@ -315,6 +325,8 @@ class Launcher:
         elif kind == "ready":
             host.code, host.phase = message["code"], "ready"
             host.offset = time.time() - message["time"]
+        elif kind in ("place", "seen", "late", "beat"):
+            self.watch.hear(index, message)
         elif kind == "bound":
             self._start(int(message["port"]))
         elif kind == "tail":
@@ -335,7 +347,7 @@ class Launcher:
         host.offset = min(host.offset, time.time() - message["now"])
         if message["status"] == 0:
             return
-        rank, status = message["rank"], message["status"]
+        rank, status, step = message["rank"], message["status"], message.get("step")
         obeyed = self.stopping and stopped(status, (signal.SIGTERM, signal.SIGKILL))
         reason = (
             STOPPED
@@ -343,7 +355,7 @@ class Launcher:
             else f"it had not ended {self.job.grace:.0f} s after the signal (launch.grace)" * message["late"]
         )
         self.failures.append(
-            Failure(message["time"] + host.offset, host.name, rank, status, reason, self.tails.get(rank, ""))
+            Failure(message["time"] + host.offset, host.name, rank, status, reason, self.tails.get(rank, ""), step)
         )
         if not stopped(status, self.signals):  # one that obeyed a signal is no reason to hurry the others
             self._stop_all(FAILURE_GRACE)
@@ -367,7 +379,7 @@ class Launcher:
                     f"{name}: passed on to all ranks"
                     + (f"; they have {self.job.grace:.0f} s" if number in STOP_SIGNALS else "")
                 )
-                self._broadcast({"type": "signal", "number": number})
+                self.broadcast({"type": "signal", "number": number})
                 if number in STOP_SIGNALS:
                     self._end_by(self.job.grace + AFTER_GRACE)
 
@@ -380,7 +392,7 @@ class Launcher:
         for host in self.hosts:
             if host.link is None and host.phase == "starting":
                 host.phase = "lost"
-        self._broadcast({"type": "stop", "grace": grace} if grace and self.started else {"type": "kill"})
+        self.broadcast({"type": "stop", "grace": grace} if grace and self.started else {"type": "kill"})
         self._end_by(grace + AFTER_GRACE)
         if not self.started:  # nothing runs yet: what is left are agents, or commands on their way to them
             for link in {id(host.link): host.link for host in self.hosts if host.link}.values():
@@ -392,9 +404,15 @@ class Launcher:
         at = time.monotonic() + seconds
         self.deadline = at if self.deadline is None else min(at, self.deadline)
 
-    def _broadcast(self, message: dict) -> None:
+    def broadcast(self, message: dict) -> None:
+        """Send a message to all agents."""
         for link in {id(host.link): host.link for host in self.hosts if host.link}.values():
             link.send(message)
+
+    def end_for(self, failure: Failure) -> None:
+        """End the run for a reason that no rank gives."""
+        self.failures.append(failure)
+        self._stop_all(FAILURE_GRACE)
 
     def _fail(self, index: int, reason: str) -> None:
         self.failures.append(Failure(time.time(), self.hosts[index].name, None, HOST_LOST, reason))

@@ -1,8 +1,8 @@
 """What launcher and agents say to each other: one JSON object per line, over pipes or a socket.
 
-Launcher to agent: `specification` (first), `bind`, `start`, `signal`, `stop`, `kill`, `beat`. Agent to launcher:
-`address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `done`, `problem`, `warning`, `beat`. Every
-message of an agent names its host by index.
+Launcher to agent: `specification` (first), `bind`, `start`, `look`, `signal`, `stop`, `kill`, `beat`. Agent to
+launcher: `address`, `ready`, `bound`, `output`, `exit`, `tail`, `signalled`, `place`, `seen`, `late`, `done`,
+`problem`, `warning`, `beat`. Every message of an agent names its host by index.
 
 Lines of an agent stay under 1000 bytes: srun carries output in messages of 1024 bytes, and a longer line of one
 host could be torn by one of another.
@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 LIMIT = 1000  # bytes of one line from an agent, its newline included
 LONGEST = 1 << 26  # bytes of any line; the specification of a job on many hosts is the longest one that is meant
 MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or mpirun is told apart

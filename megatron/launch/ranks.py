@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.report.append import AppendFile
 
 from .protocol import Lines
+from .sight import Sight
 from .status import FORWARDED_SIGNALS
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -95,12 +96,14 @@ class RankProcess:
     Attributes:
         rank: global rank.
         status: wait status (negative for a signal) once it has ended.
+        sight: what it tells of where it is; None for a process that starts ranks itself.
         failed_at: when it began to fail: its last traceback's first line, or its end.
     """
 
     def __init__(self, rank: int, log: AppendFile | None) -> None:
         self.rank = rank
         self.log = log
+        self.sight: Sight | None = None
         self.process: subprocess.Popen | None = None
         self.streams: list[OutputStream] = []
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
@@ -115,10 +118,10 @@ class RankProcess:
         environment: dict[str, str],
         cores: Sequence[int] | None,
         terminal: Sequence[tuple[int, int] | None],
-        socket: int | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         """Start the process. `terminal` asks for a terminal of that size in place of a pipe, per stream; the rank
-        inherits the descriptor `socket`."""
+        gets the descriptors `inherited`."""
         sources, targets = zip(*(_channel(size) for size in terminal))
         agent = os.getpid()
         try:
@@ -130,7 +133,7 @@ class RankProcess:
                 cwd=directory,
                 env=environment,
                 start_new_session=True,
-                pass_fds=() if socket is None else (socket,),
+                pass_fds=tuple(inherited),
                 preexec_fn=lambda: _before_exec(agent, cores),
             )
         finally:
@@ -144,6 +147,12 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         return self.process is not None and self.status is None
+
+    @property
+    def step(self) -> int | None:
+        """The last step that it has begun; None where it does not tell."""
+        place = self.sight.place() if self.sight else None
+        return None if place is None else place.step
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank itself; to everything in its session if it is the kill."""

@@ -45,6 +45,7 @@ class Specification:
         wrapper: True where the command starts the host's ranks itself (torchrun): one process per host, and
             RANK, WORLD_SIZE and the like are its business.
         attempt: 0 for the first start, then counting restarts.
+        watch: the numbers of the section `watch` that limit how long a phase may take.
         credentials_file: where agents that call the launcher find out how, if the runner needs a file for that.
     """
 
@@ -64,6 +65,7 @@ class Specification:
     bind: str = "none"
     wrapper: bool = False
     attempt: int = 0
+    watch: dict[str, float] = field(default_factory=dict)
     credentials_file: str = ""
 
     @property

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 HOST_LOST = 255
+HANG = 76
+NO_PROGRESS = 77  # started again and again, and never came further
 STOPPED_EARLY = 128 + signal.SIGUSR1  # warned by the scheduler, saved, and not at the end: start it again
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "stopped by the launcher"  # the reason of a rank that ended because another had failed
@@ -35,6 +37,7 @@ class Failure:
         status: exit status as `wait` gives it: negative for a signal.
         reason: why, where no rank says it.
         text: the end of what the rank said.
+        step: the last one that the rank had begun, from 0; -1 before the first; None where it does not tell.
     """
 
     time: float
@@ -43,6 +46,7 @@ class Failure:
     status: int
     reason: str = ""
     text: str = ""
+    step: int | None = None
 
 
 def exit_status(status: int) -> int:
@@ -61,6 +65,8 @@ def signal_of(status: int) -> signal.Signals | None:
 
 def describe(status: int) -> str:
     """A status in words: "status 1", "SIGKILL (137)"."""
+    if status == HANG:
+        return f"hang (status {HANG})"
     name = signal_of(status)
     return f"{name.name} ({exit_status(status)})" if name else f"status {status}"
 

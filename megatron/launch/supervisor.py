@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron.worker import network
 from megatron.worker.code_version import code_now
-from megatron.worker.job import CONFIG_ERROR
 
 from ..config.problems import ConfigError, listing
 from ..report.ledger import Ledger
@@ -21,7 +20,8 @@ from .hosts import HostError
 from .job_plan import JobPlan, again, commands, without
 from .launcher import Launcher, Result
 from .listener import AgentListener
-from .status import describe
+from .restarts import CYCLES, Restarts
+from .status import NO_PROGRESS, describe
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures
@@ -32,14 +32,19 @@ def supervise(plan: JobPlan) -> int:
     _announce(plan)
     allowed = 0 if plan.choice.wrapper.restarts else plan.launch.restarts
     attempt, in_a_row = 0, 0
+    restarts = Restarts(allowed)
     while True:
         result = start(plan, attempt)
         if result.status == 0:
             return 0
         _explain(plan, result)
-        if not worth_another(result, attempt, allowed):
-            return result.status
+        refusal = restarts.refusal(result)
+        if refusal is not None:
+            if refusal:
+                log(refusal)
+            return NO_PROGRESS if restarts.idle >= CYCLES and refusal else result.status
         attempt += 1
+        restarts.done = attempt
         in_a_row = 1 if result.seconds > STEADY else in_a_row + 1
         delay = min(plan.launch.restart_delay * 2 ** (in_a_row - 1), LONGEST_DELAY)
         plan = _on_hosts_that_are_left(plan, result)
@@ -49,16 +54,6 @@ def supervise(plan: JobPlan) -> int:
             time.sleep(delay)
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-
-
-def worth_another(result: Result, attempt: int, allowed: int) -> bool:
-    """Whether to start again: not after a signal to the launcher, nor after a mistake that would be there again.
-
-    The first start must have come as far as the ranks: hosts that never answered are a mistake, not a failure.
-    """
-    if attempt >= allowed or result.signals or (attempt == 0 and not result.started):
-        return False
-    return result.status != CONFIG_ERROR
 
 
 def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:

@@ -24,7 +24,9 @@ from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
+from megatron.parallel.watched import watched_collectives
 from megatron.report.run import open_run
+from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
@@ -57,6 +59,7 @@ def status(outcome: Outcome) -> int:
 def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     """Build everything, train, and close everything. All ranks call it."""
     with ExitStack() as stack:
+        stack.enter_context(watched_collectives(world.beacon, world.mesh))
         with _mistakes(place):
             stack.enter_context(sole_writer(config.checkpoint.dir, world.communicator, insist=not place.attempt))
         return _run(config, place, world)
@@ -67,7 +70,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     log = print if world.is_main else (lambda *_: None)
     if world.is_main:
         _keep_configuration(config, place.config_text)
-    data = world.mesh.data
+    data, tell = world.mesh.data, partial(world.beacon.at, SETUP)
+    tell(detail=b"opening the data")
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, log)
     with _mistakes(place):
@@ -76,7 +80,9 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         log(line)
     # a map, and rows of new tokens, may leave tensors their initial values
     values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
-    engine = build_engine(config, world.mesh, world.device, values=values)
+    tell(detail=b"building the model and the engine")
+    engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon)
+    tell(detail=b"reading the checkpoint" if source.checkpoint else b"")
     with _mistakes(place):
         first = load(source, world, engine)
     costs = totals(config)
@@ -122,6 +128,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             start=first,
             tokens=tokens,
             device=world.device,
+            beacon=world.beacon,
         ).run()
     finally:
         for each in (loader, *(which.loader for which in validation)):

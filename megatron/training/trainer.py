@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
+from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, Beacon
 
 from .clock import Clock
 from .early_stop import Looks
@@ -53,6 +55,7 @@ class Trainer:
         ledger: the run's ledger on rank 0, None elsewhere.
         start: completed updates, those of the checkpoint that was resumed.
         device: where the engine's numbers are.
+        beacon: where this rank tells what it is doing.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class Trainer:
         ledger: Ledger | None = None,
         start: int = 0,
         device: torch.device | str = "cpu",
+        beacon: Beacon | None = None,
     ) -> None:
+        self.beacon = beacon or Beacon()
         self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
         self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
@@ -90,19 +95,24 @@ class Trainer:
             whatever the engine, the loader or a hook raises, after the ledger has it and the hooks were told.
         """
         try:
+            self.beacon.at(HOOKS)
             self._call("on_start")
             for step in range(self.start, self.end):
                 self.at = step
+                self.beacon.begin(step)
                 with self.clock.data():
                     batch = self.loader.step(step)
                 self.extra_metrics.clear()
+                self.beacon.at(HOOKS)
                 self._call("before_step", step)
                 try:
                     report = self._step(step, batch)
                 except StepDropped as dropped:
                     self._drop(step, dropped)
                     break
+                self.beacon.at(HOOKS)
                 self._call("after_step", step, report)
+                self.beacon.done()
                 if self.stop_reason:
                     break
             self.settle()
@@ -112,13 +122,16 @@ class Trainer:
             self.record("error", step=step, completed=self.completed, error=f"{type(error).__name__}: {error}")
             raise
         finally:
+            self.beacon.at(END)
             self._call("on_end", reverse=True)
         return self._outcome()
 
     def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
         begin = time.monotonic()
+        self.beacon.at(FORWARD)
         result = self.engine.step(batch, lr, Looks(self, step, self._pace))
+        self.beacon.at(EXCHANGE)
         requests, self._requests = self._requests, set()
         report = self.exchange.report(step, lr, result, batch.hash, requests, time.monotonic() - begin)
         self.completed = step + 1
@@ -165,6 +178,12 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """End the run after the current step. All ranks call it at the same step."""
         self.stop_reason = self.stop_reason or reason
+
+    @contextmanager
+    def aside(self, phase: int, detail: str = "") -> Iterator[None]:
+        """Time inside is not part of a step: the clock stands, and the rank says that it is in another phase."""
+        with self.clock.pause(), self.beacon.during(phase, detail.encode()):
+            yield
 
     @property
     def last(self) -> bool:

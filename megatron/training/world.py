@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from megatron.config import Config
 from megatron.engine.engine import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.worker.beacon import SETUP, Beacon
 from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
 from megatron.worker.rendezvous import open_store
@@ -29,12 +30,14 @@ class World:
         mesh: its axes.
         communicator: over all ranks, for the main thread.
         background: over all ranks, for the thread that writes checkpoints.
+        beacon: where this process tells what it is doing.
     """
 
     device: torch.device
     mesh: Mesh
     communicator: Communicator
     background: Communicator
+    beacon: Beacon = field(default_factory=Beacon)
 
     @property
     def is_main(self) -> bool:
@@ -65,13 +68,15 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     The thread that writes checkpoints talks over the rendezvous store: a second process group for it would mean, at
     10,000 ranks, a connection between every two of them.
     """
+    beacon = Beacon.inherited()
+    beacon.at(SETUP, detail=b"meeting the other ranks")
     os.environ.update(place.variables)
     device = choose_device(config, place.local_rank)
     prepare_deepspeed(device)
     timeout = timedelta(seconds=config.launch.timeout)
     if place.world_size == 1:
         dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
-        return World(device, Mesh.single(), SOLO, SOLO)
+        return World(device, Mesh.single(), SOLO, SOLO, beacon)
     rank, size = place.rank, place.world_size
     store = open_store(rank, size, place.master_address, place.master_port, timeout, one_host=place.one_host)
     dist.init_process_group(
@@ -85,7 +90,7 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     communicator = GroupCommunicator(device=device)
     check_agreement(place, communicator.gather)
     mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
-    return World(device, mesh, communicator, StoreCommunicator(store, rank, size, "background"))
+    return World(device, mesh, communicator, StoreCommunicator(store, rank, size, "background"), beacon)
 
 
 def _backend(device: torch.device) -> str:

@@ -175,5 +175,26 @@ def exits() -> None:
     sys.exit(int(sys.argv[2].split(",")[int(RANK)]))
 
 
+def hanger() -> None:
+    """Tells where it is; in the first attempt rank 1 is stopped in its third step, and rank 0 waits for it."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from megatron.worker.beacon import FORWARD, REDUCE, Beacon
+
+    beacon, hangs = Beacon.inherited(), os.environ["JOB_ATTEMPT"] == "0"
+    group = beacon.group("all", "the group of all ranks", "0-1")
+    for step in range(6):
+        beacon.begin(step)
+        beacon.at(FORWARD)
+        if hangs and step == 3 and RANK == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        beacon.at(REDUCE)
+        beacon.enter(group, b"all_reduce", 8)
+        if hangs and step == 3:
+            note("hangs")
+            time.sleep(1000)
+        beacon.leave()
+        beacon.done()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -9,6 +9,7 @@ from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.finite import faults
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
+from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
 from ..hook import Hook, Parts, SaverProtocol
@@ -76,7 +77,8 @@ class CheckpointHook(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
-            self._tell(trainer, self._saver.close())
+            with trainer.beacon.during(SAVE):
+                self._tell(trainer, self._saver.close())
 
     def _save_if_due(self, trainer: Trainer) -> None:
         stopping = trainer.last and trainer.completed < trainer.steps
@@ -89,7 +91,7 @@ class CheckpointHook(Hook):
         if reason is None or self._saved_step == trainer.completed:
             return
         trainer.settle()
-        with trainer.clock.pause():
+        with trainer.aside(SAVE):
             fragments, meta = self._contents(trainer.completed)
             fragments = list(fragments)
             self._refuse_broken(trainer, fragments)

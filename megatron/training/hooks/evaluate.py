@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.engine.protocol import Engine
+from megatron.worker.beacon import EVALUATE
 
 from ..exchange import Exchange, StepReport
 from ..hook import Hook, Parts, ValidationSet
@@ -66,8 +67,10 @@ class EvaluateHook(Hook):
         if not self._sets:
             return
         trainer.settle()
-        with trainer.clock.pause():
-            found = {each.name: evaluate(trainer.engine, trainer.exchange, each) for each in self._sets}
+        found = {}
+        for each in self._sets:
+            with trainer.aside(EVALUATE, each.name):
+                found[each.name] = evaluate(trainer.engine, trainer.exchange, each)
         if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.config.sections.output import SampleOptions
 from megatron.report.jsonl import MetricsFile
+from megatron.worker.beacon import EVALUATE
 
 from ..exchange import StepReport
 from ..hook import Generate, Hook, Parts
@@ -35,7 +36,7 @@ class SamplesHook(Hook):
         if every is None or trainer.completed % every or not self._options.prompts:
             return
         trainer.settle()
-        with trainer.clock.pause():
+        with trainer.aside(EVALUATE, "samples"):
             texts = self._generate(list(self._options.prompts), self._options, trainer.completed)
         if not trainer.is_main:
             return

@@ -1,0 +1,36 @@
+"""When a run is taken for stuck, what then happens, and when a rank is called slow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import Section, key
+
+
+class SlowOptions(Section):
+    every: int | None = key(
+        10, "Compare the ranks' times every n steps, in one small collective; none never does.", unit="steps", gt=0
+    )
+    factor: float = key(
+        1.5, "A rank is slow that needs this many times what the median of the others, or its own past, needs.", gt=1
+    )
+    windows: int = key(3, "So many comparisons in a row must say so before a rank is named.", gt=0)
+
+
+class WatchSection(Section):
+    hang: Literal["auto", "report", "stop", "off"] = key(
+        "auto",
+        "What happens when a run hangs: report says which rank is at fault and goes on waiting, stop also ends the run "
+        "(and starts it again with launch.restarts); auto is stop with launch.restarts, report without.",
+    )
+    factor: float = key(5.0, "A phase may take this many times the longest it has taken in this run.", ge=1)
+    step: float = key(
+        180.0, "But forward, backward, reduction and optimizer always at least this long.", unit="seconds", gt=0
+    )
+    data: float = key(300.0, "The same for reading a batch.", unit="seconds", gt=0)
+    evaluation: float = key(900.0, "The same for evaluation, samples and other hooks.", unit="seconds", gt=0)
+    save: float = key(1800.0, "The same for saving a checkpoint, and for the end of the run.", unit="seconds", gt=0)
+    setup: float = key(
+        1800.0, "The same for the start and the first two steps, which compile and warm up.", unit="seconds", gt=0
+    )
+    slow: SlowOptions = key(SlowOptions, "Slow ranks.")

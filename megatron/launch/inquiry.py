@@ -1,0 +1,163 @@
+"""`deepy.py --status RUN` and `--stacks RUN`: a running job is asked, over a socket that only its own user can use.
+
+The launcher listens on a Unix socket without a file (Linux's abstract names), and notes its name in the run's folder,
+`launcher.json`. Who calls must be the same user; nothing listens on the network, so the question is asked on the
+launcher's machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+from megatron.config.problems import UserError
+
+from .diagnosis import Rank, diagnose
+from .watch import Watch, stacks, table
+
+FILE = "launcher.json"
+QUESTIONS = ("status", "stacks")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+ANSWER_TAKES = 30.0
+
+
+class Window:
+    """Where a running launcher can be asked.
+
+    Args:
+        watch: knows the answers.
+        selector: of the launcher's loop.
+        folder: the run's directory on this machine; without one nobody can ask.
+    """
+
+    def __init__(self, watch: Watch, selector: selectors.BaseSelector, folder: Path | None) -> None:
+        self._watch, self._selector, self._file = watch, selector, folder and folder / FILE
+        self._socket: socket.socket | None = None
+        self._begin = time.monotonic()
+        if folder is None:
+            return
+        name = f"deepy-{secrets.token_hex(16)}"
+        note = {"host": socket.gethostname(), "process": os.getpid(), "socket": name, "started": time.time()}
+        self._note = json.dumps(note) + "\n"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f".{FILE}.{os.getpid()}"
+            temporary.write_text(self._note)
+            temporary.replace(self._file)
+        except OSError:  # a folder that is on other machines, or a full disk: the run goes on without
+            return
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{name}")
+        self._socket.listen(8)
+        self._socket.setblocking(False)
+        selector.register(self._socket, selectors.EVENT_READ, self._called)
+
+    def _called(self) -> None:
+        try:
+            caller, _ = self._socket.accept()
+        except OSError:
+            return
+        if not _same_user(caller):
+            caller.close()
+            return
+        caller.setblocking(False)
+        self._selector.register(caller, selectors.EVENT_READ, lambda: self._asked(caller))
+
+    def _asked(self, caller: socket.socket) -> None:
+        self._selector.unregister(caller)
+        try:
+            question = caller.recv(64).decode(errors="replace").strip()
+        except OSError:
+            question = ""
+        if question not in QUESTIONS:
+            caller.close()
+            return
+        wanted = "main" if question == "stacks" else ""
+        self._watch.ask(wanted, lambda ranks: _send(caller, self._answer(question, ranks)))
+
+    def _answer(self, question: str, ranks: list[Rank]) -> str:
+        found = diagnose(ranks)
+        if question == "stacks":
+            return stacks(ranks)
+        job = self._watch.launcher.job
+        minutes, size = (time.monotonic() - self._begin) / 60, job.world_size
+        head = f"{size} rank{'s' * (size > 1)} on {len(job.hosts)} host{'s' * (len(job.hosts) > 1)}"
+        head += f", restart {job.attempt}" * bool(job.attempt)
+        return (
+            f"{head}, started {minutes:.0f} min ago\n{table(ranks)}{'the run hangs: ' * found.late}{found.sentence}\n"
+        )
+
+    def close(self) -> None:
+        """Nobody can ask any more."""
+        if self._socket is None:
+            return
+        self._selector.unregister(self._socket)
+        self._socket.close()
+        try:
+            if self._file.read_text() == self._note:  # not that of another launcher
+                self._file.unlink()
+        except OSError:
+            pass
+
+
+def _same_user(other: socket.socket) -> bool:
+    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
+
+
+def _send(caller: socket.socket, text: str) -> None:
+    """In a thread, so that a caller who does not read holds nobody up."""
+
+    def send() -> None:
+        with caller:
+            try:
+                caller.settimeout(ANSWER_TAKES)
+                caller.sendall(text.encode("utf-8", "replace"))
+            except OSError:  # the caller has gone
+                pass
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def ask(run: Path, question: str) -> str:
+    """What the launcher of a run answers.
+
+    Args:
+        run: the run's directory.
+        question: "status" or "stacks".
+
+    Raises:
+        UserError: no launcher of this run is running here.
+    """
+    try:
+        note = json.loads((run / FILE).read_text())
+        host, process, name = str(note["host"]), int(note["process"]), str(note["socket"])
+    except FileNotFoundError:
+        what = "has no launcher at work" if run.is_dir() else "is not a folder"
+        raise UserError(
+            f"{run} {what}: give the directory of a run (run.dir) that deepy.py has started and that has not ended"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run / FILE} cannot be read: {error}") from None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(ANSWER_TAKES)
+        try:
+            line.connect(f"\0{name}")
+        except OSError:
+            if host != socket.gethostname():
+                raise UserError(f"the launcher of {run} runs on {host}: ask there") from None
+            raise UserError(f"the launcher of {run} (process {process} on {host}) is gone") from None
+        if not _same_user(line):
+            raise UserError(f"the launcher of {run} belongs to another user: only the one who started it can ask")
+        try:
+            line.sendall(f"{question}\n".encode())
+            return b"".join(iter(lambda: line.recv(1 << 16), b"")).decode("utf-8", "replace")
+        except TimeoutError:
+            raise UserError(f"the launcher of {run} (process {process} on {host}) does not answer") from None

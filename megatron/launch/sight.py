@@ -1,0 +1,116 @@
+"""What an agent sees of a rank: its beacon, the state of its process, its stack."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.worker.beacon import ALL_STACKS_SIGNAL, BEACON, SIZE, STACK_SIGNAL, STACKS, Place, read
+
+LONGEST_STACK = 256 << 10  # bytes
+_STATES = {"T": "stopped", "t": "stopped", "D": "in the disk or the network", "Z": "ended", "X": "ended"}
+_FLOORS = {  # by phase, the key of `watch` that gives the least limit
+    "start": "setup",
+    "setup": "setup",
+    "data": "data",
+    "save": "save",
+    "evaluate": "evaluation",
+    "hooks": "evaluation",
+    "end": "save",  # pictures, uploads
+}
+
+
+class Sight:
+    """The agent's end of what a rank tells. Both descriptors are memory: nothing is left when the processes are gone.
+
+    Attributes:
+        descriptors: what the rank inherits.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.descriptors = (os.memfd_create(f"beacon {rank}"), os.memfd_create(f"stacks {rank}"))
+        os.ftruncate(self.descriptors[0], SIZE)
+        self.memory = mmap.mmap(self.descriptors[0], SIZE)
+        self.born = time.monotonic()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """How the rank finds the descriptors."""
+        return dict(zip((BEACON, STACKS), map(str, self.descriptors)))
+
+    def place(self) -> Place | None:
+        """Where the rank says it is; None before it has said anything."""
+        return read(self.memory)
+
+    def late(self, limits: dict[str, float]) -> bool:
+        """Whether the rank has been in one phase for longer than its limit."""
+        place = self.place()
+        return place is not None and time.monotonic() - place.since > limit(place, limits)
+
+    def tell(self, pid: int, alive: bool, limits: dict[str, float]) -> dict[str, Any]:
+        """Everything about the rank, as the launcher gets it; times are seconds before now, since clocks differ."""
+        now, place = time.monotonic(), self.place()
+        told: dict[str, Any] = {"rank": self.rank, "pid": pid, "state": state(pid) if alive else "ended"}
+        if place is None:
+            return {**told, "phase": "", "age": now - self.born, "calls": []}
+        calls = [{**asdict(call), "age": now - call.at} for call in place.calls]
+        for call in calls:
+            del call["at"]
+        return {
+            **told,
+            "step": place.step,
+            "done": place.done,
+            "phase": place.phase,
+            "part": place.part,
+            "parts": place.parts,
+            "detail": place.detail,
+            "age": now - place.since,
+            "limit": limit(place, limits),
+            "calls": calls,
+        }
+
+    def ask(self, pid: int, *, everything: bool) -> bool:
+        """Have the rank write its stack; False where it has not yet said that it would (the signal would end it)."""
+        place = self.place()
+        if place is None or not place.stacks or place.pid != pid:
+            return False
+        os.ftruncate(self.descriptors[1], 0)
+        os.lseek(self.descriptors[1], 0, os.SEEK_SET)
+        try:
+            os.kill(pid, ALL_STACKS_SIGNAL if everything else STACK_SIGNAL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def stack(self) -> str:
+        """What the rank has written since it was asked."""
+        return os.pread(self.descriptors[1], LONGEST_STACK, 0).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        self.memory.close()
+        for each in self.descriptors:
+            os.close(each)
+
+
+def limit(place: Place, limits: dict[str, float]) -> float:
+    """Seconds that the rank may stay in its phase: a multiple of the longest stay before, and at least the floor."""
+    if not limits:
+        return float("inf")
+    floor = limits[_FLOORS.get(place.phase, "step")]
+    if place.done < 2:  # compiling, first allocations, first connections
+        floor = max(floor, limits["setup"])
+    return max(floor, limits["factor"] * place.longest.get(place.phase, 0.0))
+
+
+def state(pid: int) -> str:
+    """The state of a process in words: running, waiting, stopped, ..."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "ended"
+    return _STATES.get(letter, "running" if letter == "R" else "waiting")

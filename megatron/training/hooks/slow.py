@@ -1,0 +1,93 @@
+"""Names ranks that are slower than the others, while the run goes on and at its end."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.sections.watch import SlowOptions
+
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..slow import PHASES, Comparison, Slow
+from ..trainer import Trainer
+
+
+class SlowRanksHook(Hook):
+    """Gathers each rank's own time in the phases of a step every n steps, and compares the ranks of a stage.
+
+    A rank's own time leaves out what it waits in collectives. On an accelerator these are the times of the host.
+
+    Args:
+        options: `watch.slow`.
+        hosts: of each rank.
+    """
+
+    def __init__(self, options: SlowOptions, hosts: Sequence[str]) -> None:
+        self._options, self._hosts = options, list(hosts)
+        self._first, self._before = 0, [0.0] * len(PHASES)
+        self._comparison: Comparison | None = None
+        self._record: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, parts: Parts) -> SlowRanksHook | None:
+        options, world = parts.config.watch.slow, parts.world
+        if options.every is None or world is None or world.mesh.layout.world_size == 1:
+            return None
+        return cls(options, world.communicator.gather(socket.gethostname()))
+
+    def on_start(self, trainer: Trainer) -> None:
+        layout = trainer.mesh.layout
+        stages = [layout.coordinates(rank).pipeline for rank in range(layout.world_size)]
+        peers = [[other for other, stage in enumerate(stages) if stage == own] for own in stages]
+        self._comparison = Comparison(peers, self._options.factor, self._options.windows)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        if step < trainer.start + 2:  # the first steps compile and warm up
+            self._first, self._before = step + 1, self._own(trainer)
+        if self._record:
+            trainer.extra_metrics["ranks"] = self._record
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if (step + 1) % self._options.every or step < self._first:
+            return
+        own = self._own(trainer)
+        steps = step + 1 - self._first
+        local = torch.tensor([now - before for now, before in zip(own, self._before)], dtype=torch.float64) / steps
+        self._before = own
+        everyone = torch.empty(len(self._hosts), len(PHASES), dtype=torch.float64, device=trainer.exchange.device)
+        dist.all_gather_into_tensor(everyone, local.to(trainer.exchange.device)[None])
+        begun, over = self._comparison.window(self._first, step, everyone.tolist())
+        self._first = step + 1
+        for slow in begun:
+            trainer.log(f"slow: {self._text(slow)}")
+            trainer.record("slow", step=step, rank=slow.rank, host=self._hosts[slow.rank], since=slow.since,
+                         times_others=slow.others, times_past=slow.past, phase=slow.phase)  # fmt: skip
+        for slow in over:
+            trainer.log(f"rank {slow.rank} on {self._hosts[slow.rank]} is no longer slow, since step {slow.until}")
+        if self._comparison.slowest is not None:
+            rank, others, past = self._comparison.slowest
+            self._record = {"slowest": rank, "times_others": others}
+            if math.isfinite(past):
+                self._record["times_past"] = past
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._comparison is None:
+            return
+        found = [*self._comparison.ended, *self._comparison.slow.values()]
+        for slow in sorted(found, key=lambda each: each.since):
+            trainer.log(f"slow: {self._text(slow)}")
+
+    def _own(self, trainer: Trainer) -> list[float]:
+        return [trainer.beacon.own[phase] for phase in PHASES]
+
+    def _text(self, slow: Slow) -> str:
+        when = f"since step {slow.since}" if slow.until is None else f"from step {slow.since} to {slow.until}"
+        return (
+            f"rank {slow.rank} on {self._hosts[slow.rank]} takes {slow.others:.1f} times as long as the median of the "
+            f"others and {slow.past:.1f} times its own best, {when}, most of it in {slow.phase}"
+        )

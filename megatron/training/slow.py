@@ -1,0 +1,88 @@
+"""Which ranks are slow: from how long each takes for its own work, without waiting for others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megatron.worker.beacon import BACKWARD, DATA, EXCHANGE, FORWARD, NAMES, OPTIMIZER, REDUCE
+
+PHASES = (DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, EXCHANGE)  # what all ranks of a stage do alike
+
+
+@dataclass
+class Slow:
+    """A rank that is slow, or was.
+
+    Attributes:
+        since, until: steps between which it was; `until` is None while it is.
+        others: how many times the median of the others of its pipeline stage it took, at most.
+        past: how many times its own best, at most.
+        phase: the one in which it lost most.
+    """
+
+    rank: int
+    since: int
+    until: int | None
+    others: float
+    past: float
+    phase: str
+
+
+class Comparison:
+    """Compares ranks window by window.
+
+    Args:
+        peers: for each rank, the ranks that have the same work.
+        factor: a rank is slow that takes this many times the median of its peers; its own best, where it has none.
+        windows: in so many windows in a row.
+    """
+
+    def __init__(self, peers: Sequence[Sequence[int]], factor: float, windows: int) -> None:
+        self._peers, self._factor, self._windows = peers, factor, windows
+        self._row = [0] * len(peers)
+        self._best = [float("inf")] * len(peers)
+        self._last = -1
+        self.slow: dict[int, Slow] = {}
+        self.ended: list[Slow] = []
+        self.slowest: tuple[int, float, float] | None = None  # rank, times the others, times its best
+
+    def window(self, first: int, last: int, seconds: Sequence[Sequence[float]]) -> tuple[list[Slow], list[Slow]]:
+        """Take in a window.
+
+        Args:
+            first, last: its steps.
+            seconds: for each rank, its own seconds in each of `PHASES`.
+
+        Returns:
+            ranks that have become slow, and those that are so no longer.
+        """
+        sums = [sum(each) for each in seconds]
+        begun, over, ratios = [], [], []
+        for rank, own in enumerate(sums):
+            others = [each for each in self._peers[rank] if each != rank]
+            usual = median(sums[each] for each in others) if others else self._best[rank]
+            against, past = own / max(usual, 1e-9), own / max(self._best[rank], 1e-9)
+            ratios.append((against if others else past, rank, past))
+            self._best[rank] = min(self._best[rank], own)
+            self._row[rank] = self._row[rank] + 1 if against > self._factor else 0
+            if self._row[rank] >= self._windows:
+                now = self.slow.get(rank)
+                if now is None:
+                    since = first - (self._windows - 1) * (last + 1 - first)
+                    lost = [here - median(seconds[each][index] for each in others) if others else here
+                            for index, here in enumerate(seconds[rank])]  # fmt: skip
+                    phase = NAMES[PHASES[lost.index(max(lost))]]
+                    self.slow[rank] = now = Slow(rank, max(since, 0), None, 0.0, 0.0, phase)
+                    begun.append(now)
+                now.others, now.past = max(now.others, against), max(now.past, past)
+            elif rank in self.slow and not self._row[rank]:
+                ended = self.slow.pop(rank)
+                ended.until = first
+                over.append(ended)
+        self.ended += over
+        self.slowest = max((each for each in ratios if each[0] != float("inf")), default=None)
+        if self.slowest is not None:
+            self.slowest = self.slowest[1], self.slowest[0], self.slowest[2]
+        return begun, over

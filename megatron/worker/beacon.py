@@ -1,0 +1,315 @@
+"""Where a rank is, kept in a piece of memory that its agent reads: also while the rank is stuck, stopped or dead.
+
+The agent makes the memory before it starts the rank, which inherits the descriptor (`JOB_BEACON`). It has no name in
+any file system and goes with the processes. A rank writes without locks and without system calls, about a
+microsecond per change; no other process ever waits for it, nor it for another.
+
+The place (step, phase, ...) is written to two slots in turn, and then the number of the slot that counts: a rank that
+is stopped in the middle of a write leaves the earlier place whole.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+# Phases, in the order in which a step goes through them.
+NAMES = (
+    "start",  # imports, before the rank has said anything
+    "setup",  # joining the others, building data, model and engine, reading a checkpoint
+    "data",
+    "forward",
+    "backward",
+    "reduce",  # of gradients over data parallel ranks
+    "optimizer",
+    "exchange",  # the numbers of a step
+    "hooks",  # what happens beside the steps and has no phase of its own
+    "evaluate",
+    "save",
+    "end",
+)
+START, SETUP, DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, EXCHANGE, HOOKS, EVALUATE, SAVE, END = range(len(NAMES))
+
+BEACON, STACKS = "JOB_BEACON", "JOB_STACKS"  # variables with descriptors that a rank inherits
+STACK_SIGNAL, ALL_STACKS_SIGNAL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask for the main thread's, for all stacks
+
+SIZE = 12288
+GROUPS = 40  # process groups that are followed, and in slot 0 messages between two ranks
+PEERS = 0
+_HEAD = struct.Struct("=4siq")  # mark, process, whether stacks can be asked for
+_MARK = b"dp01"
+_CURRENT, _CURRENT_AT = struct.Struct("=Q"), 24
+_INSIDE, _INSIDE_AT = struct.Struct("=q"), 32
+_PLACE, _PLACE_AT = struct.Struct("=QdqqiiB96sQ"), (64, 256)
+_LONGEST, _LONGEST_AT = struct.Struct("=d"), 512
+_GROUP_NAME = struct.Struct("=24s40s96s")  # key, name, members
+_GROUP_CALL = struct.Struct("=24sdqqBQ")  # operation, when, elements, peer, whether it is new, calls so far
+_GROUP_AT, _GROUP_SIZE = 1024, 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """The last operation of a rank in a process group.
+
+    Attributes:
+        key: the same for all members of the group, and for no other group.
+        name: of the group.
+        members: global ranks as text, see `ranks_of`; empty where they are too many to write down.
+        operation, elements: what was called, on how many elements.
+        number: how many calls there were in this group, this one included.
+        peer: the other rank of a message; -1 for a collective.
+        new: whether the call at this place of the step before was another one.
+        at: when it was called (`time.monotonic`).
+        inside: whether it has not returned.
+    """
+
+    key: str
+    name: str
+    members: str
+    operation: str
+    elements: int
+    number: int
+    peer: int
+    new: bool
+    at: float
+    inside: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        pid: of the rank.
+        stacks: whether it answers a signal with its stack.
+        step: number of the update, from 0; -1 before the first.
+        done: steps since this start of the process.
+        phase: one of `NAMES`.
+        part, parts: micro-batch, or instruction of a pipeline's schedule, from 1; 0 of 0 where there are none.
+        detail: more, in words.
+        since: when the phase began (`time.monotonic`).
+        longest: seconds of the longest stay in each phase so far, after the first two steps.
+        calls: by group.
+    """
+
+    pid: int
+    stacks: bool
+    step: int
+    done: int
+    phase: str
+    part: int
+    parts: int
+    detail: str
+    since: float
+    longest: dict[str, float]
+    calls: list[Call]
+
+
+class Beacon:
+    """The rank's side.
+
+    Args:
+        memory: shared with the agent; without one, what is written is seen by nobody, but times are still kept.
+
+    Attributes:
+        own: seconds in each phase so far, without waiting for other ranks in collectives.
+        waited: seconds in collectives so far.
+    """
+
+    def __init__(self, memory: mmap.mmap | None = None) -> None:
+        self._memory = bytearray(SIZE) if memory is None else memory
+        self.shared = memory is not None
+        self.own = [0.0] * len(NAMES)
+        self.waited = 0.0
+        self._waiting_since = self._waited_here = 0.0
+        self._number, self._phase, self._since = 0, START, time.monotonic()
+        self._longest = [0.0] * len(NAMES)
+        self._step, self._done, self._last = -1, 0, (0, 0, b"")
+        self._slots = [_GROUP_AT + _GROUP_SIZE * index for index in range(GROUPS)]
+        self._calls = [0] * GROUPS
+        self._now: list[list] = [[] for _ in range(GROUPS)]  # what was called in this step, and in the one before
+        self._before: list[list] = [[] for _ in range(GROUPS)]
+        self._free = 1
+        self._stack_file = None
+        _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
+        _GROUP_NAME.pack_into(self._memory, self._slots[PEERS], b"peers", b"messages", b"")
+        _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 0)
+
+    @classmethod
+    def inherited(cls, environment: MutableMapping[str, str] = os.environ) -> Beacon:
+        """The one that the agent made for this rank, and answers to its questions for stacks; one of our own without an
+        agent. The descriptors are not passed on to this process's own children."""
+        numbers = [environment.pop(name, "") for name in (BEACON, STACKS)]
+        if not all(number.isdigit() for number in numbers):
+            return cls()
+        memory, stacks = map(int, numbers)
+        try:
+            beacon = cls(mmap.mmap(memory, SIZE))
+            os.close(memory)
+            os.set_inheritable(stacks, False)
+        except (OSError, ValueError):  # numbers of another job
+            return cls()
+        beacon.answer(stacks)
+        return beacon
+
+    def answer(self, descriptor: int) -> None:
+        """Write stacks to this descriptor when the agent's signals come: in the signal's handler itself, below Python,
+        so that a main thread that is stuck in a call answers too."""
+        self._stack_file = os.fdopen(descriptor, "w")
+        faulthandler.register(STACK_SIGNAL, self._stack_file, all_threads=False)
+        faulthandler.register(ALL_STACKS_SIGNAL, self._stack_file, all_threads=True)
+        _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 1)
+
+    def at(self, phase: int, part: int = 0, parts: int = 0, detail: bytes = b"") -> None:
+        """The rank enters a phase."""
+        now = time.monotonic()
+        stay, before = now - self._since, self._phase
+        self.own[before] += stay - self._waited_here
+        self._waited_here = 0.0
+        if stay > self._longest[before] and self._done > 1:
+            self._longest[before] = stay
+            _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * before, stay)
+        self._phase, self._since, self._last = phase, now, (part, parts, detail)
+        self._number = number = self._number + 1
+        _PLACE.pack_into(
+            self._memory, _PLACE_AT[number & 1], number, now, self._step, self._done, part, parts, phase, detail, number
+        )
+        _CURRENT.pack_into(self._memory, _CURRENT_AT, number)
+
+    def begin(self, step: int) -> None:
+        """A step begins, with its data."""
+        self._step = step
+        for slot in range(self._free):
+            self._before[slot], self._now[slot] = self._now[slot], []
+        self.at(DATA)
+
+    def done(self) -> None:
+        """A step has ended."""
+        self._done += 1
+
+    @contextmanager
+    def during(self, phase: int, detail: bytes = b"") -> Iterator[None]:
+        """A phase inside another one, which goes on afterwards."""
+        before, last = self._phase, self._last
+        self.at(phase, 0, 0, detail)
+        try:
+            yield
+        finally:
+            self.at(before, *last)
+
+    # ---- collectives
+
+    def group(self, key: str, name: str, members: str) -> int:
+        """Follow a process group; returns its slot, -1 if there is no place left."""
+        if self._free == GROUPS:
+            return -1
+        slot, self._free = self._free, self._free + 1
+        texts = [text.encode() for text in (key, name, members)]
+        if len(texts[2]) > 96:
+            texts[2] = b""
+        _GROUP_NAME.pack_into(self._memory, self._slots[slot], texts[0][:24], texts[1][:40], texts[2])
+        return slot
+
+    def enter(self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True) -> None:
+        """The rank calls an operation of a group and waits in it.
+
+        Args:
+            sized: whether all members must bring as many elements.
+        """
+        calls, before = self._now[slot], self._before[slot]
+        what, place = (operation, elements if sized else 0), len(calls)
+        calls.append(what)
+        new = bool(before) and (place >= len(before) or before[place] != what)
+        self._waiting_since = now = time.monotonic()
+        self._calls[slot] = number = self._calls[slot] + 1
+        at = self._slots[slot] + _GROUP_NAME.size
+        _GROUP_CALL.pack_into(self._memory, at, operation, now, elements, peer, new, number)
+        _INSIDE.pack_into(self._memory, _INSIDE_AT, slot)
+
+    def wait(self, slot: int) -> None:
+        """The rank waits for an operation that was called earlier."""
+        self._waiting_since = time.monotonic()
+        _INSIDE.pack_into(self._memory, _INSIDE_AT, slot)
+
+    def leave(self) -> None:
+        """The operation has returned."""
+        seconds = time.monotonic() - self._waiting_since
+        self._waited_here += seconds
+        self.waited += seconds
+        _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
+
+
+def read(memory: mmap.mmap | bytes) -> Place | None:
+    """The agent's side: where the rank is; None if it has not said anything yet.
+
+    What a rank writes is not trusted: any bytes give a place or None.
+    """
+    mark, pid, stacks = _HEAD.unpack_from(memory)
+    place = _whole(memory) if mark == _MARK else None
+    if place is None or place[6] >= len(NAMES):
+        return None
+    _, since, step, done, part, parts, phase, detail, _ = place
+    longest = struct.unpack_from(f"={len(NAMES)}d", memory, _LONGEST_AT)
+    longest = {name: seconds for name, seconds in zip(NAMES, longest) if 0 < seconds < 1e9}
+    words = _text(detail)
+    return Place(pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory)))
+
+
+def _whole(memory: mmap.mmap | bytes) -> tuple | None:
+    """The place that counts; read again where the rank has written it anew meanwhile."""
+    for _ in range(100):
+        (number,) = _CURRENT.unpack_from(memory, _CURRENT_AT)
+        place = _PLACE.unpack_from(memory, _PLACE_AT[number & 1])
+        if number and place[0] == place[-1] == number:
+            return place
+    return None
+
+
+def _calls(memory: mmap.mmap | bytes) -> Iterator[Call]:
+    (inside,) = _INSIDE.unpack_from(memory, _INSIDE_AT)
+    for slot in range(GROUPS):
+        at = _GROUP_AT + _GROUP_SIZE * slot
+        key, name, members = (_text(each) for each in _GROUP_NAME.unpack_from(memory, at))
+        operation, when, elements, peer, new, count = _GROUP_CALL.unpack_from(memory, at + _GROUP_NAME.size)
+        if key and count:
+            what = (_text(operation), elements, count, peer, bool(new), when, slot == inside)
+            yield Call(key, name, members, *what)
+
+
+def _text(data: bytes) -> str:
+    return "".join(each if each.isprintable() else "?" for each in data.rstrip(b"\0").decode("utf-8", "replace"))
+
+
+def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
+    """Ranks in few characters: "0-3", "0-12:4" (0, 4, 8, 12), "1,5-6"."""
+    parts, left = [], sorted(ranks)
+    while left:
+        run = [left[0]]
+        stride = left[1] - left[0] if len(left) > 1 else 1
+        while len(run) < len(left) and left[len(run)] == run[-1] + stride:
+            run.append(left[len(run)])
+        if len(run) == 2 and stride > 1:
+            run = run[:1]
+        left = left[len(run) :]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" + (f":{stride}" if stride > 1 else ""))
+    return ",".join(parts)
+
+
+def ranks_of(text: str) -> list[int]:
+    """The ranks of a text that `ranks_text` made; nothing of a text that it did not make."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        span, _, stride = part.partition(":")
+        first, _, last = span.partition("-")
+        numbers = [first, last or first, stride or "1"]
+        if not all(each.isascii() and each.isdigit() and len(each) < 8 for each in numbers) or int(numbers[2]) < 1:
+            return []
+        found += range(int(numbers[0]), int(numbers[1]) + 1, int(numbers[2]))
+    return found

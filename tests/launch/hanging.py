@@ -1,0 +1,67 @@
+"""A hook that makes one rank of a training run hang, in the ways in which real ones do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.hook import Hook
+from megatron.training.trainer import Trainer
+
+
+class Hang(Hook):
+    """From step `step` on, rank `rank` does what `kind` says. It hangs in its first attempt alone."""
+
+    def __init__(self, kind: str, rank: int, step: int) -> None:
+        self.kind, self.rank, self.step = kind, rank, step
+        self.group = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if os.environ.get("JOB_ATTEMPT", "0") != "0":
+            self.kind = "none"
+        if trainer.mesh.layout.world_size > 1:
+            self.group = dist.new_group()
+        self.guilty = trainer.mesh.rank == self.rank
+        if self.guilty and self.kind in ("disk", "read"):
+            self._break_the_data(trainer)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        if step and self.kind in ("skipped", "shapes", "deadlock"):
+            self._together(hang=step == self.step)
+        if step != self.step or not self.guilty:
+            return
+        if self.kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "loop":
+            numbers = torch.ones(10)
+            while bool(numbers.sum() > 0):
+                numbers = numbers * 1.0
+
+    def _together(self, *, hang: bool) -> None:
+        """Two collectives of all ranks in two groups."""
+        wrong = hang and self.guilty
+        small, large = torch.ones(100), torch.ones(2000)
+        if wrong and self.kind == "deadlock":
+            dist.all_reduce(large, group=self.group)
+            dist.all_reduce(small)
+            return
+        if not (wrong and self.kind == "skipped"):
+            dist.all_reduce(torch.ones(90 if wrong and self.kind == "shapes" else 100))
+        dist.all_reduce(large, group=self.group)
+
+    def _break_the_data(self, trainer: Trainer) -> None:
+        loader, read_end = trainer.loader, os.pipe()[0]
+        whole = loader.step
+
+        def step(number: int):
+            if number == self.step and self.kind == "read":
+                os.read(read_end, 1)
+            while number == self.step:  # a disk that needs a moment for every block, and has very many of them
+                time.sleep(0.01)
+            return whole(number)
+
+        loader.step = step

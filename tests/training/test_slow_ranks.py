@@ -1,0 +1,101 @@
+"""Ranks that are slow are named, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.training.slow import PHASES, Comparison
+from tests.paths import ROOT
+
+
+def windows(draw: random.Random, ranks: int, slow: dict[int, tuple[int, float]], count: int) -> Comparison:
+    """Windows of ten steps with noise; `slow` has the window from which on a rank takes how many times as long."""
+    comparison = Comparison([list(range(ranks))] * ranks, 1.5, 3)
+    for number in range(count):
+        seconds = []
+        for rank in range(ranks):
+            begin, times = slow.get(rank, (count, 1.0))
+            usual = [draw.gauss(1.0, 0.1) for _ in PHASES]
+            usual[1] *= 1 if number < begin else 1 + (times - 1) * len(PHASES)  # all of it in the forward pass
+            seconds.append(usual)
+        comparison.window(10 * number, 10 * number + 9, seconds)
+    return comparison
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_slow_rank_alone_is_named_within_fifty_steps(seed):
+    draw = random.Random(seed)
+    ranks = draw.randrange(2, 9)
+    rank, begin = draw.randrange(ranks), draw.randrange(2, 20)
+    comparison = windows(draw, ranks, {rank: (begin, draw.uniform(1.8, 4.0))}, begin + 4)
+    assert list(comparison.slow) == [rank] and not comparison.ended
+    assert comparison.slow[rank].phase == "forward" and comparison.slow[rank].since == 10 * begin
+    assert comparison.slow[rank].others > 1.5 and comparison.slow[rank].past > 1.5
+    assert comparison.slowest[0] == rank
+
+
+def test_nobody_is_named_where_all_are_alike_and_a_rank_that_recovers_is_told():
+    assert not windows(random.Random(0), 8, {}, 100).slow
+    comparison = Comparison([[0, 1, 2]] * 3, 1.5, 3)
+    for number in range(10):
+        _, over = comparison.window(number, number, [[1.0], [1.0], [3.0 if 2 <= number < 7 else 1.0]])
+        assert [each.rank for each in over] == ([2] if number == 7 else [])
+    (was,) = comparison.ended
+    assert (was.since, was.until, was.others) == (2, 7, 3.0) and not comparison.slow
+
+
+def test_a_rank_without_peers_is_compared_with_its_past():
+    comparison = Comparison([[0], [1]], 1.5, 2)
+    for number in range(6):
+        comparison.window(number, number, [[9.0], [1.0 if number < 3 else 2.0]])
+    assert list(comparison.slow) == [1], "stages have different work: that of rank 0 is simply more"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_and_continued_all_the_time_is_named(tmp_path):
+    """SIGSTOP and SIGCONT in a duty cycle of four to one, from a step that is noted, on a real run of three ranks."""
+    folder = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "deepy.py"), "--ranks", "3", str(ROOT / "train.py")]
+    command += [str(ROOT / "configs/test/tiny_neox.yml"), f"run.dir={folder}", "training.steps=400"]
+    command += ["training.global_batch_size=12", "checkpoint.every=null", "evaluation.every=null"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    try:
+        while (begin := last_step(folder)) < 60:
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.05)
+        log = (folder / "logs" / "rank_0002.log").read_text()
+        pid = int(log.split("started as process ")[-1].split(":")[0])
+        end = time.monotonic() + 200
+        while not (named := notes(folder)) and time.monotonic() < end and job.poll() is None:
+            for number, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+                os.kill(pid, number)
+                time.sleep(seconds)
+    finally:
+        job.terminate()
+    out, _ = job.communicate(timeout=100)
+    assert {each["rank"] for each in named} == {2}, (named, out)
+    assert named[0]["step"] - begin <= 50 and named[0]["since"] >= begin - 20
+    assert re.search(r"slow: rank 2 on \S+ takes \d+\.\d times as long as the median of the others", out)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["ranks"]["slowest"] == 2
+
+
+def last_step(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return json.loads(lines[-1]).get("step", -1) if lines and lines[-1].endswith("}") else -1
+
+
+def notes(folder: Path) -> list[dict]:
+    lines = (folder / "ledger.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "slow"]
