@@ -334,6 +334,8 @@ def _sentence(kind: str, guilty: list[Rank], others: list[Rank], ranks: Sequence
         return "; ".join(parts) + f": {_who(guilty)} wait for each other, since they call these in different orders"
     if kind == "skipped":
         missed = f", and {_verb(guilty, 'has')} left out the call that the others wait in" if others else ""
+        if all(each.waiting.new for each in guilty):
+            missed += f", where {'it' if len(guilty) == 1 else 'they'} called something else in the step before"
         return "; ".join(parts + [f"{_who(some)} {_is(some)} in {_call(some)}{missed}" for some in _together(guilty)])
     return "; ".join(parts + [_standing(some) for some in _alike(guilty)])
 
@@ -351,7 +353,8 @@ def _standing(some: list[Rank]) -> str:
         return f"{text}, stopped by a signal (SIGSTOP)"
     if first.state == "in the disk or the network":
         text += ", waiting for a disk"
-    frame = _FRAME.search(first.stack)
+    main = first.stack.find("Current thread")  # the one that took the signal: the main thread
+    frame = _FRAME.search(first.stack, max(main, 0))
     return text + (f", at {frame[1]}:{frame[2]} in {frame[3]}" if frame else "")
 
 

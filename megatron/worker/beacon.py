@@ -4,8 +4,8 @@ The agent makes the memory before it starts the rank, which inherits the descrip
 any file system and goes with the processes. A rank writes without locks and without system calls, about a
 microsecond per change; no other process ever waits for it, nor it for another.
 
-The place (step, phase, ...) is written to two slots in turn, and then the number of the slot that counts: a rank that
-is stopped in the middle of a write leaves the earlier place whole.
+The place (step, phase, ...) is written to two slots in turn, between two copies of its number. A slot whose copies
+differ is being written; the other one then has the place before, also where the rank is stopped in the middle.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ GROUPS = 40  # process groups that are followed, and in slot 0 messages between 
 PEERS = 0
 _HEAD = struct.Struct("=4siq")  # mark, process, whether stacks can be asked for
 _MARK = b"dp01"
-_CURRENT, _CURRENT_AT = struct.Struct("=Q"), 24
 _INSIDE, _INSIDE_AT = struct.Struct("=q"), 32
 _PLACE, _PLACE_AT = struct.Struct("=QdqqiiB96sQ"), (64, 256)
 _LONGEST, _LONGEST_AT = struct.Struct("=d"), 512
@@ -134,8 +133,8 @@ class Beacon:
         self._step, self._done, self._last = -1, 0, (0, 0, b"")
         self._slots = [_GROUP_AT + _GROUP_SIZE * index for index in range(GROUPS)]
         self._calls = [0] * GROUPS
-        self._now: list[list] = [[] for _ in range(GROUPS)]  # what was called in this step, and in the one before
-        self._before: list[list] = [[] for _ in range(GROUPS)]
+        self._now: list[tuple] = []  # what was called in this step, in all groups, and in the one before
+        self._before: list[tuple] = []
         self._free = 1
         self._stack_file = None
         _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
@@ -181,13 +180,11 @@ class Beacon:
         _PLACE.pack_into(
             self._memory, _PLACE_AT[number & 1], number, now, self._step, self._done, part, parts, phase, detail, number
         )
-        _CURRENT.pack_into(self._memory, _CURRENT_AT, number)
 
     def begin(self, step: int) -> None:
         """A step begins, with its data."""
         self._step = step
-        for slot in range(self._free):
-            self._before[slot], self._now[slot] = self._now[slot], []
+        self._before, self._now = self._now, []
         self.at(DATA)
 
     def done(self) -> None:
@@ -223,8 +220,8 @@ class Beacon:
         Args:
             sized: whether all members must bring as many elements.
         """
-        calls, before = self._now[slot], self._before[slot]
-        what, place = (operation, elements if sized else 0), len(calls)
+        calls, before = self._now, self._before
+        what, place = (slot, operation, elements if sized else 0), len(calls)
         calls.append(what)
         new = bool(before) and (place >= len(before) or before[place] != what)
         self._waiting_since = now = time.monotonic()
@@ -263,12 +260,14 @@ def read(memory: mmap.mmap | bytes) -> Place | None:
 
 
 def _whole(memory: mmap.mmap | bytes) -> tuple | None:
-    """The place that counts; read again where the rank has written it anew meanwhile."""
-    for _ in range(100):
-        (number,) = _CURRENT.unpack_from(memory, _CURRENT_AT)
-        place = _PLACE.unpack_from(memory, _PLACE_AT[number & 1])
-        if number and place[0] == place[-1] == number:
-            return place
+    """The newest place; read again where the rank has written both anew meanwhile."""
+    for _ in range(1000):
+        places = [_PLACE.unpack_from(memory, at) for at in _PLACE_AT]
+        whole = [place for place in places if place[0] == place[-1] > 0]
+        if whole:
+            return max(whole)
+        if not any(place[0] or place[-1] for place in places):
+            return None
     return None
 
 

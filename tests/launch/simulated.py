@@ -30,7 +30,7 @@ class Member:
     lines: list[Line]
     at: int = 0
     calls: dict[str, int] = field(default_factory=dict)
-    called: dict[tuple[str, int], list] = field(default_factory=dict)  # by group and step
+    called: dict[int, list] = field(default_factory=dict)  # by step
     new: bool = False
     inside: bool = False
     since: float = 0.0
@@ -128,9 +128,8 @@ def _run(members: list[Member], groups: dict[str, list[int]], cut: set[int]) -> 
                     if not each.inside:
                         each.inside, moved = True, True
                         each.calls[line.group] = each.calls.get(line.group, 0) + 1
-                        now = each.called.setdefault((line.group, line.step), [])
-                        before = each.called.get((line.group, line.step - 1))
-                        now.append((line.operation, line.elements))
+                        now, before = each.called.setdefault(line.step, []), each.called.get(line.step - 1)
+                        now.append((line.group, line.operation, line.elements))
                         each.new = before is not None and before[len(now) - 1 : len(now)] != now[-1:]
                     break
                 each.at, moved = each.at + 1, True

@@ -65,8 +65,8 @@ def test_the_sentences():
     )
     assert said(*(rank(each, age=0.1) for each in range(4))) == "ranks 0-3 are at work: reduce of step 7"
     stuck = rank(3, phase="forward", part=2, parts=4, age=200.0)
-    stuck["stack"] = (
-        'Thread 1 (most recent call first):\n  File "/a/b.py", line 12 in spin\n  File "/a/c.py", line 3 in f\n'
+    stuck["stack"] = 'Thread 2 (most recent call first):\n  File "/a/thread.py", line 81 in _worker\n\n' + (
+        'Current thread 1 (most recent call first):\n  File "/a/b.py", line 12 in spin\n  File "/a/c.py", line 3 in f\n'
     )
     assert said(*(rank(each, inside=waiting) for each in range(3)), stuck).endswith(
         "; rank 3 is in forward of step 7 (2 of 4) since 200 s, at /a/b.py:12 in spin"
