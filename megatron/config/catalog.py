@@ -146,22 +146,28 @@ def catalog() -> dict[tuple[str, ...], Key]:
 
 def type_at(path: Path) -> Any | None:
     """The annotation of what stands at a path (a key, or a member of a mapping or list); None if nothing can."""
-    annotation: Any = current_schema()
+    return _walk(current_schema(), path)[1]
+
+
+def pattern_of(path: Path) -> tuple[str, ...]:
+    """The path as the catalog has it: names and indices that the user chose become `ANY`."""
+    return _walk(current_schema(), path)[0]
+
+
+@functools.lru_cache(maxsize=4096)  # a configuration has hundreds of keys, each looked up several times
+def _walk(schema: type[Config], path: Path) -> tuple[tuple[str, ...], Any | None]:
+    """The pattern of a path, and the annotation of what stands there."""
+    annotation: Any = schema
+    pattern: list[str] = []
     for part in path:
         section = section_of(annotation)
+        pattern.append(str(part) if section else ANY)
         if section:
             field = section.model_fields.get(str(part))
             annotation = field.annotation if field else None
         else:
             annotation = member_of(annotation)
-        if annotation is None:
-            return None
-    return annotation
-
-
-def pattern_of(path: Path) -> tuple[str, ...]:
-    """The path as the catalog has it: names and indices that the user chose become `ANY`."""
-    return tuple(str(part) if section_of(type_at(path[:index])) else ANY for index, part in enumerate(path))
+    return tuple(pattern), annotation
 
 
 def lookup(path: Path) -> Key | None:

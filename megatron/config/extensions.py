@@ -23,7 +23,8 @@ PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of t
     (HOOK, ("hooks",)),
     (METRIC, ("logging", "sinks")),
 )
-_NAME = re.compile(r"(?<![@\w])[A-Za-z_]\w*")  # of a kind in a layer pattern; a variant stands after a '@'
+# A kind in a layer pattern: a variant stands after a '@', and x12 is how often.
+_NAME = re.compile(r"(?<![@\w])(?!x\s*\d+(?!\w))[A-Za-z_]\w*")
 
 
 def extensions_of(sources: list[Source]) -> tuple[str, ...]:

@@ -120,6 +120,19 @@ def test_installed_packages_offer_names_of_every_role(role, module, tmp_path, mo
     assert tuple(config.model.extensions) == (guest,)
 
 
+def test_installed_packages_are_asked_for_unknown_names_only(monkeypatch):
+    """To ask them is most of what reading a configuration costs, and how often a layer comes is no name."""
+    asked = []
+    monkeypatch.setattr("megatron.config.extensions.offered", lambda role, name: asked.append((role, name)))
+    training = {"steps": 1, "sequence_length": 8}
+    model = {"hidden_size": 8, "vocab_size": 8, "attention": {"heads": 1}}
+    resolve({"model": {**model, "layers": "(attention/mlp) x2 attention@near/mlp x 3"}, "training": training})
+    assert asked == []
+    with pytest.raises(ConfigError):
+        resolve({"model": {**model, "layers": "attention/x2y x2"}, "training": training})
+    assert asked == [(KIND, "x2y")]
+
+
 def test_every_key_that_is_a_name_is_looked_up_in_installed_packages():
     keys = {(key.limits["role"], key.name) for key in catalog().values() if "role" in key.limits}
     ends = {role: ".*.type" if role in ("hook", "metric") else "" for role, _ in PLACES}
