@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.config import registry, resolve
+from megatron.config import ConfigError, registry, resolve
 from megatron.config.catalog import catalog
 from megatron.config.extensions import PLACES
 from megatron.config.registry import INSIDE, KIND, RegistryError, load, registry_of
@@ -126,7 +126,7 @@ def test_installed_packages_are_asked_for_unknown_names_only(monkeypatch):
     monkeypatch.setattr("megatron.config.extensions.offered", lambda role, name: asked.append((role, name)))
     training = {"steps": 1, "sequence_length": 8}
     model = {"hidden_size": 8, "vocab_size": 8, "attention": {"heads": 1}}
-    resolve({"model": {**model, "layers": "(attention/mlp) x2 attention@near/mlp x 3"}, "training": training})
+    resolve({"model": {**model, "layers": "(attention/mlp) x2 attention/mlp x 3"}, "training": training})
     assert asked == []
     with pytest.raises(ConfigError):
         resolve({"model": {**model, "layers": "attention/x2y x2"}, "training": training})
