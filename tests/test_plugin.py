@@ -48,14 +48,15 @@ def test_the_helper_sees_a_layout_that_differs(package):
 
 
 def test_commands_know_it(package, tmp_path):
-    """A run with its layer, optimizer and hook; its checkpoint names the package; the tools know the options."""
+    """A run with its layer, optimizer, hook and runner; its checkpoint names the package; tools know the options."""
     done = run(
         ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=2",
         "parallel.tensor=2", "training.steps=3", "optimizer.type=ademamix", "optimizer.options={alpha: 2.0}",
         "hooks=[{type: weights, options: {parameters: ['*norm*'], every: 3}}]", "checkpoint.every=3",
-        "tokenizer.type=bytes", "model.vocab_size=512", package=package,
+        "tokenizer.type=bytes", "model.vocab_size=512", "launch.runner=nice", package=package,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "runner nice (launch.runner says so)" in done.stdout + done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in records if "loss" in each] == [0, 1, 2]
     (sizes,) = [each for each in records if "weights" in each]

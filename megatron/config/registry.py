@@ -63,7 +63,6 @@ INSIDE: dict[str, dict[str, str]] = {
         "inverse_sqrt": "megatron.training.schedule:inverse_sqrt",
         "infinite": "megatron.training.schedule:infinite",
     },
-    "objective": {},
     HOOK: {  # in the order in which they act; see megatron.training.hook
         "summary": "megatron.training.hooks.summary:SummaryHook",  # comes last: ends go backwards
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
@@ -84,7 +83,6 @@ INSIDE: dict[str, dict[str, str]] = {
         "tensorboard": "megatron.report.tensorboard:TensorBoard",
         "wandb": "megatron.report.weights_and_biases:WeightsAndBiases",
     },
-    "data_source": {},
     # Of Hugging Face models, by model_type, in the order in which export tries them; see
     # megatron.checkpoint.hf.architecture.
     ARCHITECTURE: {

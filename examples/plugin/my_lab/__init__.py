@@ -4,4 +4,6 @@ EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},
     "optimizer": {"ademamix": "my_lab.ademamix:AdEMAMix"},
     "hook": {"weights": "my_lab.weights:Weights"},
+    "architecture": {"olmo": "my_lab.olmo:OLMO"},
+    "runner": {"nice": "my_lab.nice:RUNNER"},
 }

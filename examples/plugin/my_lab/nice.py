@@ -1,0 +1,13 @@
+"""A runner for a machine that others use, too: ranks on this machine that give way to whatever else runs there."""
+
+from megatron.launch.connection import Command
+from megatron.launch.runner import Runner
+from megatron.launch.runners.agent_command import agent_command
+
+
+def commands(job, launch):
+    """One agent, whose children are the ranks; all of them have the lowest priority."""
+    return [Command(("nice", "-n", "19", *agent_command(job, launch)), (0,), index=0)]
+
+
+RUNNER = Runner(commands, program="nice", here=True)
