@@ -91,7 +91,7 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
     return origins
 
 
-def options_of(model: ModelSection, kind: Kind) -> Section:
+def options_of(model: ModelSection, kind: Kind) -> Any:
     """The options of a layer: those of its kind, with its variant's on top.
 
     Args:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..frozen import freeze
 from ..registry import ADDED, INSIDE
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    Derivable = Annotated[T, "derived"]
+else:
+
+    class Derivable:
+        """`Derivable[int]` is the type of a key that resolution fills in: `int | None` to pydantic, since a user may
+        leave it out, and `int` to type checkers, since code reads resolved configurations. Rules and derivations,
+        which see what is not known yet, still ask for None.
+        """
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return item | None
 
 
 class Section(BaseModel):

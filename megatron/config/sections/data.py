@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any, Literal
 
-from .base import Derived, Section, key
+from .base import Derivable, Derived, Section, key
 
 
 def _source_name(own: dict[str, Any], at: Any) -> str:
@@ -24,7 +24,9 @@ def _cache(own: dict[str, Any], at: Any) -> str:
 class SourceSection(Section):
     path: str = key(..., "Prefix of a .bin/.idx pair (with or without the ending).")
     weight: float = key(1.0, "Share of this source in the blend, before normalisation.", gt=0)
-    name: str | None = key(None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",)))
+    name: Derivable[str] = key(
+        None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",))
+    )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
     labels: str | None = key(
         None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere."
@@ -59,7 +61,7 @@ class DataSection(Section):
         "Sample order: GPT-NeoX's shuffle; a keyed permutation without index files; or the file's own order "
         "(pre-shuffled files).",
     )
-    seed: int | None = key(
+    seed: Derivable[int] = key(
         None, "Seed of the order.", derived=Derived("training.seed", _seed, ("training.seed",)), ge=0
     )
     margin: float = key(
@@ -89,7 +91,7 @@ class DataSection(Section):
     fim: FillInTheMiddle = key(
         FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
     )
-    cache: str | None = key(
+    cache: Derivable[str] = key(
         None, "Folder of sample order caches.", derived=Derived("<run.dir>/cache", _cache, ("run.dir",))
     )
     workers: int = key(1, "Background threads that prepare batches.", ge=0)

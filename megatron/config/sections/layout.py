@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..registry import RUNNER
-from .base import Derived, Section, key
+from .base import Derivable, Derived, Section, key
 
 
 def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
@@ -24,7 +24,7 @@ class ParallelSection(Section):
         unit="ranks",
         gt=0,
     )
-    expert_tensor: int | None = key(
+    expert_tensor: Derivable[int] = key(
         None,
         "Tensor parallel size inside an expert: that of the model, or 1, where experts are folded over the tensor "
         "axis: "

@@ -9,7 +9,7 @@ from pydantic import create_model
 from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
-from .base import Derived, Section, key
+from .base import Derivable, Derived, Section, key
 
 if TYPE_CHECKING:
     from megatron.kinds.attention.options import AttentionOptions
@@ -96,7 +96,7 @@ class EmbeddingOptions(Section):
     position: Literal["none", "learned"] = key(
         "none", "Learned absolute positions, training.sequence_length of them (or max_positions)."
     )
-    max_positions: int | None = key(
+    max_positions: Derivable[int] = key(
         None,
         "Rows of the learned position table.",
         unit="tokens",
@@ -111,7 +111,7 @@ class HeadOptions(Section):
     multiplier: float = key(1.0, "Logits are multiplied by this (logit scale).", gt=0)
     softcap: float | None = key(None, "Cap logits l as softcap * tanh(l / softcap).", gt=0)
     bias: bool = key(False, "Whether the head has a bias.")
-    norm: Norm | None = key(
+    norm: Derivable[Norm] = key(
         None, "Type of the norm before the head.", derived=Derived("model.norm.type", _head_norm, ("model.norm.type",))
     )
 
@@ -142,10 +142,10 @@ class InitOptions(Section):
     output: InitScheme = key(
         "scaled_normal", "Scheme of matrices that write to the residual stream (attention output, down)."
     )
-    head: InitScheme | None = key(
+    head: Derivable[InitScheme] = key(
         None, "Scheme of the head.", derived=Derived("model.init.embedding", _head_scheme, ("model.init.embedding",))
     )
-    layers: int | None = key(
+    layers: Derivable[int] = key(
         None,
         "Layer count in the depth-dependent schemes.",
         derived=Derived("the number of blocks in model.layers", _block_count, ("model.layers",)),
@@ -160,7 +160,7 @@ class _Stack(Section):
         "'(attention/mlp) x12'.",
     )
     hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0, le=2**20)
-    vocab_size: int | None = key(
+    vocab_size: Derivable[int] = key(
         None,
         "Rows of the embedding and of the head; never depends on the layout.",
         unit="tokens",

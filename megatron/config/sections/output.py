@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..registry import HOOK, METRIC
-from .base import Addition, Derived, Section, key
+from .base import Addition, Derivable, Derived, Section, key
 
 
 def _run_name(own: dict[str, Any], at: Any) -> str:
@@ -21,17 +21,17 @@ def _checkpoints(own: dict[str, Any], at: Any) -> str:
 
 
 class RunSection(Section):
-    name: str | None = key(
+    name: Derivable[str] = key(
         None,
         "Name of the run; of a file in a folder with the folder's before it (configs/llama/7b.yml: llama-7b).",
         derived=Derived("the first configuration file's name", _run_name, ()),
     )
-    dir: str | None = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
+    dir: Derivable[str] = key(None, "The run's directory.", derived=Derived("runs/<run.name>", _run_dir, ("run.name",)))
     notes: str = key("", "Free text kept with the run.")
 
 
 class CheckpointSection(Section):
-    dir: str | None = key(
+    dir: Derivable[str] = key(
         None, "Folder of checkpoints.", derived=Derived("<run.dir>/checkpoints", _checkpoints, ("run.dir",))
     )
     every: int | None = key(None, "Save every n steps.", unit="steps", gt=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..registry import OPTIMIZER, SCHEDULE
-from .base import Derived, Section, key
+from .base import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
 
 
@@ -42,7 +42,7 @@ class TrainingSection(Section):
     micro_batch_size: int = key(
         1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0, le=2**20
     )
-    global_batch_size: int | None = key(
+    global_batch_size: Derivable[int] = key(
         None,
         "Samples per optimizer step over all ranks.",
         unit="samples",
@@ -53,7 +53,7 @@ class TrainingSection(Section):
         ),
         gt=0,
     )
-    accumulation: int | None = key(
+    accumulation: Derivable[int] = key(
         None,
         "Micro-batches per optimizer step and data parallel rank.",
         unit="micro-batches",
@@ -86,7 +86,7 @@ class TrainingSection(Section):
 
 class ParameterGroup(Section):
     lr_scale: float = key(1.0, "The scheduled learning rate is multiplied by this.", ge=0)
-    weight_decay: float | None = key(
+    weight_decay: Derivable[float] = key(
         None,
         "Weight decay of this role.",
         derived=Derived("optimizer.weight_decay", _group_weight_decay, ("optimizer.weight_decay",)),
@@ -130,7 +130,7 @@ class ScheduleSection(Section):
     warmup_steps: int | None = key(None, "Linear warmup, in steps.", unit="steps", ge=0)
     warmup_tokens: int | None = key(None, "Linear warmup, in tokens.", unit="tokens", ge=0)
     warmup_fraction: float | None = key(None, "Linear warmup, as a share of schedule.steps.", ge=0, le=1)
-    steps: int | None = key(
+    steps: Derivable[int] = key(
         None,
         "Step at which the schedule ends.",
         unit="steps",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.divisors import divisors, multiples, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     heads_are_given,
@@ -35,13 +35,13 @@ def _scale(own: dict[str, Any], at: View) -> float | None:
 
 class AttentionOptions(Section):
     heads: int | None = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
-    kv_heads: int | None = key(
+    kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
         derived=Derived("model.attention.heads", _kv_heads, (".heads",)),
         gt=0,
     )
-    head_dim: int | None = key(
+    head_dim: Derivable[int] = key(
         None,
         "Channels per head.",
         unit="channels",
@@ -59,7 +59,7 @@ class AttentionOptions(Section):
         "width (OLMo-2).",
     )
     softcap: float | None = key(None, "Cap attention logits c as softcap * tanh(c / softcap).", gt=0)
-    scale: float | None = key(
+    scale: Derivable[float] = key(
         None,
         "Multiplier of query-key products.",
         derived=Derived("model.attention.head_dim ** -0.5", _scale, (".head_dim",)),

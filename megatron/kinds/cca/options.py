@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     divides_over_tensor_ranks,
@@ -32,13 +32,13 @@ def _head_dim(own: dict[str, Any], at: View) -> int | None:
 
 class CCAOptions(Section):
     heads: int | None = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
-    kv_heads: int | None = key(
+    kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads; fewer than heads compress keys and values further.",
         derived=Derived("model.cca.heads", _kv_heads, (".heads",)),
         gt=0,
     )
-    head_dim: int | None = key(
+    head_dim: Derivable[int] = key(
         None,
         "Channels per head; heads * head_dim is the compressed width in which attention runs.",
         unit="channels",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, key
+from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
     divides_over_tensor_ranks,
@@ -42,13 +42,13 @@ class GatedDeltaOptions(RecurrentOptions):
     heads: int | None = key(
         None, "Number of heads of values, each with a state; needed where the pattern has a gated_delta layer.", gt=0
     )
-    key_heads: int | None = key(
+    key_heads: Derivable[int] = key(
         None,
         "Number of heads of queries and keys; each serves as many heads of values.",
         derived=Derived("model.gated_delta.heads", _key_heads, (".heads",)),
         gt=0,
     )
-    key_dim: int | None = key(
+    key_dim: Derivable[int] = key(
         None,
         "Channels per head of queries and keys.",
         unit="channels",
@@ -59,7 +59,7 @@ class GatedDeltaOptions(RecurrentOptions):
         ),
         gt=0,
     )
-    value_dim: int | None = key(
+    value_dim: Derivable[int] = key(
         None,
         "Channels per head of values.",
         unit="channels",
@@ -70,7 +70,7 @@ class GatedDeltaOptions(RecurrentOptions):
     negative_eigenvalues: bool = key(
         False, "What is held under a key is replaced up to twice over (beta in [0, 2]): a state can change its sign."
     )
-    norm_epsilon: float | None = key(
+    norm_epsilon: Derivable[float] = key(
         None,
         "Added to the mean square of each head's output before the root.",
         derived=Derived("model.norm.epsilon", _norm_epsilon, ("model.norm.epsilon",)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, key
+from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.options import StateSpaceOptions, time_steps_are_a_range
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class MambaOptions(StateSpaceOptions):
         1, "Equal parts of the channels, each of which makes time steps, B and C of its own (Zamba has 2).", gt=0
     )
     inner_norms: bool = key(False, "RMSNorm of the time steps before their projection, and of B and C (Jamba).")
-    rank: int | None = key(
+    rank: Derivable[int] = key(
         None,
         "Rank of the projection that gives the time steps.",
         derived=Derived("model.hidden_size / 16, rounded up", _rank, ("model.hidden_size",)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.attention.options import heads_divide_over_tensor_ranks
 from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
@@ -59,7 +59,7 @@ class MLAOptions(Section):
         "yarn: the derived scale is multiplied by (0.1 * mscale_all_dim * ln(factor) + 1) ** 2 (DeepSeek-V3: 1).",
         ge=0,
     )
-    scale: float | None = key(
+    scale: Derivable[float] = key(
         None,
         "Multiplier of query-key products.",
         derived=Derived(

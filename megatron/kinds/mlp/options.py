@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.divisors import multiples
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MLPOptions(Section):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None,
         "Width of the MLP, with Hugging Face's meaning of intermediate_size (each of gate and up has this width).",
         unit="channels",

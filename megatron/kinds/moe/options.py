@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
 from .rules import RULES, STACK_RULES
@@ -51,7 +51,7 @@ class RouterOptions(Section):
     )
     scale: float = key(1.0, "The weights are multiplied by this (DeepSeek's routed_scaling_factor).", gt=0)
     groups: int = key(1, "Equal groups of experts; a token may choose from top_groups of them.", gt=0)
-    top_groups: int | None = key(
+    top_groups: Derivable[int] = key(
         None,
         "Groups that a token may choose from: those with the largest group_score.",
         derived=Derived("model.moe.router.groups", _top_groups, (".groups",)),
@@ -79,7 +79,7 @@ class RouterOptions(Section):
 
 
 class AuxiliaryLossOptions(Section):
-    balance: float | None = key(
+    balance: Derivable[float] = key(
         None,
         "Coefficient of the load balancing loss, per layer: experts / top_k * sum of load share * mean score, 1 where "
         "balanced (Fedus et al. 2022). Where nothing evens the load, most experts die within tens of steps.",
@@ -100,7 +100,7 @@ class AuxiliaryLossOptions(Section):
 class MoEOptions(Section):
     experts: int = key(8, "Number of routed experts.", gt=0)
     top_k: int = key(2, "Experts that a token uses (expert_choice: on average).", gt=0)
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None,
         "Width of one expert (each of gate and up has this width).",
         unit="channels",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.kind import LayerKind
-from megatron.config.sections.base import Derived, key
+from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ def _rank(factor: float) -> Derived:
 
 class RWKV7Options(RWKVOptions):
     head_dim: int = key(64, "Channels per head.", unit="channels", gt=1)
-    decay_rank: int | None = key(None, "Rank of the matrix that moves the decays.", derived=_rank(2.5), gt=0)
-    rate_rank: int | None = key(
+    decay_rank: Derivable[int] = key(None, "Rank of the matrix that moves the decays.", derived=_rank(2.5), gt=0)
+    rate_rank: Derivable[int] = key(
         None, "Rank of the matrix that gives the in-context learning rates.", derived=_rank(2.5), gt=0
     )
-    value_rank: int | None = key(
+    value_rank: Derivable[int] = key(
         None, "Rank of the matrix that blends values with those of the first RWKV-7 layer.", derived=_rank(1.7), gt=0
     )
-    gate_rank: int | None = key(None, "Rank of the matrix that gates the output.", derived=_rank(5), gt=0)
+    gate_rank: Derivable[int] = key(None, "Rank of the matrix that gates the output.", derived=_rank(5), gt=0)
     norm_epsilon: float = key(64e-5, "Added to the variance in the norm of each head's output.", gt=0)
     # Above 128 the products of decays inside a chunk would leave the range of fp32.
     chunk: int = key(32, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0, le=128)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, key
+from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ ALMOST_FOUR = (3.5, 32, "3.5 * model.hidden_size rounded down to 32")
 
 
 class RWKV4FFNOptions(RWKVOptions):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None, "Width of the channel mix.", unit="channels", derived=_width("rwkv4_ffn", *FOUR), gt=0
     )
 
 
 class RWKV5FFNOptions(RWKVOptions):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None, "Width of the channel mix.", unit="channels", derived=_width("rwkv5_ffn", *ALMOST_FOUR), gt=0
     )
 
 
 class RWKV6FFNOptions(RWKVOptions):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None, "Width of the channel mix.", unit="channels", derived=_width("rwkv6_ffn", *ALMOST_FOUR), gt=0
     )
 
 
 class RWKV7FFNOptions(RWKVOptions):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None, "Width of the channel mix.", unit="channels", derived=_width("rwkv7_ffn", *FOUR), gt=0
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import multiples
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, key
+from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.mlp.options import MLPOptions
 
@@ -33,7 +33,7 @@ def _scale(own: dict[str, Any], at: View) -> float | None:
 
 
 class SharedMLPOptions(MLPOptions):
-    hidden_size: int | None = key(
+    hidden_size: Derivable[int] = key(
         None,
         "Width of the MLP.",
         unit="channels",
@@ -51,13 +51,13 @@ class SharedAttentionOptions(AttentionOptions):
     attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
     mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
     heads: int | None = key(None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
-    kv_heads: int | None = key(
+    kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",
         derived=Derived("model.shared_attention.heads", _kv_heads, (".heads",)),
         gt=0,
     )
-    head_dim: int | None = key(
+    head_dim: Derivable[int] = key(
         None,
         "Channels per head.",
         unit="channels",
@@ -66,7 +66,7 @@ class SharedAttentionOptions(AttentionOptions):
         ),
         gt=0,
     )
-    scale: float | None = key(
+    scale: Derivable[float] = key(
         None,
         "Multiplier of query-key products.",
         derived=Derived("(model.shared_attention.head_dim / 2) ** -0.5", _scale, (".head_dim",)),
