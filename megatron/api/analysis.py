@@ -20,7 +20,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.stack import DTYPES as COMPUTE_TYPES
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Stream
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.parameters import logical_of, stored_tensors
 
 DTYPES = {**COMPUTE_TYPES, "fp64": torch.float64}
 Edit = Callable[[Tensor], Tensor]
@@ -79,7 +79,9 @@ class OpenModel:
             file.flush()
             config = read_resolved(file.name)
         model = build_model(_plain(config), device=device, dtype=DTYPES[dtype], values=False)
-        targets = [Fragment(each.logical, WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)]
+        targets = [
+            Fragment(logical_of(each), WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)
+        ]
         checkpoint.read_into(targets, cast={WEIGHT})
         return cls(model, config)
 
@@ -176,7 +178,7 @@ class OpenModel:
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                yield parameter.logical.name, parameter.grad.view(parameter.logical.shape)
+                yield logical_of(parameter).name, parameter.grad.view(logical_of(parameter).shape)
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread
+from megatron.parallel.parameters import is_spread, logical_of
 
 
 class GlobalClipping:
@@ -40,8 +40,8 @@ class GlobalClipping:
         """Each logical element counts once: shards are summed over the tensor axis and experts over the expert axis
         (and over the ranks that have slices of them), replicas and tied copies are not."""
         counted = [p for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]
-        whole = self._sum_of_squares([p.grad for p in counted if p.logical.shard is None])
-        shards = self._sum_of_squares([p.grad for p in counted if p.logical.shard is not None and not is_spread(p)])
+        whole = self._sum_of_squares([p.grad for p in counted if logical_of(p).shard is None])
+        shards = self._sum_of_squares([p.grad for p in counted if logical_of(p).shard is not None and not is_spread(p)])
         experts = all_reduce(self._sum_of_squares([p.grad for p in counted if is_spread(p)]), self.mesh.expert)
         if self.mesh.layout.folded:
             whole = whole + experts

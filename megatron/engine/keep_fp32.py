@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.parameters import logical_of
+
 
 class TypedBuffers:
     """What DeepSpeed takes for one flat buffer of all partitions: one buffer per type.
@@ -44,7 +46,7 @@ class TypedBuffers:
 @contextlib.contextmanager
 def keeping_fp32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """While this is open, an engine that takes these parameters leaves those in fp32 that say `keep_fp32`."""
-    kept = [parameter for parameter in parameters if parameter.logical.keep_fp32]
+    kept = [parameter for parameter in parameters if logical_of(parameter).keep_fp32]
     if not kept:
         yield
         return

@@ -18,6 +18,7 @@ from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.mesh import new_group
+from megatron.parallel.parameters import logical_of
 
 
 class EmbeddingStage(nn.Module):
@@ -117,8 +118,8 @@ class Pipeline(PipelineModule):
             # joined, so a rank that has joined fewer than its peers would wait for them under another name for ever.
             members = [axis.ranks[stage] for stage in (stages if axis.rank in stages else (axis.rank,))]
             groups[stages] = new_group(members, self.plan.mesh.timeout)
-        for weight in sorted(self.parameters(), key=lambda p: p.logical.name):
-            stages = next((at for prefix, at in held.items() if weight.logical.name.startswith(f"{prefix}.")), ())
+        for weight in sorted(self.parameters(), key=lambda p: logical_of(p).name):
+            stages = next((at for prefix, at in held.items() if logical_of(weight).name.startswith(f"{prefix}.")), ())
             if axis.rank in stages:
                 weight.ds_pipe_replicated = axis.rank != stages[0]
                 self.tied.append((weight, groups[stages]))

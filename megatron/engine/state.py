@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.fragment import MASTER, WEIGHT, Fragment
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread, shard_start
+from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.shard import LogicalTensor
 
 from .optimizers import element_states, initialize_state
@@ -121,7 +121,7 @@ class EngineState:
 
     def _buffer_fragments(self) -> Iterator[Fragment]:
         for tensor in self.buffers:
-            yield Fragment(tensor.logical, MASTER, 0, 1, 0, tensor.view(-1))
+            yield Fragment(logical_of(tensor), MASTER, 0, 1, 0, tensor.view(-1))
 
     def _fragments(self, replicas: bool) -> Iterator[Fragment]:
         """Masters and states of what this rank owns, with or without what others save too."""
@@ -135,7 +135,7 @@ class EngineState:
     def _owned(self) -> Iterator[Owned]:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
         for parameter in self.parameters:
-            tensor = parameter.logical
+            tensor = logical_of(parameter)
             replica = (tensor.shard is None and self.mesh.tensor.rank > 0) or getattr(
                 parameter, "ds_pipe_replicated", False
             )
@@ -144,7 +144,13 @@ class EngineState:
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         same = self.mesh.expert_data if is_spread(parameter) else self.mesh.data
         yield Owned(
-            tensor, parameter.cut, shard_start(parameter), parameter.numel(), parameter, 0, replica or same.rank > 0
+            tensor,
+            shard_index(parameter),
+            shard_start(parameter),
+            parameter.numel(),
+            parameter,
+            0,
+            replica or same.rank > 0,
         )
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
@@ -154,7 +160,7 @@ class EngineState:
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
         yield Owned(
             tensor,
-            parameter.cut,
+            shard_index(parameter),
             shard_start(parameter) + mapping.lp_fragment_address.start,
             mapping.lp_fragment_address.numel,
             flat,
@@ -168,7 +174,9 @@ class EngineState:
         start = self.mesh.data.rank * share
         length = min(share, parameter.ds_numel - start)  # the last share is padded
         if length > 0:
-            yield Owned(tensor, parameter.cut, start, length, zero.fp32_partitioned_groups_flat[group], place, replica)
+            yield Owned(
+                tensor, shard_index(parameter), start, length, zero.fp32_partitioned_groups_flat[group], place, replica
+            )
 
     def _create_states(self) -> None:
         """Give the optimizer its states before its first step, as it would make them itself."""

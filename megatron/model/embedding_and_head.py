@@ -14,7 +14,7 @@ from megatron.parallel.collectives import all_reduce, enter, sum_gradient
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import VocabEmbedding, sequence_slice
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.parameters import ParameterFactory, logical_of
 from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.scores import token_scores
 from megatron.parallel.shard import Role, Shard
@@ -160,7 +160,7 @@ class Head(nn.Module):
         local = logits_of(x, self.weight, self.bias, self.options)
         if self.mesh.tensor.size == 1:
             return local
-        whole = local.new_zeros((*local.shape[:-1], self.weight.logical.shape[0]))
+        whole = local.new_zeros((*local.shape[:-1], logical_of(self.weight).shape[0]))
         whole[..., self.span.start : self.span.stop] = local
         return all_reduce(whole, self.mesh.tensor)
 

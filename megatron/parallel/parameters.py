@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,19 +66,21 @@ class ParameterFactory:
         else:
             local = initial_values(logical, init, self.seed, at.rank, at.size, run).to(device=self.device, dtype=dtype)
         parameter = nn.Parameter(local)
-        parameter.logical = logical
-        parameter.cut = (0, 1) if shard is None else (at.rank, at.size)
+        marks: Any = parameter  # torch's tensors take attributes of any name; the functions below read these
+        marks.logical = logical
+        marks.cut = (0, 1) if shard is None else (at.rank, at.size)
         if shard is not None and self.mesh.tensor.size > 1:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
-            parameter.model_parallel = parameter.tensor_model_parallel = True
+            marks.model_parallel = marks.tensor_model_parallel = True
         if run is not None:
-            parameter.experts = run
+            marks.experts = run
         return parameter
 
     def buffer(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
         """A tensor that checkpoints keep and no optimizer sees: fp32, whole on every rank, 0 at the start."""
         tensor = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        tensor.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
+        marks: Any = tensor
+        marks.logical = LogicalTensor(f"{self.prefix}.{name}" if self.prefix else name, shape, role, keep_fp32=True)
         return tensor
 
 
@@ -87,16 +90,34 @@ def _run(experts: int, mesh: Mesh) -> Span | None:
     return Span(axis.rank * (experts // axis.size), experts // axis.size, 0) if mesh.layout.spreads_experts else None
 
 
+def logical_of(tensor: Tensor) -> LogicalTensor:
+    """The logical tensor of a parameter or buffer that a `ParameterFactory` made."""
+    marks: Any = tensor
+    return marks.logical
+
+
+def shard_index(parameter: Tensor) -> tuple[int, int]:
+    """Which shard of its logical tensor a parameter is, and of how many."""
+    marks: Any = parameter
+    return marks.cut
+
+
+def experts_of(parameter: Tensor) -> Span | None:
+    """This rank's run of experts; None where all ranks of the data axis have all."""
+    return getattr(parameter, "experts", None)
+
+
 def is_spread(parameter: Tensor) -> bool:
     """Whether it has experts that others than the ranks of the data axis hold too: its gradient is summed over
     those.
     """
-    return hasattr(parameter, "experts")
+    return experts_of(parameter) is not None
 
 
 def shard_start(parameter: Tensor) -> int:
-    """Where the parameter begins in the flattened shard (`cut`) of the logical tensor."""
-    return parameter.experts.start * (parameter.numel() // parameter.experts.length) if is_spread(parameter) else 0
+    """Where the parameter begins in the flattened shard (`shard_index`) of the logical tensor."""
+    run = experts_of(parameter)
+    return 0 if run is None else run.start * (parameter.numel() // run.length)
 
 
 def stored_tensors(module: nn.Module) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import resolve
+from megatron.parallel.parameters import logical_of
 
 from .noise import batch, noise
 
@@ -29,7 +30,7 @@ def check_decoding(values: Mapping[str, Any], pieces: Sequence[int] = (3, 1, 1, 
     config = resolve(dict(values))
     model = build_model(config, dtype=torch.float64).eval()
     for parameter in dict.fromkeys(model.parameters()):
-        parameter.data += torch.from_numpy(noise(parameter.logical)).to(parameter.dtype)
+        parameter.data += torch.from_numpy(noise(logical_of(parameter))).to(parameter.dtype)
     tokens = batch(config)["tokens"][:2, : sum(pieces)]
     with torch.no_grad():
         wanted, state, begin, found = model.logits(tokens), model.new_state(), 0, []

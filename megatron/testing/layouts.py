@@ -10,6 +10,7 @@ import torch
 
 from megatron.config import Config, resolve
 from megatron.config.variants import overlay
+from megatron.parallel.parameters import logical_of
 
 from .noise import batch, noise, part_of
 from .ranks import on_ranks
@@ -64,7 +65,7 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
     config = resolve(values)
     model = build_model(config, dtype=dtype).train()
     for parameter in dict.fromkeys(model.parameters()):
-        begun = parameter.detach().float() + torch.from_numpy(noise(parameter.logical))
+        begun = parameter.detach().float() + torch.from_numpy(noise(logical_of(parameter)))
         parameter.data = begun.to(dtype)
     drawn, M = batch(config), config.training.micro_batch_size
     labels, total = drawn["tokens"][:, 1:].numel(), 0.0
@@ -76,7 +77,7 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels
         loss.backward()
         total += loss.item()
-    return total, {p.logical.name: p.grad.double().numpy().reshape(-1) for p in dict.fromkeys(model.parameters())}
+    return total, {logical_of(p).name: p.grad.double().numpy().reshape(-1) for p in dict.fromkeys(model.parameters())}
 
 
 def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]]:

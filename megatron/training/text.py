@@ -19,7 +19,7 @@ from megatron.config import Config, read_resolved
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, room
 from megatron.model.stack import DTYPES, Model, build_model
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.parameters import logical_of, stored_tensors
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:
@@ -36,7 +36,7 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def _target(tensor: torch.Tensor) -> Fragment:
-    return Fragment(tensor.logical, WEIGHT, 0, 1, 0, tensor.detach().view(-1))
+    return Fragment(logical_of(tensor), WEIGHT, 0, 1, 0, tensor.detach().view(-1))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
 from megatron.data.hub import unreachable
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.parameters import logical_of, stored_tensors
 from megatron.parallel.shard import LogicalTensor
 
 from ..container import read_header
@@ -246,7 +246,7 @@ def write(
 
 def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
     model = build_model(resolved.config, device="meta")
-    return {tensor.logical.name: tensor.logical for tensor in stored_tensors(model)}
+    return {logical_of(tensor).name: logical_of(tensor) for tensor in stored_tensors(model)}
 
 
 def _check_shapes(

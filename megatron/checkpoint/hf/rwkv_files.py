@@ -24,6 +24,7 @@ from megatron.kinds.rwkv5 import hf as rwkv5
 from megatron.kinds.rwkv6 import hf as rwkv6
 from megatron.kinds.rwkv7 import hf as rwkv7
 from megatron.model.stack import build_model
+from megatron.parallel.parameters import logical_of
 
 from ..errors import CheckpointError
 from ..pickles import load_tensors
@@ -82,7 +83,7 @@ def steps_of(config: Config) -> list[Step]:
     Raises:
         CheckpointError: it has something that the published files have not.
     """
-    names = [parameter.logical.name for parameter in build_model(config, device="meta").parameters()]
+    names = [logical_of(parameter).name for parameter in build_model(config, device="meta").parameters()]
     return plan(architecture_of(config), names, config.model)
 
 

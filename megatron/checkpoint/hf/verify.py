@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.model.stack import build_model
-from megatron.parallel.parameters import stored_tensors
+from megatron.parallel.parameters import logical_of, stored_tensors
 
 from ..reader import Checkpoint
 from .export import config_of, reader
@@ -54,7 +54,7 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     read = reader(checkpoint, dtype)
     with torch.no_grad():
         for tensor in stored_tensors(model):
-            tensor.copy_(read(tensor.logical.name))
+            tensor.copy_(read(logical_of(tensor).name))
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         length = min(tokens, config.training.sequence_length)
         ids = torch.randint(config.model.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))

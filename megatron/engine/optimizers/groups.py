@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.sections.recipe import OptimizerSection
-from megatron.parallel.parameters import is_spread
+from megatron.parallel.parameters import is_spread, logical_of
 from megatron.parallel.shard import Role
 
 from .contract import group_settings
@@ -70,7 +70,7 @@ def describe(config: Config, groups: list[dict[str, Any]]) -> str:
     """A table of the groups for people: algorithm, roles, number of tensors and parameters, settings."""
     rows = [("algorithm", "roles", "tensors", "parameters", "type", "peak lr", "weight decay")]
     for group in groups:
-        counts = Counter(parameter.logical.role.value for parameter in group["params"])
+        counts = Counter(logical_of(parameter).role.value for parameter in group["params"])
         rows.append((
             group.get("algorithm", config.optimizer.type),
             ", ".join(f"{role} {count}" for role, count in counts.items()),

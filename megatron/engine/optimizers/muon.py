@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from megatron.config import Config
+from megatron.parallel.parameters import logical_of
 from megatron.parallel.shard import LogicalTensor, Role
 
 from .groups import use_fused
@@ -132,7 +133,7 @@ class Muon(torch.optim.Optimizer):
                 self._originals[group["name"]] = list(group["params"])
                 for parameter in group["params"]:
                     if parameter.dim() not in (2, 3):
-                        raise ValueError(f"muon: {parameter.logical.name} {tuple(parameter.shape)} is not a matrix")
+                        raise ValueError(f"muon: {logical_of(parameter).name} {tuple(parameter.shape)} is not a matrix")
 
     @classmethod
     def build(cls, config: Config, groups: list[dict[str, Any]]) -> Muon:
@@ -202,7 +203,7 @@ class Muon(torch.optim.Optimizer):
         for parameter, original in zip(group["params"], self._originals[group["name"]]):
             if parameter.grad is not None:
                 update = self._momentum(group, parameter)
-                self._apply(group, parameter, muon_direction(update, original.logical.matrices, self.dtype))
+                self._apply(group, parameter, muon_direction(update, logical_of(original).matrices, self.dtype))
 
     def _flat(self, group: dict[str, Any]) -> None:
         (parameter,), name = group["params"], group["name"]
@@ -211,7 +212,7 @@ class Muon(torch.optim.Optimizer):
         update = self._momentum(group, parameter)
         direction = torch.zeros_like(update)
         for original, matrix, mine in self._pieces[name].whole(update):
-            whole = muon_direction(matrix, original.logical.matrices, self.dtype).reshape(-1)
+            whole = muon_direction(matrix, logical_of(original).matrices, self.dtype).reshape(-1)
             direction[mine.place : mine.place + mine.count] = whole[mine.start : mine.start + mine.count]
         self._apply(group, parameter, direction)
 

@@ -20,7 +20,7 @@ from megatron.model.stream import Stream
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.linear import ColumnLinear, RowLinear
-from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.parameters import ParameterFactory, logical_of
 from megatron.parallel.shard import Role
 
 Options = RWKV4FFNOptions | RWKV5FFNOptions
@@ -58,7 +58,7 @@ class ChannelMix(nn.Module):
         y = self.value(F.relu(self.key(parts[0])).square())
         if self.receptance is None:
             return y
-        (own,) = self.receptance.weight.logical.spans(self.mesh.tensor.rank, self.mesh.tensor.size)[1]
+        (own,) = logical_of(self.receptance.weight).spans(self.mesh.tensor.rank, self.mesh.tensor.size)[1]
         return torch.sigmoid(self.receptance(parts[1].narrow(-1, own.start, own.length))) * y
 
     def new_state(self) -> ShiftState:

@@ -11,6 +11,7 @@ from megatron.model.block import Block
 from megatron.model.compile import choose
 from megatron.model.embedding_and_head import Embedding, Head
 from megatron.parallel.account import Recorder
+from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 
@@ -31,7 +32,7 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
         elif isinstance(each, Head):
             recorder.label(each, "head")
         elif isinstance(each, Block) and inside:
-            place = ".".join(next(each.parameters()).logical.name.split(".")[:2])
+            place = ".".join(logical_of(next(each.parameters())).name.split(".")[:2])
             recorder.label(each, place)
             for part, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
                 if part is not None:
