@@ -13,7 +13,7 @@ help:
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
 	@echo 'make site         the documentation as a site, in build/site'
-	@echo 'make lint         check the source: mistakes and format (ruff)'
+	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy)'
 	@echo 'make docs         write the generated pages of docs/ again'
 	@echo 'make venv         only install, into $(VENV)'
 	@echo 'Variables: PYTHON=python3.12 makes the environment with another interpreter, VENV=folder elsewhere;'
@@ -60,6 +60,7 @@ site: dev
 lint: dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 docs: dev
 	$(RUN) tools/config.py docs
