@@ -29,7 +29,7 @@ from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.mesh import Mesh, limit_groups
-from megatron.parallel.parameters import buffers_of
+from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
 from .clipping import GlobalClipping
@@ -239,7 +239,7 @@ class BaseEngine:
         """
         self.deepspeed.global_steps = step
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
-        return {parameter.logical.name: name for name, parameter in self.deepspeed.module.named_parameters()}
+        return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
 
     @property
     def reports(self) -> bool:

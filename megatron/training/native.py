@@ -11,7 +11,6 @@ from megatron.checkpoint.store import Store
 from megatron.config import Config
 from megatron.config.variants import used
 from megatron.engine.engine import build_engine
-from megatron.parallel.parameters import logical_of
 
 from .fetch import local_path
 from .resume import resume

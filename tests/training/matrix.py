@@ -102,7 +102,7 @@ def part(name: str) -> list[Case]:
 
 
 def _named(names: str | list[str], known: dict[str, Any]) -> list[str]:
-    chosen = [name for name, entry in known.items() if not entry.get("apart")] if names == "all" else names
+    chosen = [name for name, entry in known.items() if not entry.get("apart")] if names == "all" else list(names)
     for name in chosen:
         if name not in known:
             raise ValueError(f"{FILE.name} names {name!r}, which is none of {', '.join(known)}")
