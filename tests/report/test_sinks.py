@@ -78,6 +78,44 @@ def test_wandb_loses_nothing_of_a_run_that_goes_back(tmp_path, monkeypatch):
     assert b"2.71875" in file.read_bytes() and b"trial" in file.read_bytes()
 
 
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_wandb_online_rewinds_where_the_server_can(tmp_path, monkeypatch, rewinds):
+    """A stand-in for the service: it notes how runs are opened, and refuses to rewind like an older server."""
+    import wandb
+
+    opened = []
+
+    class Run:
+        def __init__(self, name):
+            self.id, self.lines = name, []
+            self.log = lambda values, step: self.lines.append(step)
+            self.define_metric = self.finish = lambda *_, **__: None
+
+    def init(**given):
+        opened.append(given)
+        if "resume_from" in given and not rewinds:
+            raise wandb.errors.CommError("rewind is not available")
+        return Run(given["resume_from"].partition("?")[0] if "resume_from" in given else given["id"])
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: None)
+    wanted = config(tmp_path, wandb={"mode": "online", "project": "tests"})
+    write(open_sinks(wanted))
+    first = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
+    sinks = open_sinks(wanted, start=2)
+    sinks.write({"step": 2, "loss": 2.5})
+    sinks.close()
+    now = json.loads((tmp_path / "run" / "wandb.json").read_text())
+    assert opened[1]["resume_from"] == f"{first}?_step=1" and now["last_step"] == 2
+    assert (now["id"] == first) == rewinds
+    if not rewinds:
+        assert opened[2]["id"] == now["id"] and opened[2]["group"] == opened[0]["group"] == "trial"
+    else:
+        assert len(opened) == 2
+    open_sinks(wanted, start=3).close()
+    assert opened[-1]["id"] == now["id"] and opened[-1]["resume"] == "allow" and "resume_from" not in opened[-1]
+
+
 def test_tags_are_grouped_and_keep_lists():
     record = {"step": 1, "loss": 2.0, "lr": 0.1, "odd": 3, "moe": {"4": {"dead": 0, "load": [0.25, 0.75]}}}
     assert tagged(record) == {
