@@ -14,6 +14,7 @@ from typing import Any
 from megatron.parallel.traffic import Tally, wire_bytes
 
 from .append import AppendFile
+from .figures import write_figure
 from .jsonl import encode, read_lines
 
 FOLDER = "communication"
@@ -58,7 +59,8 @@ class RankAccount:
     """What one rank has written.
 
     Attributes:
-        facts: of the last start.
+        facts: of the last start: the layout, this rank's place, and what a step should send (`predicted`, rows) or why
+            nobody knows (`unpredicted`).
         steps: (first step, account of it and of those up to the next entry), in order.
         outside: sums of what came between steps.
         end: completed updates, 0 if the run did not say.
@@ -161,3 +163,30 @@ def step_table(tally: Tally) -> str:
         ).items()
     ]  # fmt: skip
     return table(["phase", "group", "operation", "type", "messages", "bytes", "sent"], rows)
+
+
+def save_account(path: str | Path, counted: Tally, predicted: Tally | None, title: str) -> None:
+    """Draw bytes by phase, stacked by group and operation, the predicted ones pale beside the counted, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    tallies = [("counted", counted, 1.0), *([("predicted", predicted, 0.45)] if predicted is not None else [])]
+    phases = [phase for (phase,) in counted.by("phase")]
+    kinds = list(counted.by("group", "operation"))
+    width = 0.8 / len(tallies)
+    for number, (_, tally, opacity) in enumerate(tallies):
+        sizes, floor = tally.by("phase", "group", "operation"), [0.0] * len(phases)
+        at = [place + (number - (len(tallies) - 1) / 2) * width for place in range(len(phases))]
+        for colour, kind in enumerate(kinds):
+            heights = [sizes.get((phase, *kind), (0, 0))[1] / 2**20 for phase in phases]
+            label = " ".join(kind) if number == 0 else None
+            axes.bar(at, heights, 0.95 * width, floor, color=f"C{colour}", alpha=opacity, label=label)
+            floor = [low + height for low, height in zip(floor, heights)]
+    axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
+    axes.set(title=title, ylabel="MiB per step")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8, title="left: counted, right (pale): predicted" if predicted is not None else None)
+    write_figure(figure, path)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Points = Sequence[tuple[float, float]]
 
@@ -22,6 +23,15 @@ class HeatMap:
     rows: Sequence[str] = ()
 
 
+def write_figure(figure: Any, path: str | Path) -> None:
+    """A matplotlib figure as a PNG file, which appears whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    figure.savefig(beside, format="png")
+    os.replace(beside, path)
+
+
 def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float) -> None:
     """Draw heat maps side by side into a PNG file, which appears whole or not at all.
 
@@ -32,8 +42,6 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     height = max(2.5, min(9.0, 1.5 + 0.25 * max(len(each.values) for each in maps)))
     figure = Figure(figsize=(5.5 * len(maps), height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,9 +57,7 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
         axes.set(title=each.title, xlabel=each.x, ylabel=each.y)
         axes.set_yticks(range(len(each.rows)), each.rows, fontsize=7)
     figure.colorbar(image, ax=figure.axes)
-    beside = path.with_name(path.name + ".new")
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    write_figure(figure, path)
 
 
 def save_lines(
@@ -75,8 +81,6 @@ def save_lines(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -92,6 +96,4 @@ def save_lines(
     axes.grid(alpha=0.3)
     if len(series) > 1:
         axes.legend()
-    beside = path.with_name(path.name + ".new")
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    write_figure(figure, path)

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.protocol import StepResult
-from megatron.parallel.account import phase
+from megatron.parallel.account import group_name, phase
+from megatron.parallel.layout import Layout
+from megatron.parallel.traffic import Call, Tally
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
 STOPS = REQUESTS[:-1]  # those that end the run
@@ -71,6 +73,15 @@ class StepReport:
         return self._values[-1]
 
 
+def report_traffic(layout: Layout, rank: int) -> Tally:
+    """What a rank sends for the report of a step."""
+    numbers, call = 2 + _LIMBS + len(REQUESTS) + 1, ("exchange", "")
+    if layout.world_size == 1:
+        return Tally()
+    group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
+    return Tally([(Call(*call, group, layout.world_size, "all_reduce", "fp64"), 1, 8 * numbers)])
+
+
 class Exchange:
     """Adds numbers over all ranks.
 
@@ -84,7 +95,6 @@ class Exchange:
         self._ranks, self._rank = mesh.layout.world_size, mesh.rank
         self._reports_hash = mesh.at.tensor == 0 and mesh.at.pipeline == 0
 
-    @phase("exchange")
     def sum(self, values: list[Number]) -> torch.Tensor:
         """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""
         numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
@@ -100,12 +110,12 @@ class Exchange:
 
     def look(self, requests: Collection[str], elapsed: float) -> tuple[set[str], float]:
         """Requests that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
-        *counts, seconds = self.sum([
-            *(request in requests for request in REQUESTS),
-            elapsed * (self._rank == 0),
-        ]).tolist()
+        with phase("look"):
+            sums = self.sum([*(request in requests for request in REQUESTS), elapsed * (self._rank == 0)])
+        *counts, seconds = sums.tolist()
         return {request for request, count in zip(REQUESTS, counts, strict=True) if count}, seconds
 
+    @phase("exchange")
     def report(
         self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:

@@ -20,6 +20,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row, whole
 from megatron.parallel.collectives import enter
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
@@ -154,6 +155,20 @@ class Attention(nn.Module):
         if len(set(used)) == 1:
             used = used[:1]
         return x_BmSD[:, used]
+
+    @staticmethod
+    def sends(
+        model: ModelSection, options: AttentionOptions, tensor: TensorAxis, inputs: int | None = None
+    ) -> list[Event]:
+        inputs = inputs or model.hidden_size
+        H, D, shard_kv = model.hidden_size, options.head_dim, options.kv_heads % tensor.ranks == 0
+        keys = [] if shard_kv else whole(2 * options.kv_heads * D, inputs, options.qkv_bias)
+        norms: list[Event] = []
+        if options.qk_norm == "head":
+            norms = 2 * norm(model.norm, D)
+        elif options.qk_norm == "full":
+            norms = [Summed(1, wide=True), Summed(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
+        return [Enter(inputs), *keys, *norms, *row(H, options.output_bias, tensor)]
 
     @staticmethod
     def counts(

@@ -7,10 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.parallel.account import here
+
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, *inputs):
+        ctx.layer = here()
         ctx.function, ctx.needed = function, [isinstance(each, Tensor) and each.requires_grad for each in inputs]
         ctx.save_for_backward(*inputs)
         with torch.no_grad():

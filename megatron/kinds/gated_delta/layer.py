@@ -21,6 +21,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis, whole
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -145,6 +146,15 @@ class GatedDelta(nn.Module):
         y, weight = at_least_fp32(y_BShV), at_least_fp32(weight_V)
         y = F.rms_norm(y, weight.shape, weight, self.options.norm_epsilon).flatten(2, 3)
         return (y * F.silu(at_least_fp32(gate_BSd))).to(gate_BSd.dtype)
+
+    @staticmethod
+    def sends(model: ModelSection, options: GatedDeltaOptions, tensor: TensorAxis) -> list[Event]:
+        H, keys = model.hidden_size, 2 * options.key_heads * options.key_dim
+        uncut: list[Event] = []
+        if options.key_heads % tensor.ranks:
+            uncut = [*whole(keys, H), Shared(keys * options.convolution)]
+            uncut += [Shared(keys)] if options.convolution_bias else []
+        return [Enter(H), *uncut, Shared(options.value_dim), Leave(H)]
 
     @staticmethod
     def counts(model: ModelSection, options: GatedDeltaOptions, sequence_length: int) -> Counts:

@@ -27,6 +27,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
 from megatron.model.norm import Norm, norm_activations
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Summed, TensorAxis, norm, row
 from megatron.parallel.collectives import enter, sum_over
 from megatron.parallel.initial import ONES, Init, formula, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -167,6 +168,14 @@ class Mamba(nn.Module):
 
     def new_state(self) -> MambaState:
         return MambaState()
+
+    @staticmethod
+    def sends(model: ModelSection, options: MambaOptions, tensor: TensorAxis) -> list[Event]:
+        H, made = model.hidden_size, options.rank + 2 * options.state_size
+        sums: list[Event] = [Summed(options.heads * made)] if options.heads % tensor.ranks else []
+        sizes = (options.rank, options.state_size, options.state_size) if options.inner_norms else ()
+        norms = [event for size in sizes for event in norm(inner_norm(model), size)]
+        return [Enter(H), *sums, *norms, *row(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MambaOptions, sequence_length: int) -> Counts:

@@ -23,6 +23,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, row, whole
 from megatron.parallel.collectives import enter, sum_over
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -142,6 +143,16 @@ class Mamba2(nn.Module):
         channels = self.channels * self.mesh.tensor.size // self.options.groups
         scale = torch.rsqrt(squares / channels + self.epsilon)[..., of_head]
         return (y * scale.unsqueeze(-1)).flatten(2, 3).to(y_BSd.dtype) * weight_d
+
+    @staticmethod
+    def sends(model: ModelSection, options: Mamba2Options, tensor: TensorAxis) -> list[Event]:
+        H, read = model.hidden_size, 2 * options.groups * options.state_size
+        if options.groups % tensor.ranks == 0:
+            return [Enter(H), *row(H, options.bias, tensor)]
+        taps: list[Event] = [Shared(read * options.convolution)]
+        taps += [Shared(read)] if options.convolution_bias else []
+        sums = Summed(options.groups, wide=True, again=True)  # of the gated norm, whose inputs alone are kept
+        return [Enter(H), *whole(read, H, options.bias), *taps, sums, *row(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:

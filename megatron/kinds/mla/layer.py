@@ -22,6 +22,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Shared, TensorAxis, row, whole
 from megatron.parallel.collectives import enter
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
@@ -124,6 +125,13 @@ class MLA(nn.Module):
             return self.rotary.angles(begin + length, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.options.rope_dim, begin, length), make)
+
+    @staticmethod
+    def sends(model: ModelSection, options: MLAOptions, tensor: TensorAxis) -> list[Event]:
+        H, R, rank = model.hidden_size, options.kv_rank, options.query_rank
+        queries = [*whole(rank, H, options.bias), Shared(rank)] if rank else []
+        latents = [*whole(R + options.rope_dim, H, options.bias), Shared(R)]
+        return [Enter(H), *queries, *latents, *row(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MLAOptions, sequence_length: int) -> Counts:

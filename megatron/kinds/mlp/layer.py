@@ -10,6 +10,7 @@ from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, TensorAxis, row
 from megatron.parallel.collectives import enter
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
@@ -35,6 +36,10 @@ class MLP(nn.Module):
             gate, up = h.chunk(2, dim=-1)
             return self.down(self.activation(gate) * up)
         return self.down(self.activation(h))
+
+    @staticmethod
+    def sends(model: ModelSection, options: MLPOptions, tensor: TensorAxis) -> list[Event]:
+        return [Enter(model.hidden_size), *row(model.hidden_size, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MLPOptions, sequence_length: int) -> Counts:

@@ -17,6 +17,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, leave
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.precision import at_least_fp32
@@ -28,7 +29,7 @@ from .dispatch import AllToAllDispatch, LocalDispatch
 from .experts import Experts
 from .losses import auxiliary_losses, count
 from .permute import Rows, combine, permute, sort
-from .router import STATE, LinearRouter, MLPRouter, router_counts
+from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
 from .shared import SharedExpert
 
 
@@ -125,6 +126,18 @@ class MoE(nn.Module):
         if factor is None or self.options.router.select == "expert_choice":
             return None
         return max(1, math.ceil(factor * tokens * self.options.top_k / self.options.experts))
+
+    @staticmethod
+    def sends(model: ModelSection, options: MoEOptions, tensor: TensorAxis) -> list[Event]:
+        """On the tensor axis, with experts that stay."""
+        H = model.hidden_size
+        gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
+        return [Enter(H), *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
+
+    @staticmethod
+    def needs_output(model: ModelSection, options: MoEOptions) -> bool:
+        """Whether something behind the sum over the ranks is kept for the backward pass: the auxiliary losses."""
+        return bool(options.losses.balance or options.losses.sequence or options.losses.z)
 
     @staticmethod
     def counts(model: ModelSection, options: MoEOptions, sequence_length: int) -> Counts:

@@ -91,3 +91,12 @@ def router_counts(hidden_size: int, options: MoEOptions) -> tuple[int, int]:
     R = router.width
     products = hidden_size * R + 2 * R * R + R * E
     return products + 3 * R + R + (R if router.average else 0), products
+
+
+def router_tensors(hidden_size: int, options: MoEOptions) -> list[int]:
+    """The elements of each of a router's parameters, which every tensor parallel rank has whole."""
+    router, E = options.router, classes(options)
+    if router.network == "linear":
+        return [hidden_size * E, *([E] if router.bias else [])]
+    R = router.width
+    return [R * hidden_size, R, *([R] if router.average else []), R, R * R, R, R * R, R, E * R]

@@ -20,6 +20,7 @@ from megatron.kinds.rwkv4.options import RWKV4Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import Init, formula
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -81,6 +82,11 @@ class RWKV4(nn.Module):
 
     def new_state(self) -> RWKV4State:
         return RWKV4State()
+
+    @staticmethod
+    def sends(model: ModelSection, options: RWKV4Options, tensor: TensorAxis) -> list[Event]:
+        H = model.hidden_size
+        return [Enter(H), Shared(3 * H), Leave(H)]
 
     @staticmethod
     def counts(model: ModelSection, options: RWKV4Options, sequence_length: int) -> Counts:

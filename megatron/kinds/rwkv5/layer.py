@@ -21,6 +21,7 @@ from megatron.kinds.rwkv5.options import RWKV5Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ZEROS, Init, formula
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -98,6 +99,11 @@ class RWKV5(nn.Module):
 
     def new_state(self) -> RWKV5State:
         return RWKV5State()
+
+    @classmethod
+    def sends(cls, model: ModelSection, options: RWKV5Options, tensor: TensorAxis) -> list[Event]:
+        H = model.hidden_size
+        return [Enter(H), Shared(4 * H), Leave(H)]
 
     @classmethod
     def counts(cls, model: ModelSection, options: RWKV5Options, sequence_length: int) -> Counts:

@@ -16,6 +16,7 @@ from megatron.kinds.common.rwkv.token_shift import mixed, shifted
 from megatron.kinds.rwkv5.layer import RWKV5
 from megatron.kinds.rwkv6.options import RWKV6Options
 from megatron.model.counts import Counts
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.parameters import ParameterFactory
@@ -51,6 +52,12 @@ class RWKV6(RWKV5):
             starts,
         )
         return k, v, r, g, self.move(w)
+
+    @classmethod
+    def sends(cls, model: ModelSection, options: RWKV6Options, tensor: TensorAxis) -> list[Event]:
+        H, rank = model.hidden_size, options.mix_rank
+        mixes = [Shared(H), Shared(5 * rank * H), Shared(5 * rank * H), Shared(5 * H)]
+        return [Enter(H), *mixes, Shared(options.decay_rank * H), Leave(H)]
 
     @classmethod
     def counts(cls, model: ModelSection, options: RWKV6Options, sequence_length: int) -> Counts:

@@ -23,6 +23,7 @@ from megatron.kinds.rwkv7.options import RWKV7Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Channel, Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ZEROS, Init, formula
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -133,6 +134,13 @@ class RWKV7(nn.Module):
     @staticmethod
     def channels(model: ModelSection, options: RWKV7Options, ranks: int) -> dict[str, Channel]:
         return {FIRST: Channel(model.hidden_size // ranks, whole=True)}
+
+    @staticmethod
+    def sends(model: ModelSection, options: RWKV7Options, tensor: TensorAxis, index: int) -> list[Event]:
+        H = model.hidden_size
+        ranks = [options.decay_rank, options.rate_rank, options.gate_rank]
+        ranks += [] if is_first(model, index) else [options.value_rank]
+        return [Enter(H), Shared(6 * H), *(Shared(rank * H) for rank in ranks), Leave(H)]
 
     @staticmethod
     def counts(model: ModelSection, options: RWKV7Options, sequence_length: int, index: int) -> Counts:

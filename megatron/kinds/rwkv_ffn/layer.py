@@ -17,6 +17,7 @@ from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import Init
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -67,6 +68,16 @@ class ChannelMix(nn.Module):
     @classmethod
     def mixes(cls, start: Start) -> Init:
         return start.mixes(*[start.rest] * 2)
+
+    @classmethod
+    def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:
+        H = model.hidden_size
+        return [Enter(H), Shared((2 if cls.gated else 1) * H), *[Leave(H)] * (2 if cls.gated else 1)]
+
+    @classmethod
+    def needs_output(cls, model: ModelSection, options: Options) -> bool:
+        """Whether the backward pass needs the sum over the ranks: that of receptance times value does."""
+        return cls.gated
 
     @classmethod
     def counts(cls, model: ModelSection, options: Options, sequence_length: int) -> Counts:

@@ -27,6 +27,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.stream import Channel, Stream
+from megatron.model.traffic import Event, Shared, TensorAxis, norm
 from megatron.parallel.linear import ColumnLinear, WholeLinear
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.random import site_key
@@ -135,6 +136,22 @@ class SharedAttention(nn.Module):
     @staticmethod
     def channels(model: ModelSection, options: SharedAttentionOptions, ranks: int) -> dict[str, Channel]:
         return {EMBEDDING: Channel(model.hidden_size, embedded=True)}
+
+    @staticmethod
+    def sends(model: ModelSection, options: SharedAttentionOptions, tensor: TensorAxis) -> list[Event]:
+        H, D, rank, cut = model.hidden_size, options.head_dim, options.adapter_rank, tensor.sequence
+        adapters = [Shared(rank * H)] if rank else []
+        if rank and options.attention_adapters:
+            adapters += 3 * [Shared(rank * 2 * H)]
+            adapters += [] if options.kv_heads % tensor.ranks == 0 else 2 * [Shared(options.kv_heads * D * rank)]
+        return [
+            *norm(model.norm, 2 * H, cut),
+            *Attention.sends(model, options, tensor, 2 * H),
+            *norm(model.norm, H, cut),
+            *MLP.sends(model, options.mlp, tensor),
+            *adapters,
+            *([Shared(H * H)] if cut else []),
+        ]
 
     @staticmethod
     def counts(model: ModelSection, options: SharedAttentionOptions, sequence_length: int, number: int = 0) -> Counts:

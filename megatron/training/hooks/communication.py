@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from megatron.engine.traffic import predict
 from megatron.model.block import Block
 from megatron.model.compile import choose
 from megatron.model.embedding_and_head import Embedding, Head
+from megatron.model.traffic import NotPredicted
 from megatron.parallel.account import Recorder
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 
-from ..exchange import StepReport
+from ..exchange import StepReport, report_traffic
 from ..hook import Hook, Parts
 from ..trainer import Trainer
 
@@ -67,7 +70,9 @@ class CommunicationHook(Hook):
         self._recorder = Recorder(mesh)
         label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
         place = {"tensor": mesh.at.tensor, "data": mesh.at.data, "pipeline": mesh.at.pipeline}
-        self._file = AccountFile(self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place})
+        self._file = AccountFile(
+            self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
+        )
         self._recorder.install()
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -88,3 +93,14 @@ class CommunicationHook(Hook):
         if len(self._last):
             trainer.log(f"communication of rank {trainer.mesh.rank} in the last step:\n{step_table(self._last)}")
             trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
+
+
+def _expected(trainer: Trainer) -> dict[str, Any]:
+    """What this rank's steps should send, as rows of an account; or why nobody knows."""
+    layout, rank = trainer.mesh.layout, trainer.mesh.rank
+    plan = getattr(trainer.loader, "plan", None)
+    try:
+        found = predict(trainer.config, layout.world_size, rank, weighted=bool(plan and plan.masked))
+    except NotPredicted as error:
+        return {"unpredicted": str(error)}
+    return {"predicted": (found.step + report_traffic(layout, rank)).rows()}

@@ -1,0 +1,270 @@
+"""What a step sends, in closed form: the layers' sums, DeepSpeed's reductions, and the pipeline's sends.
+
+The rules of the data and pipeline axes are those of DeepSpeed 0.19.8 as `deepspeed_options` configures it, which are
+not the textbook's: ZeRO 1 all-reduces gradients (it scatters nothing) and gathers updated weights; ZeRO 2 does the
+former in every micro-batch. Tests compare with counted accounts, byte by byte, so that another version of DeepSpeed
+that sends something else fails them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from megatron.config import Config
+from megatron.model.partition import copies, stage_of
+from megatron.model.stack import ModelPlan
+from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traffic
+from megatron.parallel.account import _TYPES, group_name
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.traffic import Call, Tally
+
+from .deepspeed_options import accumulation_steps, zero_stage
+from .optimizers.groups import parameter_groups
+
+FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
+META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32 (TENSOR_META_SIZE)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One rank's step.
+
+    Attributes:
+        step: what every step sends.
+        first: what the first one sends besides: stages tell each other shapes.
+        layout: of the ranks.
+    """
+
+    layout: Layout
+    step: Tally
+    first: Tally = field(default_factory=Tally)
+
+
+def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> Prediction:
+    """What a rank sends in a step of a resolved configuration, without the trainer's own sum.
+
+    Args:
+        weighted: labels have weights, whose sum over the data axis the engine takes.
+
+    Raises:
+        NotPredicted: the configuration has a part for which there is no formula; the message says which.
+    """
+    layout = Layout.of(config, ranks)
+    mesh = Mesh.describe(layout, rank)
+    _refuse(config, layout)
+    stages = stage_of(config)
+    held = [place for place, stage in enumerate(stages) if stage == mesh.at.pipeline]
+    micro_batches = accumulation_steps(config, layout)
+    found = _Predictor(config, mesh, held, micro_batches)
+    tensor = tensor_traffic(config, held, TensorAxis(layout.tensor, layout.sequence))
+    for call, messages, size in tensor:
+        found.step.add(call, messages * micro_batches, size * micro_batches)
+    if weighted:
+        found.add("exchange", "data", "all_reduce", "fp64", 1)
+    found.gradients()
+    if layout.pipeline > 1:
+        found.stages()
+    found.expert_loads()
+    return Prediction(layout, found.step, found.first)
+
+
+def _refuse(config: Config, layout: Layout) -> None:
+    """Name the parts that have no formula."""
+    compute, zero = config.precision.compute, config.zero
+    reasons = {
+        "experts spread over ranks (their bytes depend on the tokens)": layout.spreads_experts,
+        "fp16": compute == "fp16",
+        "bf16 without ZeRO": compute == "bf16" and zero_stage(config, layout) == 0,
+        "ZeRO 3": zero_stage(config, layout) == 3,
+        "an offloaded optimizer": zero.offload_optimizer.device != "none",
+        "keys of `deepspeed`": bool(config.deepspeed),
+        "Muon": config.optimizer.type == "muon",
+        "bf16 with gradients that are accumulated in bf16": compute == "bf16" and config.precision.accumulate != "fp32",
+        "bf16 with parameters in fp32 at ZeRO 2": compute == "bf16" and zero_stage(config, layout) == 2,
+        "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotPredicted(f"there is no formula for {reason}")
+
+
+class _Predictor:
+    """Adds up one rank's step.
+
+    Args:
+        held: places of this rank's layers in the list [embedding, blocks..., head].
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, held: list[int], micro_batches: int) -> None:
+        self.config, self.mesh, self.layout, self.held = config, mesh, mesh.layout, held
+        self.micro_batches = micro_batches
+        self.step, self.first = Tally(), Tally()
+        self.plan = ModelPlan(config, mesh, "meta", values=False)
+        self.module = _layers(self.plan, held)
+        self.parameters = list(dict.fromkeys(self.module.parameters()))
+        self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
+
+    def add(
+        self, phase: str, group: str, operation: str, dtype: str, elements: int, messages: int = 1, ranks: int = 0
+    ) -> None:
+        """Messages of `elements` in all on an axis of this rank; nothing where the axis has one rank."""
+        ranks = (
+            ranks or {"tensor": self.layout.tensor, "data": self.layout.data, "pipeline": self.layout.pipeline}[group]
+        )
+        if ranks > 1:
+            self.step.add(Call(phase, "", group, ranks, operation, dtype), messages, elements * SIZES[dtype])
+
+    def gradients(self) -> None:
+        """The reduction of gradients, their norm, and the gathering of updated weights."""
+        stage = zero_stage(self.config, self.layout)
+        if stage == 0:
+            self._reduced(self.parameters, FALLBACK_BUCKET, packed_after=True)
+            for axis in ("tensor", "pipeline"):
+                self.add("update", axis, "all_reduce", "fp32", 1)
+            return
+        groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
+        if self.config.precision.compute == "bf16":
+            self._reduced([each for group in groups for each in group], FALLBACK_BUCKET, packed_after=True, wide=True)
+            self._model_norm(1)
+        else:
+            order = [each for group in groups for each in group]
+            if stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1):
+                order = self.parameters[::-1]  # as the backward pass finishes them
+            for _ in range(self.micro_batches if stage == 2 else 1):
+                self._reduced(order, self.config.zero.bucket_size, packed_after=False)
+            norms = 1 if self.layout.pipeline > 1 else len(groups)
+            self.add("update", "data", "all_reduce", "fp32", norms, norms)
+            self._model_norm(norms)
+        for group in groups:
+            self._gathered(group)
+
+    def _reduced(self, parameters: list[nn.Parameter], bucket: int, *, packed_after: bool, wide: bool = False) -> None:
+        """Sums of gradients in buckets of one type each.
+
+        Args:
+            packed_after: a bucket is sent when it is larger than `bucket`; else before it would be.
+            wide: the gradients are fp32 whatever the parameters are.
+        """
+        compute = self.config.precision.compute
+        by_type: dict[str, list[int]] = {}
+        for each in parameters:
+            if each.numel():
+                by_type.setdefault("fp32" if wide else _TYPES[each.dtype], []).append(each.numel())
+        for sizes in by_type.values():
+            dtype = self.config.precision.reduce if compute != "fp32" else "fp32"
+            messages = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
+            self.add("backward", "data", "all_reduce", dtype, sum(sizes), messages)
+
+    def _model_norm(self, messages: int) -> None:
+        """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
+        if self.layout.pipeline == 1:
+            self.add("update", "tensor", "all_reduce", "fp32", messages, messages)
+            return
+        ranks = self.layout.tensor * self.layout.pipeline
+        at = self.mesh.at
+        members = [
+            (stage * self.layout.data + at.data) * self.layout.tensor + place
+            for stage in range(self.layout.pipeline)
+            for place in range(self.layout.tensor)
+        ]
+        self.add("update", group_name(members, self.layout, at), "all_reduce", "fp32", messages, messages, ranks)
+
+    def _gathered(self, group: list[nn.Parameter]) -> None:
+        """A group's updated weights, which lie in one buffer, padded to equal parts."""
+        unit, elements = ALIGNMENT * self.layout.data, sum(each.numel() for each in group)
+        self.add("update", "data", "all_gather", _TYPES[group[0].dtype], -(-elements // unit) * unit)
+
+    def stages(self) -> None:
+        """Activations, their gradients, copies of weights, and the loss."""
+        stage, stages = self.mesh.at.pipeline, self.layout.pipeline
+        for neighbour, border, forward, backward in (
+            (stage - 1, self.held[0], "recv", "send"),
+            (stage + 1, self.held[-1] + 1, "send", "recv"),
+        ):
+            if not 0 <= neighbour < stages:
+                continue
+            for dtype, elements, floats in self._stream(border):
+                count = self.micro_batches
+                self.add("forward", "pipeline", forward, dtype, elements * count, count, 2)
+                if floats:
+                    self.add("backward", "pipeline", backward, dtype, elements * count, count, 2)
+            self.first.add(Call("forward", "", "pipeline", 2, forward, "int32"), 1, META_BYTES)
+        for name, holders in copies(self.config).items():
+            if stage in holders:
+                for each in self._named(name):
+                    wide = self.config.precision.compute == "bf16" and zero_stage(self.config, self.layout) == 1
+                    dtype = "fp32" if wide else _TYPES[each.dtype]
+                    self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
+        if self.last_stage:
+            self.add("exchange", "data", "all_reduce", "fp32", 1)
+        self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
+
+    def _named(self, prefix: str) -> Iterator[nn.Parameter]:
+        return (each for each in self.parameters if each.logical.name.startswith(f"{prefix}."))
+
+    def _stream(self, border: int) -> Iterator[tuple[str, int, bool]]:
+        """The tensors between two stages: (type, elements, whether it has a gradient). The floats are one."""
+        training, model = self.config.training, self.config.model
+        form, samples = self.plan.form_at(border - 1), training.micro_batch_size
+        cut = self.layout.tensor if self.layout.sequence else 1
+        length = training.sequence_length // cut
+        widths = sum((cut if each.whole else 1) * each.width for each in form.channels.values())
+        dtype = "fp32" if model.residual.fp32 else self.config.precision.compute
+        yield dtype, samples * length * (model.hidden_size + widths), True
+        sizes = {"positions": training.sequence_length, "documents": training.sequence_length, "samples": 1}
+        types = {"positions": "int32", "documents": "int32", "samples": "int64"}
+        for name in form.optional:
+            yield types[name], samples * sizes[name], False
+
+    def expert_loads(self) -> None:
+        """The table of all mixtures' loads, summed over data and stages."""
+        from megatron.config.variants import options_of
+        from megatron.kinds.moe.balance import Balance
+
+        model = self.config.model
+        experts = [options_of(model, each.ffn).experts for each in model.blocks if each.ffn and each.ffn.name == "moe"]
+        if experts:
+            elements = len(experts) * (2 * max(experts) + Balance.EXTRA)
+            for axis in ("data", "pipeline"):
+                self.add("exchange", axis, "all_reduce", "fp32", elements)
+
+
+def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
+    """This rank's layers, without values."""
+    modules, shared = nn.ModuleList(), {}
+    for place in held:
+        if place == 0:
+            modules.append(plan.embedding())
+        elif place <= len(plan.blocks):
+            modules.append(plan.block(place - 1, shared))
+        else:
+            tied = None
+            if plan.config.model.embedding.tied:
+                tied = (modules[0] if held[0] == 0 else plan.embedding()).tokens.weight
+            modules.append(plan.head(tied))
+    return modules
+
+
+def _buckets_after(sizes: Iterable[int], limit: int) -> int:
+    """Messages where a bucket is sent as soon as it has more than `limit` elements."""
+    messages = filled = 0
+    for size in sizes:
+        filled += size
+        if filled > limit:
+            messages, filled = messages + 1, 0
+    return messages + bool(filled)
+
+
+def _buckets_before(sizes: Iterable[int], limit: int) -> int:
+    """Messages where a bucket is sent when the next parameter would make it larger than `limit`."""
+    messages = filled = 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            messages, filled = messages + 1, 0
+        filled += size
+    return messages + bool(filled)

@@ -1,0 +1,255 @@
+"""What the layers send on the tensor axis, in closed form, from what each kind declares.
+
+A kind says in a static method `sends(model, options, tensor)` what one forward pass does, in order, as a list of the
+classes below; `tensor` is the axis. This module makes calls of them: in which passes, of which operation and size.
+
+S bytes of an event in one micro-batch of T tokens, with `width` numbers per token of 4 bytes in fp32 and 2 otherwise:
+    Enter   backward: all-reduce of T width (with sequence parallelism: forward all-gather, backward reduce-scatter)
+    Leave   forward: all-reduce of T width (with sequence parallelism: reduce-scatter, backward all-gather)
+    Summed  forward and backward: all-reduce of T width
+    Shared  backward: all-reduce of the parameter's gradient, which does not depend on T
+(Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.config.pattern import BlockPattern, Kind
+from megatron.config.sections.model import ModelSection, NormOptions
+from megatron.config.variants import options_of
+from megatron.parallel.traffic import Call, Tally
+
+from .block import Block
+from .options import kind_of, layer_class
+
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4}
+
+
+class NotPredicted(ValueError):
+    """A configuration has a part whose messages nobody has written down."""
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """How many tensor parallel ranks there are, and whether the stream is cut along the sequence."""
+
+    ranks: int = 1
+    sequence: bool = False
+
+
+@dataclass(frozen=True)
+class Enter:
+    """Into a tensor region."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Out of a tensor region."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A value that every rank uses after a sum; `wide` where it is fp32 in every precision.
+
+    Attributes:
+        again: it is made once more in the backward pass.
+    """
+
+    width: int
+    wide: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A replicated parameter of which each rank sees part of the uses."""
+
+    elements: int
+    wide: bool = False
+
+
+Event = Enter | Leave | Summed | Shared
+
+
+def row(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
+    """A `RowLinear` that closes a region."""
+    return [Leave(width), *([Shared(width)] if bias and tensor.sequence else [])]
+
+
+def whole(rows: int, columns: int, bias: bool = False) -> list[Event]:
+    """A `ColumnLinear` that is not cut."""
+    return [*([Shared(rows)] if bias else []), Shared(rows * columns)]
+
+
+def norm(options: NormOptions, size: int, partial: bool = True) -> list[Event]:
+    """A `Norm`."""
+    vectors = {"layernorm": 2 if options.bias else 1, "rmsnorm": 1, "nonparametric": 0}[options.type]
+    return [Shared(size)] * vectors if partial else []
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Makes calls of events.
+
+    Attributes:
+        tensor: the axis.
+        tokens: of a micro-batch.
+        dtype: in which the layers compute.
+    """
+
+    tensor: TensorAxis
+    tokens: int
+    dtype: str
+
+    def calls(self, layer: str, events: Iterable[Event], forward: str = "forward") -> Iterator[tuple[Call, int, int]]:
+        """Those of a forward pass, or of its repetition (`forward="recompute"`)."""
+        for event in events:
+            if isinstance(event, Enter) and self.tensor.sequence:
+                yield self._call(forward, layer, "all_gather", event.width)
+            elif isinstance(event, Leave):
+                yield self._call(
+                    forward, layer, "reduce_scatter" if self.tensor.sequence else "all_reduce", event.width
+                )
+            elif isinstance(event, Summed):
+                yield self._call(forward, layer, "all_reduce", event.width, event.wide)
+
+    def gradients(self, layer: str, events: Iterable[Event]) -> Iterator[tuple[Call, int, int]]:
+        """Those of the backward pass."""
+        for event in events:
+            if isinstance(event, Enter):
+                operation = "reduce_scatter" if self.tensor.sequence else "all_reduce"
+                yield self._call("backward", layer, operation, event.width)
+            elif isinstance(event, Leave) and self.tensor.sequence:
+                yield self._call("backward", layer, "all_gather", event.width)
+            elif isinstance(event, Summed):
+                for _ in range(2 if event.again else 1):
+                    yield self._call("backward", layer, "all_reduce", event.width, event.wide)
+            elif isinstance(event, Shared):
+                dtype = "fp32" if event.wide else self.dtype
+                call = Call("backward", layer, "tensor", self.tensor.ranks, "all_reduce", dtype)
+                yield call, 1, event.elements * SIZES[dtype]
+
+    def _call(self, phase: str, layer: str, operation: str, width: int, wide: bool = False) -> tuple[Call, int, int]:
+        dtype = "fp32" if wide else self.dtype
+        call = Call(phase, layer, "tensor", self.tensor.ranks, operation, dtype)
+        return call, 1, self.tokens * width * SIZES[dtype]
+
+
+def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) -> Tally:
+    """What one micro-batch sends on the tensor axis.
+
+    Args:
+        config: resolved.
+        layers: places in the list [embedding, blocks..., head] that a rank holds.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    tally = Tally()
+    if tensor.ranks == 1:
+        return tally
+    training, model = config.training, config.model
+    passes = Passes(tensor, training.micro_batch_size * training.sequence_length, config.precision.compute)
+    for place in layers:
+        if place == 0:
+            _all(tally, passes, "embedding", _embedding(model, tensor))
+        elif place == len(model.blocks) + 1:
+            _all(
+                tally, passes, "head", [*norm(model.norm, model.hidden_size, tensor.sequence), Enter(model.hidden_size)]
+            )
+            _loss(tally, passes, training.loss_chunk)
+        else:
+            _block(tally, passes, config, place - 1)
+    return tally
+
+
+def _all(tally: Tally, passes: Passes, layer: str, events: list[Event]) -> None:
+    for entry in (*passes.calls(layer, events), *passes.gradients(layer, events)):
+        tally.add(*entry)
+
+
+def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
+    H, cut = model.hidden_size, tensor.sequence
+    events: list[Event] = [Leave(H)]
+    if model.embedding.position == "learned" and cut:
+        events.append(Shared(model.embedding.max_positions * H))
+    if model.embedding.norm:
+        events += norm(model.norm, H, cut)
+    return events + ([Shared(2 * H)] if model.residual.channel_scales and cut else [])
+
+
+def _loss(tally: Tally, passes: Passes, chunk: int) -> None:
+    """Each chunk of logits: the largest, then two sums, in fp32 per token."""
+    tokens = passes.tokens
+    chunks = -(-tokens // (chunk or tokens))
+    call = Call("forward", "head", "tensor", passes.tensor.ranks, "all_reduce", "fp32")
+    tally.add(call, 2 * chunks, 3 * tokens * SIZES["fp32"])
+
+
+def block_sends(
+    model: ModelSection, pattern: BlockPattern, tensor: TensorAxis, index: int
+) -> list[tuple[str, list[Event]]]:
+    """What a block does in one forward pass, in order: (part, events); the part is a kind, or empty for the rest.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    H, found, cut = model.hidden_size, [], tensor.sequence
+    for kind in pattern.mixer.side if pattern.mixer else ():
+        found.append(("", _layer(model, kind, tensor, index)))
+    shared = Block.shares_norm(model, pattern)
+    for kind in (pattern.mixer, pattern.ffn):
+        if kind is None:
+            continue
+        norms = norm(model.norm, H, cut) if not (shared and kind is pattern.ffn) else []
+        after = norm(model.norm, H, cut) if model.residual.norm == "both" else []
+        scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
+        own = _layer(model, kind, tensor, index)
+        found += [("", norms), (kind.name, own), ("", [*after, *scales])]
+    return found
+
+
+def _layer(model: ModelSection, kind: Kind, tensor: TensorAxis, index: int) -> list[Event]:
+    layer = layer_class(model, kind)
+    if not hasattr(layer, "sends"):
+        raise NotPredicted(f"layers of kind {kind.name} do not say what they send (`sends`)")
+    place = (index,) if getattr(layer, "indexed", False) else ()
+    return layer.sends(model, options_of(model, kind), tensor, *place)
+
+
+def _block(tally: Tally, passes: Passes, config: Config, index: int) -> None:
+    model, recompute = config.model, config.training.activation_checkpointing
+    pattern, name = model.blocks[index], f"layers.{index}"
+    parts = block_sends(model, pattern, passes.tensor, index)
+    for part, events in parts:
+        _all(tally, passes, f"{name}.{part}" if part else name, events)
+    if recompute.mode == "none" or (recompute.mode == "full" and index % recompute.every):
+        return
+    for part, events in _repeated(model, pattern, parts):
+        for entry in passes.calls(f"{name}.{part}" if part else name, events, "recompute"):
+            tally.add(*entry)
+
+
+def _repeated(
+    model: ModelSection, pattern: BlockPattern, parts: list[tuple[str, list[Event]]]
+) -> list[tuple[str, list[Event]]]:
+    """What runs again: all up to the last tensor that the backward pass needs. Where the last layer's sum is only added
+    to the stream, nothing after that layer's last matrix product is needed, so the sum is not made again."""
+    kind = pattern.ffn or pattern.mixer
+    layer, residual = layer_class(model, kind), model.residual
+    attends = kind is pattern.mixer and kind_of(model, kind).attends
+    normed = residual.norm in ("post", "both") or (residual.norm == "hybrid" and attends)
+    needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
+    if normed or residual.channel_scales or model.dropout > 0.0 or needed:
+        return parts
+    last = max(place for place, (part, _) in enumerate(parts) if part)
+    kept = [event for event in parts[last][1]]
+    place = max(at for at, event in enumerate(kept) if isinstance(event, Leave))
+    return [*parts[:last], (parts[last][0], [*kept[:place], *kept[place + 1 :]])]

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""What the ranks of a run sent each other in a step, beside what they should have sent; or what they would send.
+
+    python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png]
+    python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
+
+The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one. The
+second predicts a step of a configuration, and trains nothing (docs/communication.md).
+
+Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.config import ConfigError, load  # noqa: E402
+from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
+from megatron.config.problems import UserError  # noqa: E402
+from megatron.config.resolution import split_arguments  # noqa: E402
+from megatron.parallel.traffic import Tally  # noqa: E402
+from megatron.report.communication import FOLDER, read_accounts, readable, save_account, table  # noqa: E402
+
+FIELDS = ("phase", "group", "operation", "dtype")
+
+
+def of_run(run: str, step: int | None, rank: int | None) -> tuple[dict[str, Any], Tally, Tally | None]:
+    """Facts, what was counted in a step, and what was predicted (None where a rank has no prediction)."""
+    try:
+        accounts = read_accounts(run)
+        if rank is not None and rank not in accounts:
+            raise UserError(f"{run} has accounts of ranks {', '.join(map(str, accounts))}, not of {rank}")
+        chosen = accounts if rank is None else {rank: accounts[rank]}
+        last = min(each.end - 1 if each.end else each.steps[-1][0] for each in chosen.values())
+        at = last if step is None else step
+        counted = sum((each.at(at) for each in chosen.values()), Tally())
+    except (OSError, ValueError, IndexError) as error:
+        raise UserError(str(error) or f"{run} has no account of a step") from error
+    facts: dict[str, Any] = {"run": run, "step": at, "ranks": sorted(chosen)}
+    reasons = {each.facts["unpredicted"] for each in chosen.values() if "unpredicted" in each.facts}
+    if reasons or not all("predicted" in each.facts for each in chosen.values()):
+        return facts | {"unpredicted": "; ".join(sorted(reasons)) or "the run has written none"}, counted, None
+    predicted = sum((Tally.of_rows(each.facts["predicted"]) for each in chosen.values()), Tally())
+    return facts, counted, predicted
+
+
+def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
+    """Facts, and what a step would send."""
+    from megatron.engine.traffic import predict
+    from megatron.training.exchange import report_traffic
+
+    files, overrides = split_arguments(sources)
+    config, total = load(files, overrides, ranks=ranks, check_inputs=False).config, Tally()
+    chosen = range(ranks) if rank is None else [rank]
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(f"--rank {rank} must be from 0 to {ranks - 1}")
+    for each in chosen:
+        try:
+            found = predict(config, ranks, each)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        total += found.step + report_traffic(found.layout, each)
+    return {"ranks": list(chosen)}, total
+
+
+def rows(counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]) -> list[list[Any]]:
+    """[fields ..., messages and bytes counted, messages and bytes predicted] of each kind of call."""
+    both = [{} if each is None else each.by(*fields) for each in (counted, predicted)]
+    keys = sorted({key for each in both for key in each})
+    return [[*key, *both[0].get(key, (0, 0)), *both[1].get(key, (0, 0))] for key in keys]
+
+
+def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]) -> str:
+    """The table and what is to say of it."""
+    found = rows(counted, predicted, fields)
+    names, n = [{"dtype": "type"}.get(each, each) for each in fields], len(fields)
+    lines = []
+    for row in found:
+        line = [each or "-" for each in row[:n]]
+        if counted is not None:
+            line += [row[n], readable(row[n + 1])]
+        if predicted is not None:
+            line += [row[n + 2], readable(row[n + 3])]
+        if counted is not None and predicted is not None:
+            line.append("" if row[n : n + 2] == row[n + 2 :] else f"differs by {row[n + 1] - row[n + 3]:+,} bytes")
+        lines.append(line)
+    for title, given in (("counted", counted), ("predicted", predicted)):
+        if given is not None:
+            names += ["messages", title]
+    names += [""] if counted is not None and predicted is not None else []
+    text = table(names, lines)
+    if "unpredicted" in facts:
+        text += f"\nno prediction: {facts['unpredicted']}"
+    elif counted is not None:
+        text += "\ncounted and predicted " + ("are equal" if counted == predicted else "differ")
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Show; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", metavar="RUN", help="a run's folder, or files and overrides")
+    parser.add_argument("--step", type=int, help="which step of the run (default: the last)")
+    parser.add_argument("--rank", type=int, help="one rank (default: the sum over all)")
+    parser.add_argument("--ranks", type=int, help="of the configuration")
+    parser.add_argument("--layers", action="store_true", help="tell layers apart")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--output", help="draw the step of a run into this PNG file")
+    options = parser.parse_args(arguments)
+    run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
+    if run is None and options.ranks is None:
+        parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
+    fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
+    try:
+        if run is None:
+            (facts, predicted), counted = of_configuration(options.sources, options.ranks, options.rank), None
+        else:
+            facts, counted, predicted = of_run(run, options.step, options.rank)
+        if options.output and counted is not None:
+            keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
+            save_account(options.output, counted, predicted, f"communication of step {facts['step']}")
+            facts["picture"] = options.output
+    except (ConfigError, OutputError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        keys = (*fields, "messages", "bytes", "predicted_messages", "predicted_bytes")
+        found = [dict(zip(keys, row)) for row in rows(counted, predicted, fields)]
+        print(json.dumps(facts | {"equal": None if predicted is None else counted == predicted, "calls": found}))
+        return 0
+    print(show(facts, counted, predicted, fields))
+    if "picture" in facts:
+        print(f"picture: {facts['picture']}")
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
