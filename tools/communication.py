@@ -22,12 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron.config import ConfigError, load  # noqa: E402
+from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
-from megatron.config.resolution import split_arguments  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
-from megatron.report.communication import FOLDER, read_accounts, readable, save_account, table  # noqa: E402
+from megatron.report.communication import FOLDER, read_accounts, readable, regular, save_account, table  # noqa: E402
 
 FIELDS = ("phase", "group", "operation", "dtype")
 
@@ -90,7 +89,8 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
         if predicted is not None:
             line += [row[n + 2], readable(row[n + 3])]
         if counted is not None and predicted is not None:
-            line.append("" if row[n : n + 2] == row[n + 2 :] else f"differs by {row[n + 1] - row[n + 3]:+,} bytes")
+            different = row[n : n + 2] != row[n + 2 :] and row[0] != "look"
+            line.append(f"differs by {row[n + 1] - row[n + 3]:+,} bytes" if different else "")
         lines.append(line)
     for title, given in (("counted", counted), ("predicted", predicted)):
         if given is not None:
@@ -100,7 +100,7 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     if "unpredicted" in facts:
         text += f"\nno prediction: {facts['unpredicted']}"
     elif counted is not None:
-        text += "\ncounted and predicted " + ("are equal" if counted == predicted else "differ")
+        text += "\ncounted and predicted " + ("are equal" if regular(counted) == predicted else "differ")
     return text
 
 
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", action="store_true", help="tell layers apart")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
         parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
@@ -134,7 +134,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         keys = (*fields, "messages", "bytes", "predicted_messages", "predicted_bytes")
         found = [dict(zip(keys, row)) for row in rows(counted, predicted, fields)]
-        print(json.dumps(facts | {"equal": None if predicted is None else counted == predicted, "calls": found}))
+        print(
+            json.dumps(
+                facts
+                | {"equal": None if None in (counted, predicted) else regular(counted) == predicted, "calls": found}
+            )
+        )
         return 0
     print(show(facts, counted, predicted, fields))
     if "picture" in facts:

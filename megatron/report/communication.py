@@ -120,6 +120,11 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
         account.end = int(record["end"])
 
 
+def regular(tally: Tally) -> Tally:
+    """Without the looks within slow steps: how many there are depends on the time, so nothing predicts them."""
+    return Tally((call, *count) for call, *count in tally if call.phase != "look")
+
+
 def by_group(tally: Tally) -> dict[str, dict[str, dict[str, int]]]:
     """For records: group -> operation -> messages and bytes."""
     found: dict[str, dict[str, dict[str, int]]] = {}

@@ -111,13 +111,19 @@ def test_deepspeed_gets_what_is_raw():
     extra = {"comms_logger": {"enabled": True}, "zero_allow_untested_optimizer": True, "gather_output": 3}
     translation = flat(deepspeed_extra_args=extra, flops_profiler={"enabled": True})
     assert translation.problems == []
-    assert translation.values["deepspeed"] == {
-        "comms_logger": {"enabled": True},
-        "gather_output": 3,
-        "flops_profiler": {"enabled": True},
-    }
+    assert translation.values["deepspeed"] == {"gather_output": 3, "flops_profiler": {"enabled": True}}
     assert noted(translation, "zero_allow_untested_optimizer")
     assert problem_of(flat(deepspeed_extra_args=extra, comms_logger={"enabled": False}), "deepspeed_extra_args")
+
+
+def test_the_logger_of_communication_is_ours():
+    """DeepSpeed's waits after every operation."""
+    raw = {"enabled": True, "verbose": True, "prof_all": True}
+    for translation in (flat(comms_logger=raw), flat(deepspeed_extra_args={"comms_logger": raw})):
+        assert translation.problems == [] and "deepspeed" not in translation.values
+        assert translation.values["logging"]["communication"] == "counts"
+        assert noted(translation, "logging.communication")
+    assert "communication" not in flat(comms_logger={"enabled": False}).values.get("logging", {})
 
 
 # --- output ---

@@ -113,6 +113,7 @@ def test_formulas_of_a_large_model():
                 "layers": "(attention/mlp) x24", "hidden_size": 2048, "vocab_size": 50304, "attention": {"heads": 16},
             },
             "training": {
+                "steps": 1,
                 "sequence_length": 2048, "micro_batch_size": 4, "global_batch_size": 64, "loss_chunk": 1024,
             },
             "parallel": {"tensor": 2},

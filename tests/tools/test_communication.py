@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.parallel.traffic import Tally
 from tests.training.test_run import job
 from tests.workers import run
-from tools.communication import main
+from tools.communication import main, show
 
 CONFIG = """
 model: {layers: (attention/mlp) x2, hidden_size: 32, vocab_size: 258, attention: {heads: 4}}
@@ -69,6 +70,15 @@ def test_a_step_that_differs_is_told(folder, capsys):
         file.write_text(text)
     printed = capsys.readouterr().out
     assert "differs by -8 bytes" in printed and "counted and predicted differ" in printed
+
+
+def test_looks_within_slow_steps_are_no_difference():
+    """How many there are depends on the time."""
+    row = ["exchange", "", "world", 4, "all_reduce", "fp64", 1, 112]
+    look = ["look", "", "world", 4, "all_reduce", "fp64", 3, 192]
+    predicted = Tally.of_rows([row])
+    assert "are equal" in show({}, Tally.of_rows([row, look]), predicted, ("phase", "group"))
+    assert "differ" in show({}, Tally.of_rows([look]), predicted, ("phase", "group"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from .reader import Flat, Native, as_number
@@ -212,19 +213,37 @@ def _launch(flat: Flat, native: Native) -> None:
 
 def _deepspeed(flat: Flat, native: Native) -> None:
     """What DeepSpeed gets as it is."""
-    for name in ("flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor"):
+    for name in ("flops_profiler", "tensorboard", "wandb", "csv_monitor"):
         if flat.mapping(name):
             native.put(f"deepspeed.{name}", flat.mapping(name), name)
+    given = {"comms_logger"} if flat.mapping("comms_logger") else set()
+    _comms_logger(flat.mapping("comms_logger"), native, "comms_logger")
     for key, value in (flat.mapping("deepspeed_extra_args") or {}).items():
         if key == "zero_allow_untested_optimizer":
             native.note("deepspeed_extra_args.zero_allow_untested_optimizer has no effect here: the engine sets it")
             native.used.add("deepspeed_extra_args")
             continue
-        if key in native.result.values.get("deepspeed", {}):
+        if key in native.result.values.get("deepspeed", {}) or key in given:
             flat.problem(
                 "deepspeed_extra_args",
                 f"{key} stands in deepspeed_extra_args and at the top level",
                 "remove one of them",
                 value={key: value},
             )
+        if key == "comms_logger" and isinstance(value, dict):
+            _comms_logger(value, native, "deepspeed_extra_args.comms_logger")
+            continue
         native.put(f"deepspeed.{key}", value, f"deepspeed_extra_args.{key}")
+
+
+def _comms_logger(options: Mapping[str, Any] | None, native: Native, source: str) -> None:
+    """DeepSpeed's logger waits for the device after every operation; the account does not, and counts all of them."""
+    if not options:
+        return
+    native.used.add(source.split(".")[0])
+    if options.get("enabled"):
+        native.put("logging.communication", "counts", source)
+        native.note(
+            "logging.communication: counts, in place of comms_logger, which waits after every operation; its other "
+            "options have no effect"
+        )
