@@ -18,6 +18,7 @@ from .figures import write_figure
 from .jsonl import encode, read_lines
 
 FOLDER = "communication"
+PHASES = ("forward", "recompute", "backward", "update", "exchange")  # as they come in a step
 
 
 class AccountFile:
@@ -179,7 +180,8 @@ def save_account(path: str | Path, counted: Tally, predicted: Tally | None, titl
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tallies = [("counted", counted, 1.0), *([("predicted", predicted, 0.45)] if predicted is not None else [])]
-    phases = [phase for (phase,) in counted.by("phase")]
+    known = {phase: place for place, phase in enumerate(PHASES)}
+    phases = sorted((phase for (phase,) in regular(counted).by("phase")), key=lambda each: known.get(each, len(known)))
     kinds = list(counted.by("group", "operation"))
     width = 0.8 / len(tallies)
     for number, (_, tally, opacity) in enumerate(tallies):
