@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from megatron.config import Config
+from megatron.config.variants import used
+from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
 from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traffic
@@ -223,13 +225,11 @@ class _Predictor:
 
     def expert_loads(self) -> None:
         """The table of all mixtures' loads, summed over data and stages."""
-        from megatron.config.variants import options_of
-        from megatron.kinds.moe.balance import Balance
-
-        model = self.config.model
-        experts = [options_of(model, each.ffn).experts for each in model.blocks if each.ffn and each.ffn.name == "moe"]
+        experts = {
+            number: experts for number, kind, options in used(self.config.model) if (experts := kind.experts(options))
+        }
         if experts:
-            elements = len(experts) * (2 * max(experts) + Balance.EXTRA)
+            elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)
             for axis in ("data", "pipeline"):
                 self.add("exchange", axis, "all_reduce", "fp32", elements)
 
