@@ -11,10 +11,10 @@ from megatron.model.describe import layers_table
 from megatron.model.generate import Sampling, choose, complete, filtered, generate
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
+from tests.kinds.mamba.test_state_space import MODELS as WITH_STATES
 from tests.kinds.rwkv.test_rwkv import MODELS as RWKV
 from tests.model.parity import randomise, relative
 from tests.model.test_model_options import OPTIONS, config_of
-from tests.model.test_state_space import MODELS as WITH_STATES
 
 CASES = [
     "plain",

@@ -22,9 +22,9 @@ from megatron.model.describe import layers
 from megatron.model.stack import build_model
 from megatron.model.stream import Stream
 from tests.float64 import DOUBLE, EXACT, wider
+from tests.kinds.common.test_scans import Bs, S, check, draw, places, stacked, starts_of
 from tests.model.parity import named, randomise, relative
 from tests.model.recurrences import delta_head
-from tests.model.test_scans import Bs, S, check, draw, places, stacked, starts_of
 
 H = 24
 

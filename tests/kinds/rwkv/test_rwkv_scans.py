@@ -12,7 +12,7 @@ from megatron.kinds.common.documents import document_starts
 from megatron.kinds.common.rwkv.wkv6 import wkv6
 from megatron.kinds.rwkv4.wkv4 import wkv4
 from megatron.kinds.rwkv7.wkv7 import wkv7
-from tests.model.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
+from tests.kinds.common.test_scans import CONTINUED, DOCUMENTS, Bs, S, check, draw
 
 h, N = 2, 4
 
