@@ -1,0 +1,227 @@
+"""A suite's file: base configurations, axes with their values, and the run of every combination."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.catalog import dotted
+from megatron.config.origins import Origin
+from megatron.config.problems import ConfigError, Problem
+from megatron.config.resolution import Resolved, load
+from megatron.config.tree import get, leaves
+from megatron.config.yaml_source import parse
+from megatron.installation import configuration_file
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEYS = {"name", "dir", "ranks", "files", "set", "axes"}
+MOST = 10_000  # members of a suite
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a suite.
+
+    Attributes:
+        name: the names of its values, joined by dashes; also the name of its folder.
+        values: axis -> name of the value.
+        folder: the run's directory.
+        files: its configuration files, later ones winning.
+        overrides: `key=value` words after them.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    folder: Path
+    files: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """What stands after train.py on the command line that starts it."""
+        return [*self.files, *self.overrides]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite as its file describes it.
+
+    Attributes:
+        path: the file.
+        folder: where the runs are, one folder each.
+        ranks: processes of each run; None for what the launcher finds.
+        axes: axis -> names of its values.
+    """
+
+    path: Path
+    name: str
+    folder: Path
+    ranks: int | None
+    axes: Mapping[str, tuple[str, ...]]
+    members: tuple[Member, ...]
+
+    def resolved(self, *, check_inputs: bool = False) -> dict[str, Resolved]:
+        """The configuration of every member, by its name.
+
+        Raises:
+            ConfigError: with the problems of all members; those that several share are told once.
+        """
+        found, problems = {}, {}
+        for member in self.members:
+            try:
+                found[member.name] = load(
+                    list(member.files), list(member.overrides), ranks=self.ranks or 1, check_inputs=check_inputs
+                )
+            except ConfigError as error:
+                for problem in error.problems:
+                    if problem.fatal:
+                        problems.setdefault(str(problem), problem)
+        if problems:
+            raise ConfigError(problems.values())
+        return found
+
+
+def read_suite(path: Path) -> Suite:
+    """Read a suite's file.
+
+    Raises:
+        ConfigError: it cannot be read, or it has mistakes; with all of them and their lines.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"must be a file of text that can be read ({error})"
+        raise ConfigError([Problem("", rule, "name the suite's file", where=str(path))]) from error
+    values, origins, problems = parse(text, lambda line: Origin("file", file=str(path), line=line))
+    reader = _Reader(path, values if isinstance(values, dict) else {}, origins, list(problems))
+    if not isinstance(values, dict) and not problems:
+        reader.problem((), "must be a mapping with the keys " + ", ".join(sorted(_KEYS)), "see docs/suites.md")
+    suite = reader.suite() if isinstance(values, dict) else None
+    if reader.problems or suite is None:
+        raise ConfigError(reader.problems)
+    return suite
+
+
+class _Reader:
+    """Turns the values of a file into a suite, and collects what is wrong with them."""
+
+    def __init__(self, path: Path, values: dict[str, Any], origins: Mapping[Any, Origin], problems: list[Problem]):
+        self.path, self.values, self.origins, self.problems = path, values, origins, problems
+        for key in values.keys() - _KEYS:
+            self.problem((key,), "must be one of " + ", ".join(sorted(_KEYS)), "correct or remove the key")
+
+    def problem(self, at: tuple[str | int, ...], rule: str, fix: str) -> None:
+        origin = next((self.origins[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self.origins), None)
+        self.problems.append(Problem(dotted(at), rule, fix, where=str(origin or self.path)))
+
+    def suite(self) -> Suite | None:
+        name = self._name(("name",), self.values.get("name", self.path.stem))
+        ranks = self.values.get("ranks")
+        if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+            self.problem(("ranks",), "must be a number of processes, at least 1", "give one, or leave it out")
+        folder = self.values.get("dir", f"runs/{name}")
+        if not isinstance(folder, str) or not folder:
+            self.problem(("dir",), "must be the path of a folder", "give a path, or leave it out")
+        base = self._change(("files",), ("set",), self.values)
+        axes = self._axes()
+        if self.problems:
+            return None
+        members = tuple(self._members(Path(folder), base, axes))
+        names = {axis: tuple(values) for axis, values in axes.items()}
+        return Suite(self.path, name, Path(folder), ranks, names, members)
+
+    def _name(self, at: tuple[str, ...], name: Any) -> str:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            self.problem(at, "must be a name of letters, digits, dots, dashes and underscores", "choose another name")
+        return str(name)
+
+    def _axes(self) -> dict[str, dict[str, _Change]]:
+        axes = self.values.get("axes", {})
+        if not isinstance(axes, dict) or not axes or not all(isinstance(each, dict) and each for each in axes.values()):
+            self.problem(("axes",), "must name at least one axis, each with its values", "axes: {seed: {s1: {...}}}")
+            return {}
+        found: dict[str, dict[str, _Change]] = {}
+        for axis, values in axes.items():
+            self._name(("axes", axis), axis)
+            for value, change in values.items():
+                at = ("axes", axis, value)
+                self._name(at, value)
+                if not isinstance(change, dict):
+                    self.problem(at, "must be a mapping of keys, or {files: [...], set: {...}}", "write {key: value}")
+                    continue
+                full = change.keys() <= {"files", "set"}
+                found.setdefault(axis, {})[value] = (
+                    self._change((*at, "files"), (*at, "set"), change) if full else _Change((), self._keys(at, change))
+                )
+        size = 1
+        for values in found.values():
+            size *= len(values)
+        if size > MOST:
+            self.problem(("axes",), f"must not make more than {MOST:,} runs, and make {size:,}", "leave out values")
+        return found
+
+    def _change(self, files_at: tuple[str, ...], set_at: tuple[str, ...], values: Mapping[str, Any]) -> _Change:
+        files = values.get("files", [])
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(files, list) or not all(isinstance(each, str) for each in files):
+            self.problem(files_at, "must be a list of configuration files", "files: [pythia/70m, mine.yml]")
+            files = []
+        paths = [self._file(files_at, each) for each in files]
+        keys = values.get("set", {})
+        if not isinstance(keys, dict):
+            self.problem(set_at, "must be a mapping of keys", "set: {training.steps: 100}")
+            keys = {}
+        return _Change(tuple(paths), self._keys(set_at, keys))
+
+    def _file(self, at: tuple[str, ...], word: str) -> str:
+        """A file beside the suite's, or what the command line would take."""
+        beside = self.path.parent / word
+        found = str(beside) if beside.is_file() else configuration_file(word)
+        if found is None:
+            self.problem(at, f"must be files that exist, and {word!r} does not", "correct the path or the name")
+        return found or word
+
+    def _keys(self, at: tuple[str, ...], keys: dict[str, Any]) -> dict[str, Any]:
+        found = {".".join(map(str, path)): value for path, value in _values(keys)}
+        for key in ("run.dir", "run.name"):
+            if key in found:
+                self.problem(at, f"must not set {key}, which is the suite's", "leave it out; `dir` names the folder")
+        return found
+
+    @staticmethod
+    def _members(folder: Path, base: _Change, axes: dict[str, dict[str, _Change]]) -> Iterator[Member]:
+        for chosen in itertools.product(*(values.items() for values in axes.values())):
+            name = "-".join(value for value, _ in chosen)
+            files = [*base.files, *(file for _, change in chosen for file in change.files)]
+            keys = dict(base.keys)
+            for _, change in chosen:
+                keys.update(change.keys)
+            keys |= {"run.name": f"{folder.name}-{name}", "run.dir": str(folder / name)}
+            overrides = tuple(f"{key}={json.dumps(value)}" for key, value in keys.items())
+            values = {axis: value for axis, (value, _) in zip(axes, chosen)}
+            yield Member(name, values, folder / name, tuple(files), overrides)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What a value of an axis changes: files that come after the others, and keys after all files."""
+
+    files: tuple[str, ...]
+    keys: Mapping[str, Any]
+
+
+def _values(tree: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Keys of nested or dotted mappings with their values; a list is one value."""
+    lists = set()
+    for path, value in leaves(tree):
+        whole = next((end for end, part in enumerate(path) if isinstance(part, int)), None)
+        if path and whole is None:
+            yield path, value
+        elif path and path[:whole] not in lists:
+            lists.add(path[:whole])
+            yield path[:whole], get(tree, path[:whole])

@@ -1,0 +1,117 @@
+"""Training the runs of a suite: some at a time on this machine, or as an array of jobs in Slurm."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.config.difference import Described, described, differences
+from megatron.config.problems import UserError
+from megatron.config.resolution import Resolved
+from megatron.installation import root
+
+from .members import Member, Suite
+from .state import state_of
+
+TICK = 0.2  # seconds between two looks at the running ones
+HARMLESS = ("launch.", "logging.", "evaluation.", "checkpoint.", "data.cache", "data.workers", "data.prefetch")
+
+
+def waiting(suite: Suite, resolved: dict[str, Resolved]) -> list[Member]:
+    """The members that are not finished.
+
+    Raises:
+        UserError: a run of a member's folder was made with other values.
+    """
+    found = []
+    for member in suite.members:
+        config = resolved[member.name].config
+        if (member.folder / "config.yml").is_file():
+            _refuse_another(member, resolved[member.name])
+        state, end = state_of(member), config.training.stop_at_step or config.training.steps
+        if state.word not in ("finished", "stopped") or state.step < end:
+            found.append(member)
+    return found
+
+
+def _refuse_another(member: Member, resolved: Resolved) -> None:
+    now = Described(resolved.config, {key: str(origin) for key, origin in resolved.origins.items()})
+    changed = [
+        each.key
+        for each in differences(described(str(member.folder)), now)
+        if not each.key.startswith(HARMLESS) and each.key.partition(".")[0] not in ("parallel", "zero")
+    ]
+    if changed:
+        raise UserError(
+            f"{member.folder} has a run that was made with other values of {', '.join(changed[:8])}: undo the change "
+            "of the suite, or give it another `dir`"
+        )
+
+
+def command(member: Member, suite: Suite) -> list[str]:
+    """The command that trains a member, or goes on with it."""
+    ranks = ["--ranks", str(suite.ranks)] if suite.ranks else []
+    return [sys.executable, str(root() / "deepy.py"), *ranks, str(root() / "train.py"), *member.words]
+
+
+def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], None]) -> list[str]:
+    """Train members, `jobs` at a time; what one prints goes to <folder>.out. Ctrl-C reaches all, and each saves.
+
+    Returns:
+        The names of those that failed, or were not begun because of Ctrl-C.
+    """
+    queue, running, failed = list(members), dict[str, tuple[Member, subprocess.Popen]](), list[str]()
+    suite.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        while queue or running:
+            while queue and len(running) < jobs:
+                member = queue.pop(0)
+                tell(f"{member.name}: begins")
+                running[member.name] = (member, _start(member, suite))
+            time.sleep(TICK)
+            for name, (member, process) in list(running.items()):
+                if (status := process.poll()) is None:
+                    continue
+                del running[name]
+                tell(f"{name}: {'trained' if status == 0 else f'failed with status {status}, see {_output(member)}'}")
+                failed += [name] * (status != 0)
+    except KeyboardInterrupt:
+        for _, process in running.values():
+            process.send_signal(signal.SIGINT)
+        for _, process in running.values():
+            process.wait()
+        tell(f"interrupted: {len(running)} runs were stopped, {len(queue)} have not begun")
+        failed += [*running, *(member.name for member in queue)]
+    return failed
+
+
+def _output(member: Member) -> Path:
+    return member.folder.with_name(f"{member.folder.name}.out")
+
+
+def _start(member: Member, suite: Suite) -> subprocess.Popen:
+    with open(_output(member), "ab") as out:
+        # A session of its own: the terminal's Ctrl-C comes to us alone, and goes on from here once.
+        return subprocess.Popen(
+            command(member, suite), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+
+
+def array_script(suite: Suite, options: list[str]) -> str:
+    """A batch script for sbatch: a task per member, each with the resources that `options` ask for."""
+    tool = [sys.executable, str(root() / "tools" / "suite.py"), str(suite.path.absolute()), "launch", "--index"]
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={suite.name}",
+        f"#SBATCH --array=0-{len(suite.members) - 1}",
+        f"#SBATCH --output={suite.folder.absolute()}/slurm-%A_%a.out",
+        *(f"#SBATCH {option}" for option in options),
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        f'exec {shlex.join(tool)} "$SLURM_ARRAY_TASK_ID"',
+    ]
+    return "\n".join(lines) + "\n"

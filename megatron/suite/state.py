@@ -1,0 +1,123 @@
+"""How far the runs of a suite are, and whether they have read the same batches: from the files they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.frozen import thaw
+from megatron.report.jsonl import read_lines
+
+from .members import Member
+
+AVERAGED = 20  # the closing loss is the mean over this part of the steps: a twentieth
+# What decides over the batches of a run, besides what is said of the files themselves.
+_READ = ("global_batch_size", "sequence_length", "seed")
+_NOT_READ = ("cache", "workers", "prefetch", "validation", "test")
+
+
+@dataclass(frozen=True)
+class State:
+    """A member's run, as its files tell it.
+
+    Attributes:
+        word: waiting, running (or killed), stopped, failed or finished.
+        step: updates made.
+        losses: step -> training loss.
+        batches: step -> hash of the batch that the newest weights have seen.
+        validation, tasks: the last values by name.
+    """
+
+    word: str = "waiting"
+    step: int = 0
+    losses: Mapping[int, float] = field(default_factory=dict)
+    batches: Mapping[int, str] = field(default_factory=dict)
+    validation: Mapping[str, float] = field(default_factory=dict)
+    tasks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss over the last twentieth of the logged steps."""
+        values = [self.losses[step] for step in sorted(self.losses)]
+        tail = values[-max(len(values) // AVERAGED, 1) :]
+        return sum(tail) / len(tail) if tail else None
+
+
+def state_of(member: Member) -> State:
+    """Read a member's files. One that has not begun has none.
+
+    Raises:
+        ValueError, OSError: a file is damaged.
+    """
+    word, step, batches = "waiting", 0, dict[int, str]()
+    for event in _lines(member.folder / "ledger.jsonl"):
+        name = event.get("event")
+        if name == "batches":
+            batches |= {event["first_step"] + place: value for place, value in enumerate(event["hashes"])}
+        elif name in ("start", "resume"):
+            word, step = "running", event["step"]
+            batches = {at: value for at, value in batches.items() if at < step}
+        elif name in ("end", "stop", "error"):
+            word = {"end": "finished", "stop": "stopped", "error": "failed"}[name]
+            step = event.get("step") or step
+    losses, validation, tasks = dict[int, float](), dict[str, float](), dict[str, float]()
+    for record in _lines(member.folder / "metrics.jsonl"):
+        if record.get("loss") is not None:
+            losses[record["step"]] = record["loss"]
+            batches.setdefault(record["step"], record.get("batch_hash", ""))
+            step = max(step, record["step"] + 1)
+        validation |= {name: each["loss"] for name, each in record.get("validation", {}).items()}
+        tasks |= {f"{name} {_main(each)}": each[_main(each)] for name, each in record.get("tasks", {}).items() if each}
+    return State(word, step, losses, batches, validation, tasks)
+
+
+def _main(metrics: Mapping[str, float]) -> str:
+    return next((name for name in ("acc_norm", "acc") if name in metrics), next(iter(metrics)))
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    return read_lines(path) if path.is_file() else ()
+
+
+def data_group(config: Config) -> str:
+    """A short name that runs share if their configurations ask for the same batches."""
+    data = {key: value for key, value in thaw(config.data.model_dump()).items() if key not in _NOT_READ}
+    training = {key: getattr(config.training, key) for key in _READ}
+    text = json.dumps([data, training, thaw(config.tokenizer.model_dump())], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether the runs of a group have read the same batches.
+
+    Attributes:
+        members: names of those that have read any.
+        steps: steps that more than one of them has made.
+        unlike: (step, member, other member) of the first step at which two batches differ; None if none does.
+    """
+
+    members: tuple[str, ...]
+    steps: int
+    unlike: tuple[int, str, str] | None
+
+
+def agreement(states: Mapping[str, State]) -> Agreement:
+    """Compare the batch hashes of runs step by step."""
+    seen: dict[int, tuple[str, str]] = {}
+    shared: set[int] = set()
+    unlike: tuple[int, str, str] | None = None
+    for name, state in states.items():
+        for step, value in state.batches.items():
+            other, first = seen.setdefault(step, (name, value))
+            if other == name:
+                continue
+            shared.add(step)
+            if value != first and (unlike is None or step < unlike[0]):
+                unlike = (step, other, name)
+    return Agreement(tuple(name for name, state in states.items() if state.batches), len(shared), unlike)

@@ -1,0 +1,169 @@
+"""What a suite's tool prints: its plan, how far it is, and its results with their spread over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.config.problems import UserError
+from megatron.config.resolution import Resolved
+from megatron.report.console import short
+
+from .members import Suite
+from .state import Agreement, State, agreement, data_group
+
+SEED = "seed"  # the axis over which results are averaged
+
+
+def size_of(resolved: Resolved) -> tuple[int, int]:
+    """(parameters, FLOPs of a token forward and backward) of a member's model, counted by its layers.
+
+    Raises:
+        UserError: its vocabulary is not known yet.
+    """
+    from megatron.model.describe import totals
+
+    if resolved.config.model.vocab_size is None:
+        raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")
+    total = totals(resolved.config)
+    return total.parameters, total.training_flops
+
+
+def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mapping[str, State]) -> dict[str, Any]:
+    """Every member with its size, its data and its state, as JSON."""
+    members, ranks = {}, ["--ranks", str(suite.ranks)] if suite.ranks else []
+    for member in suite.members:
+        config = resolved[member.name].config
+        training = config.training
+        parameters, flops = size_of(resolved[member.name])
+        tokens = training.steps * training.global_batch_size * training.sequence_length
+        members[member.name] = {
+            "values": dict(member.values),
+            "parameters": parameters,
+            "steps": training.steps,
+            "tokens": tokens,
+            "flops": flops * tokens,
+            "data": data_group(config),
+            "state": states[member.name].word,
+            "step": states[member.name].step,
+            "command": ["./deepy.py", *ranks, "train.py", *member.words],
+        }
+    return {"suite": suite.name, "folder": str(suite.folder), "axes": dict(suite.axes), "members": members}
+
+
+def plan_lines(document: Mapping[str, Any]) -> list[str]:
+    """The plan as a table, with totals."""
+    rows = [["member", "parameters", "steps", "tokens", "FLOPs", "data", "state"]]
+    for name, member in document["members"].items():
+        rows.append([
+            name,
+            short(member["parameters"]),
+            f"{member['steps']:,}",
+            short(member["tokens"]),
+            f"{member['flops']:.2e}",
+            member["data"],
+            member["state"] + (f", step {member['step']:,}" if member["step"] else ""),
+        ])
+    members = document["members"].values()
+    tokens, flops = sum(each["tokens"] for each in members), sum(each["flops"] for each in members)
+    groups = len({each["data"] for each in members})
+    closing = (
+        f"{len(members)} runs, {short(tokens)} tokens, {flops:.2e} FLOPs; runs with the same name under data read the "
+        f"same batches ({groups} of them)"
+    )
+    return [*aligned(rows), "", closing]
+
+
+def status_lines(states: Mapping[str, State], ends: Mapping[str, int]) -> list[str]:
+    """How far every member is."""
+    rows = [["member", "state", "step", "of", "loss"]]
+    for name, state in states.items():
+        loss = "" if state.loss is None else f"{state.loss:.4f}"
+        rows.append([name, state.word, f"{state.step:,}", f"{ends[name]:,}", loss])
+    words = [state.word for state in states.values()]
+    counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    return [*aligned(rows), "", counts]
+
+
+def agreements(suite: Suite, resolved: Mapping[str, Resolved], states: Mapping[str, State]) -> dict[str, Agreement]:
+    """By the name of their data: whether the members that should have read the same batches have."""
+    groups: dict[str, dict[str, State]] = {}
+    for member in suite.members:
+        groups.setdefault(data_group(resolved[member.name].config), {})[member.name] = states[member.name]
+    return {name: agreement(group) for name, group in groups.items()}
+
+
+def agreement_lines(found: Mapping[str, Agreement]) -> list[str]:
+    """A sentence for each group of runs."""
+    lines = []
+    for name, each in found.items():
+        if each.unlike is not None:
+            step, one, other = each.unlike
+            lines.append(f"data {name}: DIFFERENT batches at step {step}: {one} and {other}")
+        elif each.steps:
+            lines.append(f"data {name}: {len(each.members)} runs read the same batches ({each.steps:,} steps compared)")
+        else:
+            lines.append(f"data {name}: nothing to compare yet ({len(each.members)} runs have begun)")
+    return lines
+
+
+def results(suite: Suite, states: Mapping[str, State]) -> list[dict[str, Any]]:
+    """The results of every combination of values, averaged over the axis `seed` where the suite has one.
+
+    Each has `values`, `runs`, and under `results` for each number its mean, its standard deviation over the runs (null
+    for one run) and how many runs have it.
+    """
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for member in suite.members:
+        key = tuple((axis, value) for axis, value in member.values.items() if axis != SEED)
+        groups.setdefault(key, []).append(member.name)
+    found = []
+    for key, names in groups.items():
+        numbers: dict[str, list[float]] = {}
+        for name in names:
+            for label, value in _numbers(states[name]).items():
+                numbers.setdefault(label, []).append(value)
+        spread = {label: _spread(values) for label, values in numbers.items()}
+        found.append({"values": dict(key), "runs": names, "results": spread})
+    return found
+
+
+def _numbers(state: State) -> dict[str, float]:
+    own = {} if state.loss is None else {"training loss": state.loss}
+    return own | {f"{name} loss": value for name, value in state.validation.items()} | dict(state.tasks)
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    mean = sum(values) / len(values)
+    squares = sum((value - mean) ** 2 for value in values)
+    deviation = math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else None
+    return {"mean": mean, "deviation": deviation, "runs": len(values)}
+
+
+def result_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The results as a table: a mean, and after ± the standard deviation over seeds."""
+    labels = list(dict.fromkeys(label for each in found for label in each["results"]))
+    axes = list(found[0]["values"]) if found else []
+    rows = [[*axes, "runs", *labels]]
+    for each in found:
+        cells = [each["results"].get(label) for label in labels]
+        rows.append([*each["values"].values(), str(len(each["runs"])), *map(_cell, cells)])
+    return aligned(rows)
+
+
+def _cell(spread: Mapping[str, Any] | None) -> str:
+    if spread is None:
+        return "-"
+    around = "" if spread["deviation"] is None else f" ± {spread['deviation']:.4f}"
+    return f"{spread['mean']:.4f}{around}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    first, *others = widths
+    return [
+        "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others))]).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Many runs of one file: every combination of sizes, seeds, data and recipes, planned, trained and compared as one.
+
+    python tools/suite.py ladder.yml plan                 every run with its size and data; nothing is started
+    python tools/suite.py ladder.yml launch --jobs 2      train what is not finished, two at a time
+    python tools/suite.py ladder.yml launch --slurm --sbatch=--time=2:00:00 --sbatch=--gpus-per-node=8     write an array job
+    python tools/suite.py ladder.yml status
+    python tools/suite.py ladder.yml compare              results with their spread over seeds, and report.html
+    python tools/suite.py ladder.yml manifest             all of it as JSON, with the hashes of the batches
+
+Exit status 1: a run failed, or runs that should have read the same batches have not; 2: mistakes in the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from megatron.config import ConfigError  # noqa: E402
+from megatron.config.problems import UserError  # noqa: E402
+from megatron.suite import Suite, read_suite  # noqa: E402
+
+VERBS = ("plan", "launch", "status", "compare", "manifest")
+CURVES = 40  # runs whose curves a page can show
+
+
+def plan(suite: Suite, options: argparse.Namespace) -> int:
+    from megatron.suite.tables import plan_document, plan_lines
+
+    document = plan_document(suite, suite.resolved(), _states(suite))
+    print(json.dumps(document, indent=2) if options.json else "\n".join(plan_lines(document)))
+    return 0
+
+
+def launch(suite: Suite, options: argparse.Namespace) -> int:
+    from megatron.suite.queue import array_script, train, waiting
+
+    resolved = suite.resolved(check_inputs=True)
+    if options.slurm:
+        waiting(suite, resolved)
+        suite.folder.mkdir(parents=True, exist_ok=True)
+        script = suite.folder / "array.sh"
+        script.write_text(array_script(suite, options.sbatch), encoding="utf-8")
+        print(f"{len(suite.members)} tasks; submit them with\n  sbatch {script}")
+        return 0
+    members = waiting(suite, resolved)
+    if options.index is not None:
+        if not 0 <= options.index < len(suite.members):
+            raise UserError(f"--index must be from 0 to {len(suite.members) - 1}, the members of {suite.path}")
+        members = [member for member in members if member is suite.members[options.index]]
+    failed = train(suite, members, options.jobs, lambda line: print(line, flush=True))
+    done = len(suite.members) - len(waiting(suite, resolved))
+    print(f"{done} of {len(suite.members)} runs are finished" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return 1 if failed else 0
+
+
+def status(suite: Suite, options: argparse.Namespace) -> int:
+    from megatron.suite.tables import status_lines
+
+    states = _states(suite)
+    if options.json:
+        found = {name: {"state": each.word, "step": each.step, "loss": each.loss} for name, each in states.items()}
+        print(json.dumps(found, indent=2))
+        return 0
+    ends = {name: each.config.training.steps for name, each in suite.resolved().items()}
+    print("\n".join(status_lines(states, ends)))
+    return 0
+
+
+def compare(suite: Suite, options: argparse.Namespace) -> int:
+    from megatron.suite.tables import agreement_lines, agreements, result_lines, results
+
+    states = _states(suite)
+    found, same = results(suite, states), agreements(suite, suite.resolved(), states)
+    unlike = any(each.unlike for each in same.values())
+    if options.json:
+        print(json.dumps({"results": found, "same_batches": not unlike}, indent=2))
+        return int(unlike)
+    begun = [member.folder for member in suite.members if states[member.name].losses]
+    lines = [*result_lines(found), "", *agreement_lines(same)]
+    if begun:
+        from megatron.report.page import write_report
+        from megatron.report.page.history import named_runs
+
+        page = suite.folder / "report.html"
+        write_report(named_runs([str(each) for each in begun[:CURVES]]), page, title=suite.name)
+        lines.append(f"curves{f' of the first {CURVES} runs' if len(begun) > CURVES else ''}: {page}")
+    print("\n".join(lines))
+    return int(unlike)
+
+
+def manifest(suite: Suite, options: argparse.Namespace) -> int:
+    from megatron.config.resolved_file import config_hash
+    from megatron.suite.tables import agreements, plan_document, results
+
+    resolved, states = suite.resolved(), _states(suite)
+    document = plan_document(suite, resolved, states)
+    for member in suite.members:
+        state, entry = states[member.name], document["members"][member.name]
+        entry |= {"configuration": config_hash(resolved[member.name].config), "loss": state.loss}
+        entry |= {"validation": dict(state.validation), "tasks": dict(state.tasks)}
+        entry["batches"] = [state.batches.get(step) for step in range(state.step)]
+        folder = Path(resolved[member.name].config.checkpoint.dir)
+        entry["checkpoints"] = sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
+    same = agreements(suite, resolved, states)
+    document["same_batches"] = {name: each.unlike is None for name, each in same.items()}
+    document["results"] = results(suite, states)
+    print(json.dumps(document, indent=2))
+    return int(not all(document["same_batches"].values()))
+
+
+def _states(suite: Suite) -> dict:
+    from megatron.suite.state import state_of
+
+    try:
+        return {member.name: state_of(member) for member in suite.members}
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what a verb says; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", type=Path, help="the suite's file")
+    parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("--json", action="store_true", help="plan, status, compare: print one JSON document")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="launch: runs at a time (default: 1)")
+    parser.add_argument("--index", type=int, metavar="K", help="launch: the K-th run alone, counted from 0")
+    parser.add_argument("--slurm", action="store_true", help="launch: write a job array for sbatch, a task per run")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="=OPTION", help="launch: an option of its tasks"
+    )
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    try:
+        return globals()[options.verb](read_suite(options.suite), options)
+    except (ConfigError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
