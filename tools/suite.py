@@ -3,7 +3,7 @@
 
     python tools/suite.py ladder.yml plan                 every run with its size and data; nothing is started
     python tools/suite.py ladder.yml launch --jobs 2      train what is not finished, two at a time
-    python tools/suite.py ladder.yml launch --slurm --sbatch=--time=2:00:00 --sbatch=--gpus-per-node=8     write an array job
+    python tools/suite.py ladder.yml launch --slurm --sbatch=--gpus-per-node=8       write an array job
     python tools/suite.py ladder.yml status
     python tools/suite.py ladder.yml compare              results with their spread over seeds, and report.html
     python tools/suite.py ladder.yml manifest             all of it as JSON, with the hashes of the batches

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
 ABSENT = object()  # the value of a key that is not there
 
 
@@ -19,7 +17,7 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, BaseModel):  # a section: what differs from its defaults
+    if hasattr(value, "model_dump"):  # a section, without pydantic at import: what differs from its defaults
         value = value.model_dump(exclude_defaults=True)
     if isinstance(value, str):
         text = repr(value)
