@@ -37,6 +37,8 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
         elif isinstance(each, Block) and inside:
             place = ".".join(logical_of(next(each.parameters())).name.split(".")[:2])
             recorder.label(each, place)
+            for part in each.side_layers or ():  # a recomputation calls the parts, not the block
+                recorder.label(part, place)
             for part, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
                 if part is not None:
                     recorder.label(part, f"{place}.{kind.name}")
