@@ -71,7 +71,8 @@ class Suite:
         Raises:
             ConfigError: with the problems of all members; those that several share are told once.
         """
-        found, problems = {}, {}
+        found: dict[str, Resolved] = {}
+        problems: dict[str, Problem] = {}
         for member in self.members:
             try:
                 found[member.name] = load(
