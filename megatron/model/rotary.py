@@ -43,8 +43,10 @@ def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor
         length = scaling.original_length / (rotations * 2 * math.pi)
         return rotated * math.log(length) / (2 * math.log(options.base))
 
-    low = max(math.floor(channel(scaling.beta_fast)), 0)
-    high = min(math.ceil(channel(scaling.beta_slow)), rotated - 1)
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
     ramp = (torch.arange(rotated // 2, dtype=inverse.dtype) - low) / max(high - low, 0.001)
     stretched = ramp.clamp(0.0, 1.0)
     factor = scaling.attention_factor

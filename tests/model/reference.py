@@ -101,6 +101,7 @@ class Reference:
             "relu": lambda z: z.clamp_min(0),
             "relu2": lambda z: z.clamp_min(0) ** 2,
             "identity": lambda z: z,
+            "quick_gelu": lambda z: z / (1 + torch.exp(-1.702 * z)),
         }[own.activation]
         if not own.gated:
             return self.linear(activation(self.linear(x, f"{name}.up")), f"{name}.down")
@@ -121,10 +122,11 @@ class Reference:
                 q_h, k_h = self.norm(q_h, f"{name}.query_norm"), self.norm(k_h, f"{name}.key_norm")
             if own.position == "rotary":
                 q_h, k_h = (turned(each, places, own.rotary.base, int(own.rotary.fraction * D)) for each in (q_h, k_h))
-            heads.append(self.one_head(q_h, k_h, v_h, own, head, documents))
+            sink = self.weights[f"{name}.sinks"][head] if own.sinks else None
+            heads.append(self.one_head(q_h, k_h, v_h, own, head, documents, sink))
         return self.linear(torch.cat(heads, -1), f"{name}.output")
 
-    def one_head(self, q: Tensor, k: Tensor, v: Tensor, own, head: int, documents) -> Tensor:
+    def one_head(self, q: Tensor, k: Tensor, v: Tensor, own, head: int, documents, sink: Tensor | None) -> Tensor:
         rows = []
         for place in range(len(q)):
             seen = [
@@ -138,7 +140,8 @@ class Reference:
                 scores = own.softcap * torch.tanh(scores / own.softcap)
             if own.position == "alibi":
                 scores = scores - slope(head, own.heads) * (place - torch.tensor(seen, dtype=torch.float64))
-            rows.append(torch.exp(scores - scores.logsumexp(0)) @ v[seen])
+            every = scores if sink is None else torch.cat([scores, sink[None]])
+            rows.append(torch.exp(scores - every.logsumexp(0)) @ v[seen])
         return torch.stack(rows)
 
 

@@ -40,6 +40,8 @@ OPTIONS = {
     "softcap": {"attention": {"softcap": 0.4}},
     "softcap, window, alibi": {"attention": {"softcap": 0.4, "window": 4, "position": "alibi"}},
     "scale": {"attention": {"scale": 1.3}},
+    "sinks": {"attention": {"sinks": True}},
+    "sinks, window, grouped": {"attention": {"heads": 4, "kv_heads": 2, "sinks": True, "window": 4}},
     "window": {"attention": {"window": 3}},
     "window of two": {"attention": {"window": 2}},
     "window as long as the sequence": {"attention": {"window": 12}},
@@ -77,7 +79,7 @@ OPTIONS = {
     "tied head with bias": {"embedding": {"tied": True}, "head": {"bias": True}},
 } | {
     f"{activation}{' gated' if gated else ''}": {"mlp": {"activation": activation, "gated": gated}}
-    for activation in ("gelu", "gelu_tanh", "silu", "relu", "relu2", "identity")
+    for activation in ("gelu", "gelu_tanh", "silu", "relu", "relu2", "identity", "quick_gelu")
     for gated in (False, True)
 }
 

@@ -78,7 +78,7 @@ def _drop_idle_rotary(values: dict[str, Any]) -> None:
         "none": (),
         "linear": ("factor",),
         "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
-        "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+        "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     }[values["rotary"]["scaling"]["type"]]
     scaling = values["rotary"]["scaling"]
     values["rotary"]["scaling"] = {"type": scaling["type"], **{name: scaling[name] for name in used}}

@@ -28,6 +28,7 @@ class RotaryScaling(Section):
     )
     beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is left alone.", gt=0)
     beta_slow: float = key(1.0, "yarn: number of rotations below which a frequency is fully stretched.", gt=0)
+    truncate: bool = key(True, "yarn: round the two channels between which frequencies are stretched (not: GPT-OSS).")
     attention_factor: float | None = key(
         None,
         "yarn: multiplier of cos and sin.",

@@ -22,9 +22,11 @@ from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row, whole
 from megatron.parallel.collectives import enter
+from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.random import site_key
+from megatron.parallel.shard import Role, Shard
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class Attention(nn.Module):
         elif options.qk_norm == "full":
             self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, model.norm, sharded=True)
             self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, model.norm, sharded=self.shard_kv)
+        self.sinks = None
+        if options.sinks:
+            self.sinks = make.parameter("sinks", (options.heads,), role=Role.BIAS, init=ZEROS, shard=Shard(0))
         self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
         slopes = None
         if options.position == "alibi":
@@ -110,7 +115,16 @@ class Attention(nn.Module):
         dropout = None
         if self.training and self.options.dropout > 0.0:
             dropout = (self.options.dropout, call.dropout_key, stream.samples, self.first_head)
-        y = attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
+        y = attend(
+            q,
+            k,
+            v,
+            self.pattern,
+            documents_BS=stream.documents,
+            dropout=dropout,
+            sinks_n=self.sinks,
+            remember=stream.remember,
+        )
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def new_state(self) -> KeyValueCache:
@@ -187,6 +201,8 @@ class Attention(nn.Module):
             parameters += q_width + kv_width
         elif options.qk_norm == "head":
             parameters += 2 * norm_parameters(model.norm, D)
+        if options.sinks:
+            parameters += options.heads
         seen = min(options.window or sequence_length, sequence_length)
         products = 2 * q_width + 2 * kv_width + options.heads  # queries, keys and values, output, its log-sum-exp
         return Counts(
@@ -209,6 +225,8 @@ class Attention(nn.Module):
         turned = options.position == "rotary" and Rotary(options.rotary, D).rotated > 0
         if options.qk_norm != "none" or turned:
             saved += kv_width  # new keys, beside the projected keys and values, which are one tensor
+        if options.sinks:
+            saved += q_width + options.heads  # the output before a share of it goes to the sinks, and that share
         if options.dropout > 0.0:
             saved += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
         return saved

@@ -65,6 +65,11 @@ class AttentionOptions(Section):
         derived=Derived("model.attention.head_dim ** -0.5", _scale, (".head_dim",)),
         gt=0,
     )
+    sinks: bool = key(
+        False,
+        "Whether each head has a trained logit that takes its share of the softmax and gives nothing (GPT-OSS); it "
+        "starts at 0.",
+    )
     qkv_bias: bool = key(False, "Whether the query, key and value projections have biases.")
     output_bias: bool = key(False, "Whether the output projection has a bias.")
     dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 ACTIVATIONS = {
@@ -11,8 +12,17 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "identity": lambda x: x,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 # Tensors of the MLP's width that are saved for the backward pass, plain and gated. Saved is what the derivative of
 # an operation needs; gate and up are halves of one tensor, saved together if either is.
-SAVED = {"gelu": (2, 4), "gelu_tanh": (2, 4), "silu": (2, 4), "relu": (1, 4), "relu2": (2, 5), "identity": (1, 3)}
+SAVED = {
+    "gelu": (2, 4),
+    "gelu_tanh": (2, 4),
+    "silu": (2, 4),
+    "relu": (1, 4),
+    "relu2": (2, 5),
+    "identity": (1, 3),
+    "quick_gelu": (3, 5),
+}

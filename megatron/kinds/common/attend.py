@@ -45,19 +45,19 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def choose(
-    pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str
+    pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str, sinks: bool = False
 ) -> tuple[str, str]:
     """The implementation ("causal", "masked", "flex" or "math") and the reason for it."""
     if dropout > 0.0:
         return "math", "attention dropout is drawn by key, which fused kernels cannot do"
     windowed = pattern.window is not None and pattern.window < keys
-    plain = not (documents or windowed or pattern.slopes or pattern.softcap)
+    plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks)
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
     if device == "cuda" and square:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
-    if pattern.softcap:
-        return "math", "softcap needs the logits"
+    if pattern.softcap or sinks:
+        return "math", "softcap and sinks need the logits"
     return "masked", "torch SDPA with an explicit mask"
 
 
@@ -69,6 +69,7 @@ def attend(
     *,
     documents_BS: Tensor | None = None,
     dropout: tuple[float, int, Tensor, int] | None = None,
+    sinks_n: Tensor | None = None,
     remember=None,
 ) -> Tensor:
     """Causal attention; the last query stands at the last key.
@@ -77,6 +78,7 @@ def attend(
         q: [B, n, Q, D]; k, v: [B, m, K, D].
         documents_BS: int [B, K]: tokens attend only within equal numbers.
         dropout: (rate, key, samples_B, first head) for dropout of probabilities; None in evaluation.
+        sinks_n: a logit of each head that takes its share of the softmax and gives nothing.
         remember: `Stream.remember`, so that layers share masks.
 
     Returns:
@@ -91,13 +93,14 @@ def attend(
         square=q.shape[2] == k.shape[2],
         dropout=rate,
         device=q.device.type,
+        sinks=sinks_n is not None,
     )
     if kind == "causal":
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     if kind == "flex":
-        return _flex(q, k, v, pattern, documents_BS, remember)
+        return _flex(q, k, v, pattern, documents_BS, sinks_n, remember)
     mask = remember(
         ("mask", pattern.window, pattern.slopes, q.shape[2], k.shape[2], q.device, q.dtype),
         lambda: _mask(q.shape[2], k.shape[2], pattern, documents_BS, q.device, q.dtype),
@@ -106,7 +109,7 @@ def attend(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return _math(q, k, v, pattern, mask, dropout)
+    return _math(q, k, v, pattern, mask, dropout, sinks_n)
 
 
 def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device, dtype) -> Tensor:
@@ -129,14 +132,19 @@ def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None
     return (slopes * (k - q)).masked_fill(~allowed, float("-inf")).to(dtype)
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropout) -> Tensor:
+def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropout, sinks_n: Tensor | None) -> Tensor:
     """Attention written out, with fp32 softmax."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = at_least_fp32(q @ k.transpose(-1, -2)) * pattern.scale
     if pattern.softcap:
         logits = pattern.softcap * torch.tanh(logits / pattern.softcap)
-    probabilities = (logits + at_least_fp32(mask)).softmax(-1)
+    logits = logits + at_least_fp32(mask)
+    if sinks_n is not None:
+        sinks = at_least_fp32(sinks_n).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        probabilities = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        probabilities = logits.softmax(-1)
     if dropout:
         rate, key, samples_B, first_head = dropout
         heads, queries, keys = probabilities.shape[1:]
@@ -173,7 +181,9 @@ def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
     return allowed, (score if pattern.softcap or slopes is not None else None)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tensor | None, remember) -> Tensor:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tensor | None, sinks_n: Tensor | None, remember
+) -> Tensor:
     from torch.nn.attention.flex_attention import create_block_mask
 
     allowed, score = flex_modifiers(pattern, documents_BS, q.device)
@@ -182,6 +192,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tenso
         ("flex", pattern.window, q.shape[2]),
         lambda: create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=q.device),
     )
-    return _compiled_flex()(
-        q, k, v, score_mod=score, block_mask=blocks, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    options = {"scale": pattern.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if sinks_n is None:
+        return _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, **options)
+    y, normalizer = _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, return_lse=True, **options)
+    return with_sinks(y, normalizer, sinks_n)
+
+
+def with_sinks(y: Tensor, normalizer_BnQ: Tensor, sinks_n: Tensor) -> Tensor:
+    """Attention's output [B, n, Q, D] where sinks had their share of the softmax, whose log-sum-exp this is."""
+    left = torch.sigmoid(at_least_fp32(normalizer_BnQ) - at_least_fp32(sinks_n).view(1, -1, 1))
+    return (at_least_fp32(y) * left.unsqueeze(-1)).to(y.dtype)

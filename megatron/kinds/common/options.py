@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron.config.derive import View
     from megatron.config.problems import Problem
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "identity", "quick_gelu"]
 MLP_WIDTH = "4 * model.hidden_size (gated: 8/3 * model.hidden_size rounded up to 256)"
 
 

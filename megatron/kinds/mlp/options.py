@@ -23,7 +23,9 @@ class MLPOptions(Section):
         gt=0,
     )
     activation: Activation = key(
-        "gelu", "Activation; gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared."
+        "gelu",
+        "Activation; gelu is the exact erf form, gelu_tanh its tanh approximation, relu2 is relu squared, quick_gelu "
+        "x * sigmoid(1.702 x).",
     )
     gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the projections have biases.")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
+from megatron.parallel.collectives import sum_gradient
+from megatron.parallel.initial import ZEROS
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard
 
@@ -26,18 +28,32 @@ def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class Stacked(nn.Module):
-    """The matrices of all experts as one logical tensor [E, outputs, inputs]."""
+    """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
-    def __init__(self, make: ParameterFactory, shape: tuple[int, int, int], **description):
+    Matrices that are cut by their inputs give partial sums, of which each rank adds its share of the bias.
+    """
+
+    def __init__(
+        self, make: ParameterFactory, shape: tuple[int, int, int], *, shard: Shard, bias: bool = False, **description
+    ):
         super().__init__()
-        self.weight = make.parameter("weight", shape, **description)
+        self.weight = make.parameter("weight", shape, shard=shard, experts=True, **description)
+        self.bias, self.axis, self.partial = None, make.mesh.expert_tensor, shard.dim == 2
+        if bias:
+            cut = None if self.partial else shard
+            self.bias = make.parameter("bias", shape[:2], role=Role.BIAS, init=ZEROS, shard=cut, experts=True)
 
     def forward(self, x_RK: Tensor, ends_E: Tensor) -> Tensor:
-        return grouped(x_RK, self.weight, ends_E)
+        y_RN = grouped(x_RK, self.weight, ends_E)
+        if self.bias is None:
+            return y_RN
+        bias_EN = sum_gradient(self.bias, self.axis) / self.axis.size if self.partial else self.bias
+        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return y_RN + bias_EN.repeat_interleave(rows_E, 0, output_size=len(x_RK))
 
 
 class Experts(nn.Module):
-    """Rows [R, H] to down(activation(gate x) * up x) of each row's expert, or down(activation(up x)).
+    """Rows [R, H] to down(activation(gate x) * (up x + offset)) of each row's expert, or down(activation(up x)).
 
     Tensor parallel ranks have a slice of every expert's width, and their results are partial sums; or, where experts
     are folded over them, whole experts.
@@ -47,6 +63,7 @@ class Experts(nn.Module):
         super().__init__()
         E, H, width = options.experts, hidden_size, options.hidden_size
         self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
+        self.limit, self.offset = options.limit, options.up_offset
         parts = (width, width) if options.gated else (width,)
         self.up = Stacked(
             make.scope("gate_up" if options.gated else "up"),
@@ -54,8 +71,8 @@ class Experts(nn.Module):
             role=Role.HIDDEN,
             init=init.hidden(H, width),
             shard=Shard(1, parts),
+            bias=options.bias,
             matrices=parts,
-            experts=True,
         )
         self.down = Stacked(
             make.scope("down"),
@@ -63,15 +80,17 @@ class Experts(nn.Module):
             role=Role.OUTPUT,
             init=init.output(width, H),
             shard=Shard(2),
+            bias=options.bias,
             matrices=(H,),
-            experts=True,
         )
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
         h = self.up(rows_RH, ends_E)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
-            h = self.activation(gate) * up
+            if self.limit is not None:
+                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            h = self.activation(gate) * (up + self.offset if self.offset else up)
         else:
             h = self.activation(h)
         return self.down(h, ends_E)

@@ -147,7 +147,10 @@ class MoE(nn.Module):
         router, products = router_counts(H, options)
         gate = H if options.shared_size and options.shared_gate else 0
         made = 2 if options.gated else 1
-        saved = SAVED[options.activation][options.gated]
+        bias = made * width + H if options.bias else 0
+        saved = shared_saved = SAVED[options.activation][options.gated]
+        if options.gated:
+            saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted, beside what is cut
         # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
         # weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
@@ -155,9 +158,9 @@ class MoE(nn.Module):
         routing += 7 * network + bool(network)
         routing += bool(options.losses.balance or options.losses.sequence)  # the sum of a token's scores
         return Counts(
-            parameters=E * expert + shared + router + gate,
-            idle=(E - k) * expert,
+            parameters=E * (expert + bias) + shared + router + gate,
+            idle=(E - k) * (expert + bias),
             flops=2 * (k * expert + shared + products + gate),
-            activations=k * (2 * H + saved * width) + saved * options.shared_size + routing + (H + 1 if gate else 0),
+            activations=k * (2 * H + saved * width) + shared_saved * options.shared_size + routing + (H + 1 if gate else 0),
             products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )

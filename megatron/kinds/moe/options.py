@@ -109,6 +109,11 @@ class MoEOptions(Section):
     )
     activation: Activation = key("silu", "Activation of the experts, as of model.mlp.")
     gated: bool = key(True, "Gated experts: activation(gate(x)) * up(x).")
+    bias: bool = key(False, "Whether the matrices of the experts have biases (GPT-OSS).")
+    limit: float | None = key(
+        None, "gated: gate is cut to at most this, and up to between minus this and this (GPT-OSS).", gt=0
+    )
+    up_offset: float = key(0.0, "gated: added to up (GPT-OSS: 1).")
     shared_size: int = key(
         0,
         "Width of a shared expert that every token uses; several shared experts are one of their summed width.",

@@ -29,6 +29,17 @@ def top_k_of_the_experts(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
+def gates_are_there_to_be_cut(at: Use[MoEOptions]) -> Iterator[Problem]:
+    for name in ("limit", "up_offset"):
+        if getattr(at.options, name) and not at.options.gated:
+            yield at.problem(
+                f".{name}",
+                ".gated",
+                rule=f"{name} must go with gated experts, whose gate and up it changes",
+                fix=f"use gated: true, or leave {name} out",
+            )
+
+
 def groups_are_equal(at: Use[MoEOptions]) -> Iterator[Problem]:
     moe, router, groups = at.options, at.options.router, ".router.groups"
     if moe.experts % router.groups:
@@ -355,6 +366,7 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
 # Each looks at one use of the kind.
 RULES = (
     top_k_of_the_experts,
+    gates_are_there_to_be_cut,
     groups_are_equal,
     widths_are_cut_and_aligned,
     balancers_fit_the_choice,

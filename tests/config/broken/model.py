@@ -235,6 +235,13 @@ MODEL = [
         ranks=4,
     ),
     case(
+        "a limit of experts without gates",
+        "model: {layers: (attention/moe) x4, moe: {gated: false, limit: 7.0}}",
+        "a.yml:2: model.moe.limit = 7.0",
+        "limit must go with gated experts",
+        "use gated: true, or leave limit out",
+    ),
+    case(
         "cca turns half a pair",
         "model: {layers: (cca/mlp) x4, cca: {heads: 4, head_dim: 6, rotary: {fraction: 0.5}}}",
         "a.yml:2: model.cca.head_dim = 6",

@@ -23,6 +23,16 @@ CASES = {
         "shared_gate": True,
         "router": {"score": "sigmoid", "normalize": True, "bias": True},
     },
+    "biases, limits": {
+        "experts": 4,
+        "top_k": 2,
+        "hidden_size": 24,
+        "activation": "quick_gelu",
+        "bias": True,
+        "limit": 0.5,
+        "up_offset": 1.0,
+        "router": {"bias": True, "normalize": True},
+    },
     "router with a state": {
         "experts": 4,
         "top_k": 1,
