@@ -113,6 +113,9 @@ INSIDE: dict[str, dict[str, str]] = {
         "jamba": "megatron.checkpoint.hf.architectures.jamba:JAMBA",
         "zaya": "megatron.checkpoint.hf.architectures.zaya:ZAYA",
         "rwkv": "megatron.checkpoint.hf.architectures.rwkv:RWKV",
+        "deepseek_v2": "megatron.checkpoint.hf.architectures.deepseek:DEEPSEEK_V2",
+        "deepseek_v3": "megatron.checkpoint.hf.architectures.deepseek:DEEPSEEK_V3",
+        "gpt_oss": "megatron.checkpoint.hf.architectures.experts:GPT_OSS",
     },
     RUNNER: {  # see megatron.launch.runner
         "local": "megatron.launch.runners.local:RUNNER",

@@ -29,6 +29,8 @@ def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
             norm = vector and name.endswith(("weight", "scale", "temp"))
             parameter.copy_(1.0 + 0.3 * noise if norm else (0.2 if vector else std) * noise)
         for name, buffer in module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
             if name.endswith("balancing_biases"):  # of ZAYA1's routers, but the last, which is -1 whatever a file says
                 buffer[:-1] = 0.02 * torch.randn(buffer[:-1].shape, generator=generator)
 
@@ -91,7 +93,7 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
             parts = tensor.split([len(tensors[f"{mixer}.linear_attn.{each}_proj.weight"]) for each in "qkv"])
             found |= {f"{mixer}.linear_attn.{each}_conv1d.weight": part for each, part in zip("qkv", parts)}
             continue
-        if last not in single or tensor.dim() != 3 or kind == "zaya":
+        if last not in single or tensor.dim() != 3 or kind in ("zaya", "gpt_oss"):
             found[name] = tensor
             continue
         for number, expert in enumerate(tensor):

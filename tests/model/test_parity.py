@@ -48,6 +48,9 @@ CASES = {
         max_position_embeddings=64,
         rope_parameters={**YARN, "attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0},
     ),
+    "llama yarn, not rounded": hf.LlamaConfig(
+        **LLAMA_LIKE, max_position_embeddings=64, rope_parameters={**YARN, "truncate": False}
+    ),
     "mistral window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=5),
     "mistral wide window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=64),
     "mistral no window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=None, rms_norm_eps=1e-4),
@@ -411,6 +414,51 @@ CASES |= {
     ),
     "gemma3 with a cap": hf.Gemma3TextConfig(
         **GEMMA, final_logit_softcapping=9.0, sliding_window=4, hidden_activation="gelu"
+    ),
+}
+
+LATENT = {
+    **{**TINY, "num_hidden_layers": 3, "num_key_value_heads": 4, "intermediate_size": 40},
+    **{"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    **{"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+}
+MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+CASES |= {
+    "deepseek_v3": hf.DeepseekV3Config(**LATENT, q_lora_rank=14, n_group=4, topk_group=2, rope_parameters=MSCALE),
+    "deepseek_v3 biases, weights as they are, two shared": hf.DeepseekV3Config(
+        **{**LATENT, "first_k_dense_replace": 0, "num_experts_per_tok": 3},
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "deepseek_v2 groups": hf.DeepseekV2Config(
+        **LATENT,
+        q_lora_rank=10,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_parameters={**MSCALE, "mscale": 1.2},
+    ),
+    "deepseek_v2 greedy": hf.DeepseekV2Config(**LATENT, q_lora_rank=None, n_shared_experts=1, rope_parameters=YARN),
+}
+
+OSS = {**EXPERTS, "num_local_experts": 5, "head_dim": 12, "max_position_embeddings": 64}
+CASES |= {
+    "gpt_oss": hf.GptOssConfig(
+        **OSS, sliding_window=5, swiglu_limit=0.4, rope_parameters={**YARN, "rope_theta": 150.0, "truncate": False}
+    ),
+    "gpt_oss without biases, windows first": hf.GptOssConfig(
+        **{**OSS, "num_hidden_layers": 3, "num_experts_per_tok": 3},
+        attention_bias=False,
+        sliding_window=3,
+        tie_word_embeddings=True,
+        layer_types=[FULL, SLIDING, SLIDING],
+        rope_parameters=rope(300.0),
     ),
 }
 

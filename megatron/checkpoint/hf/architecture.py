@@ -81,6 +81,7 @@ class Architecture:
         renamed: (pattern, replacement): parts of names in a module's state dict -> what they are called on disk.
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
+        predicts_more: its files may have layers behind the last, which predict further tokens and are left out.
         newer: why version 4 of transformers does not give this model's logits; "" if it does.
         older: settings that version 4 reads beside those of version 5, from the latter.
     """
@@ -97,6 +98,7 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    predicts_more: bool = False
     newer: Callable[[ModelSection], str] = lambda model: ""
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
@@ -125,6 +127,11 @@ class Architecture:
 
     def is_buffer(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+    def further(self, names: Collection[str], layers: int) -> list[str]:
+        """Of these names on disk those of layers behind the last, where it may have such."""
+        numbers = {name: re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.", name) for name in names}
+        return [name for name, found in numbers.items() if self.predicts_more and found and int(found[1]) >= layers]
 
     def canonical(self, name: str) -> str:
         """The name on disk of a complete model."""

@@ -21,6 +21,7 @@ _NAMES = {  # ours -> theirs, by type of scaling
         "original_length": "original_max_position_embeddings",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
+        "truncate": "truncate",
         "attention_factor": "attention_factor",
     },
 }
@@ -46,13 +47,10 @@ def rope_values(parameters: dict[str, Any], *, partial: bool) -> tuple[dict[str,
         return {}, [f"rope_type={kind!r} is not computed here; there are {', '.join(_TYPES.values())}"]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NAMES[ours].values()}
     given = {name: value for name, value in parameters.items() if value is not None}
-    harmless = {("truncate", True)} if kind == "yarn" else set()
     if "attention_factor" in given:
         known |= {"mscale", "mscale_all_dim"}
     problems = [
-        f"rope_parameters.{name}={value!r} is not computed here"
-        for name, value in given.items()
-        if name not in known and (name, value) not in harmless
+        f"rope_parameters.{name}={value!r} is not computed here" for name, value in given.items() if name not in known
     ]
     fraction = given.get("partial_rotary_factor", 1.0)
     if not partial and fraction != 1.0:

@@ -62,10 +62,12 @@ def _block(model: ModelSection, block) -> dict[str, Any]:
     for kind in block.kinds:
         values = options_of(model, kind).model_dump()
         values = {name: value for name, value in values.items() if name not in _NOT_COMPUTED}
+        values.pop("mscale_all_dim", None)  # which has its effect in `scale`
         if "rotary" in values:
             _drop_idle_rotary(values)
         if isinstance(values.get("router"), dict):
-            values["router"] = {name: value for name, value in values["router"].items() if name not in _ROUTER_TRAINING}
+            idle = _ROUTER_TRAINING if values["router"]["groups"] > 1 else (*_ROUTER_TRAINING, "group_score")
+            values["router"] = {name: value for name, value in values["router"].items() if name not in idle}
         found[kind.name] = values
     return found
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from megatron.kinds.common.activations import ACTIVATIONS
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.initialisation import Initialisation
-from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard
@@ -30,7 +29,7 @@ def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 class Stacked(nn.Module):
     """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
-    Matrices that are cut by their inputs give partial sums, of which each rank adds its share of the bias.
+    Matrices that are cut by their inputs give partial sums; each rank has the biases of some outputs and adds those.
     """
 
     def __init__(
@@ -38,18 +37,20 @@ class Stacked(nn.Module):
     ):
         super().__init__()
         self.weight = make.parameter("weight", shape, shard=shard, experts=True, **description)
-        self.bias, self.axis, self.partial = None, make.mesh.expert_tensor, shard.dim == 2
+        self.bias, self.beside = None, (0, 0)
         if bias:
-            cut = None if self.partial else shard
+            axis, cut = make.mesh.expert_tensor, shard if shard.dim == 1 else Shard(1)
             self.bias = make.parameter("bias", shape[:2], role=Role.BIAS, init=ZEROS, shard=cut, experts=True)
+            if shard.dim == 2:
+                (span,) = cut.spans(shape[1], axis.rank, axis.size)
+                self.beside = (span.start, shape[1] - span.start - span.length)  # outputs whose biases others add
 
     def forward(self, x_RK: Tensor, ends_E: Tensor) -> Tensor:
         y_RN = grouped(x_RK, self.weight, ends_E)
         if self.bias is None:
             return y_RN
-        bias_EN = sum_gradient(self.bias, self.axis) / self.axis.size if self.partial else self.bias
         rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return y_RN + bias_EN.repeat_interleave(rows_E, 0, output_size=len(x_RK))
+        return y_RN + F.pad(self.bias, self.beside).repeat_interleave(rows_E, 0, output_size=len(x_RK))
 
 
 class Experts(nn.Module):

@@ -48,12 +48,44 @@ def experts_as_one(theirs: str) -> tuple[Link, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Turned:
+    """Their matrices are [experts, inputs, outputs], with biases [experts, outputs]; with `interleaved` outputs are a
+    number of gate, one of up, and so on, where ours are all of gate, then all of up.
+    """
+
+    interleaved: bool
+
+    def to_hf(self, ours: list[Tensor]) -> list[Tensor]:
+        found = ours[0].transpose(1, 2) if ours[0].dim() == 3 else ours[0]
+        return [found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.interleaved else found]
+
+    def from_hf(self, theirs: list[Tensor]) -> list[Tensor]:
+        found = theirs[0]
+        if self.interleaved:
+            found = found.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return [found.transpose(1, 2) if found.dim() == 3 else found]
+
+
+def experts_turned(theirs: str) -> tuple[Link, ...]:
+    """GPT-OSS's experts, two tensors with biases; `theirs` is their module."""
+    return tuple(
+        Link(f"{OURS}.experts.{ours}.{part}", f"{theirs}.{name}{ending}", Turned(interleaved), suffixes=("",))
+        for ours, name, interleaved in (("gate_up", "gate_up_proj", True), ("down", "down_proj", False))
+        for part, ending in (("weight", ""), ("bias", "_bias"))
+    )
+
+
 def shared(theirs: str, gate: str) -> tuple[Link, ...]:
     """A shared expert and its gate."""
+    return (*shared_alone(theirs), Link(f"{OURS}.shared.gate", gate))
+
+
+def shared_alone(theirs: str) -> tuple[Link, ...]:
+    """A shared expert without a gate on its output."""
     return (
         Link(f"{OURS}.shared.gate_up", (f"{theirs}.gate_proj", f"{theirs}.up_proj"), Fused()),
         Link(f"{OURS}.shared.down", f"{theirs}.down_proj"),
-        Link(f"{OURS}.shared.gate", gate),
     )
 
 

@@ -60,15 +60,17 @@ def test_flex_is_called_as_it_is_written(monkeypatch):
     remember = Memo().remember
     for name in ("window", "all", "window"):
         q, k, v, documents = inputs()
-        found = paths._flex(q, k, v, PATTERNS[name], documents, remember)
-        assert relative(found, attend(q, k, v, PATTERNS[name], documents_BS=documents)) < EXACT
+        for sinks in (None, torch.linspace(-1.0, 2.0, HEADS, dtype=DOUBLE)):
+            found = paths._flex(q, k, v, PATTERNS[name], documents, sinks, remember)
+            plain = attend(q, k, v, PATTERNS[name], documents_BS=documents, sinks_n=sinks)
+            assert relative(found, plain) < EXACT
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_written_out_path(name: str):
     pattern, (q, k, v, documents) = PATTERNS[name], inputs()
     mask = paths._mask(S, S, pattern, documents, "cpu", DOUBLE)
-    found = paths._math(q, k, v, pattern, mask, None)
+    found = paths._math(q, k, v, pattern, mask, None, None)
     assert relative(found, attend(q, k, v, pattern, documents_BS=documents)) < EXACT
 
 

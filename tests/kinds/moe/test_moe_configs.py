@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 from megatron.checkpoint.hf.config import hf_config
+from megatron.config.variants import options_of
 from megatron.model.describe import layers, totals
 from megatron.model.stack import build_model
 from tests.model.test_configs import settings
@@ -22,6 +23,9 @@ SIZES = {
     "blackmamba/630m_2.8b": (2_783_213_584, 628_770_832),
     "zaya1/8b": (8_840_488_784, 1_290_741_584),
     "jamba/52b": (51_570_323_328, 12_110_311_296),
+    "deepseek_v2/lite": (15_706_484_224, 2_661_150_208),
+    "deepseek_v3/671b": (671_026_404_352, 37_552_282_624),
+    "gpt_oss/20b": (20_914_757_184, 4_187_440_704),
 }
 LARGE = {"num_key_value_heads": 8, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 14336}
 THEIRS = {
@@ -52,6 +56,18 @@ THEIRS = {
     "qwen2_moe/1.5_a2.7b": hf.Qwen2MoeConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "zaya1/8b": hf.ZayaConfig(),
     "jamba/52b": hf.JambaConfig(),
+    "deepseek_v2/lite": hf.DeepseekV2Config(
+        hidden_size=2048,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        q_lora_rank=None,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+        num_experts_per_tok=6,
+    ),
+    "deepseek_v3/671b": hf.DeepseekV3Config(),
+    "gpt_oss/20b": hf.GptOssConfig(num_hidden_layers=24, num_local_experts=32),
 }
 
 
@@ -79,9 +95,11 @@ def attention(config) -> int:
     """FLOPs per token of attention's products with keys and values."""
     total = 0
     for block in config.model.blocks:
-        if block.mixer and block.mixer.name in ("attention", "cca"):
-            own = getattr(config.model, block.mixer.name)
-            total += 4 * config.training.sequence_length * own.heads * own.head_dim
+        if block.mixer and block.mixer.name in ("attention", "cca", "mla"):
+            own = options_of(config.model, block.mixer)
+            width = (own.nope_dim + own.rope_dim + own.value_dim) / 2 if block.mixer.name == "mla" else own.head_dim
+            seen = min(getattr(own, "window", None) or 2**30, config.training.sequence_length)
+            total += 4 * seen * own.heads * width
     return total
 
 
@@ -109,6 +127,19 @@ def test_transformers_agrees(name: str):
         "cca_time0",
         "cca_time1",
         "tie_word_embeddings",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "n_group",
+        "topk_group",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "routed_scaling_factor",
+        "layer_types",
+        "sliding_window",
+        "swiglu_limit",
         "attn_layer_period",
         "attn_layer_offset",
         "expert_layer_period",

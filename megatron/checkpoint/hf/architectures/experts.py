@@ -12,6 +12,7 @@ from megatron.kinds.common.links import Link
 from megatron.kinds.moe import hf as moe
 
 from ..architecture import Architecture, Field
+from ..layer_types import ByLayer
 from ..layers import Layers, runs_of, uniform
 from ..parts import Rotary, Window
 from .common import (
@@ -22,6 +23,7 @@ from .common import (
     LLAMA_ATTENTION,
     LLAMA_MLP,
     MOE_FIXED,
+    OURS,
     OUTPUT_BIAS,
     PRE_NORMS,
     QK_NORMS,
@@ -60,6 +62,36 @@ OLMOE = Architecture(
     fields=(*experts("intermediate_size", "num_experts"), _NORMALIZE, QKV_BIAS, OUTPUT_BIAS),
     fixed={**MOE_FIXED, "attention.qk_norm": "full"},
     required={"clip_qkv": None},
+    parts=(Rotary(),),
+)
+
+# -- GPT-OSS: sinks, windows in some layers, experts with biases -------------------------------------------------------
+
+GPT_OSS = Architecture(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *_MIXER,
+        Link(f"{OURS}.attention.sinks", f"{THEIRS}.self_attn.sinks", suffixes=("",)),
+        Link(f"{moe.OURS}.router", f"{THEIRS}.mlp.router"),
+        *moe.experts_turned(f"{THEIRS}.mlp.experts"),
+    ),
+    ByLayer({"attention/moe": ""}),
+    fields=(
+        *(field for field in experts("intermediate_size", "num_local_experts") if field.theirs != "hidden_act"),
+        *(HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
+        Field("moe.limit", "swiglu_limit"),
+    ),
+    fixed={
+        **MOE_FIXED,
+        "attention.sinks": True,
+        "moe.activation": "quick_gelu",
+        "moe.bias": True,
+        "moe.up_offset": 1.0,
+        "moe.router.bias": True,
+        "moe.router.normalize": True,
+    },
+    required={"hidden_act": "silu", "swiglu_alpha": 1.702},
     parts=(Rotary(),),
 )
 

@@ -1,0 +1,185 @@
+"""DeepSeek-V2 and V3: multi-head latent attention, an MLP in the first layers and experts in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from megatron.config import Config
+from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.links import Link
+from megatron.kinds.mla import hf as mla
+from megatron.kinds.mla.options import yarn_multiplier
+from megatron.kinds.moe import hf as moe
+
+from ..architecture import Architecture, Field
+from ..layers import Layers, runs_of
+from ..parts import Found, Functions
+from ..rope import rope_parameters, rope_values
+from .common import BARE, EMBEDDING, FINAL_NORM, HEAD, LLAMA_MLP, MOE_FIXED, PRE_NORMS, THEIRS, activation, rms
+
+_ATTENTION, _MOE = f"{THEIRS}.self_attn", f"{THEIRS}.mlp"
+_LINKS = (
+    *(EMBEDDING, FINAL_NORM, HEAD, *PRE_NORMS, *mla.mixer(_ATTENTION), *LLAMA_MLP),
+    Link(f"{moe.OURS}.router", f"{_MOE}.gate", suffixes=("weight",)),
+    *moe.experts(f"{_MOE}.experts"),
+    *moe.shared_alone(f"{_MOE}.shared_experts"),
+)
+
+
+@dataclass(frozen=True)
+class _FirstDense(Layers):
+    """An MLP in the first `first_k_dense_replace` layers."""
+
+    def pattern(self, theirs: PreTrainedConfig) -> str:
+        count, dense = theirs.num_hidden_layers, theirs.first_k_dense_replace or 0
+        return runs_of(["mla/mlp" if index < dense else "mla/moe" for index in range(count)])
+
+
+def _settings(_model: ModelSection, kinds: list[str]) -> dict[str, Any]:
+    """Where layers with an MLP follow others, it shows when the configuration is read back."""
+    return {"first_k_dense_replace": kinds.count("dense")}
+
+
+def _queries(ours: Collection[str]) -> tuple[Link, ...]:
+    return mla.queries(_ATTENTION, any(".mla.query_down." in name for name in ours))
+
+
+_LAYERS = _FirstDense(
+    {"mla/moe": "sparse", "mla/mlp": "dense"}, settings=_settings, links=_queries, needed=("mla/moe", "mla/mlp")
+)
+
+
+# -- rotary options: YaRN's two multipliers ----------------------------------------------------------------------------
+
+
+def _read_rotary(theirs: PreTrainedConfig) -> Found:
+    """`mscale_all_dim` multiplies the scale of attention, and divides what `mscale` multiplies cos and sin by."""
+    parameters, values = dict(theirs.rope_parameters), {}
+    if parameters.get("rope_type") == "yarn":
+        mscale, every, factor = parameters.get("mscale"), parameters.get("mscale_all_dim"), parameters.get("factor")
+        if parameters.get("attention_factor") is None and mscale and every:
+            parameters["attention_factor"] = yarn_multiplier(factor, mscale) / yarn_multiplier(factor, every)
+        parameters.pop("mscale", None)
+        values["mla.mscale_all_dim"] = float(parameters.pop("mscale_all_dim", None) or 0.0)
+    rotary, problems = rope_values(parameters, partial=False)
+    return values | {"mla.rotary": rotary}, problems
+
+
+def _write_rotary(config: Config) -> dict[str, Any]:
+    own = config.model.mla
+    found = rope_parameters(own.rotary, partial=False)
+    if own.rotary.scaling.type == "yarn":
+        found["mscale_all_dim"] = own.mscale_all_dim
+    return {"rope_parameters": found}
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def _read_shared(theirs: PreTrainedConfig) -> Found:
+    """Shared experts are one of their summed width."""
+    if not theirs.n_shared_experts:
+        return {}, [f"n_shared_experts={theirs.n_shared_experts!r} is not computed there, only 1 and more"]
+    return {"moe.shared_size": theirs.n_shared_experts * theirs.moe_intermediate_size}, []
+
+
+def _write_shared(config: Config) -> dict[str, Any]:
+    own = config.model.moe
+    return {"n_shared_experts": own.shared_size // own.hidden_size}
+
+
+def _read_groups(theirs: PreTrainedConfig) -> Found:
+    if theirs.topk_method == "greedy":
+        return {}, []
+    if theirs.topk_method != "group_limited_greedy":
+        return {}, [f"topk_method={theirs.topk_method!r} is not computed here, only greedy and group_limited_greedy"]
+    groups = {"groups": theirs.n_group, "top_groups": theirs.topk_group, "group_score": "top_one"}
+    return {f"moe.router.{name}": value for name, value in groups.items()}, []
+
+
+def _write_groups(config: Config) -> dict[str, Any]:
+    own = config.model.moe.router
+    method = "group_limited_greedy" if own.groups > 1 else "greedy"
+    return {"topk_method": method, "n_group": own.groups, "topk_group": own.top_groups}
+
+
+def _no_further_layers(_config: Config) -> dict[str, Any]:
+    return {"num_nextn_predict_layers": 0}
+
+
+_FIELDS = (
+    Field("hidden_size", "hidden_size"),
+    Field("vocab_size", "vocab_size"),
+    Field("embedding.tied", "tie_word_embeddings"),
+    rms(),
+    Field("mla.heads", "num_attention_heads"),
+    Field("mla.query_rank", "q_lora_rank"),
+    Field("mla.kv_rank", "kv_lora_rank"),
+    Field("mla.nope_dim", "qk_nope_head_dim"),
+    Field("mla.rope_dim", "qk_rope_head_dim"),
+    Field("mla.value_dim", "v_head_dim"),
+    Field("mla.bias", "attention_bias"),
+    Field("mlp.hidden_size", "intermediate_size"),
+    activation("hidden_act"),
+    activation("hidden_act", "moe"),
+    Field("moe.hidden_size", "moe_intermediate_size"),
+    Field("moe.experts", "n_routed_experts"),
+    Field("moe.top_k", "num_experts_per_tok"),
+    Field("moe.router.scale", "routed_scaling_factor"),
+)
+_OTHER = ("moe.shared_size", "moe.router.scale", "moe.router.groups")
+_FIXED = {
+    **BARE,
+    "residual.form": "sequential",
+    "mla.position": "rotary",
+    "mla.norm_epsilon": 1e-6,  # written into their class
+    "mlp.gated": True,
+    "mlp.bias": False,
+    **{key: value for key, value in MOE_FIXED.items() if key.startswith("moe.") and key not in _OTHER},
+    "moe.shared_gate": False,
+}
+_PARTS = (Functions(_read_rotary, _write_rotary), Functions(_read_shared, _write_shared))
+
+
+def _newer_v2(model: ModelSection) -> str:
+    stretched = model.mla.rotary.scaling.type == "yarn" and model.mla.mscale_all_dim > 0
+    return "version 4 does not multiply the scale of attention for YaRN" if stretched else ""
+
+
+DEEPSEEK_V2 = Architecture(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    _LINKS,
+    _LAYERS,
+    fields=_FIELDS,
+    fixed={**_FIXED, "moe.router.normalize": False},
+    required={"norm_topk_prob": False, "mlp_bias": False},
+    parts=(*_PARTS, Functions(_read_groups, _write_groups)),
+    newer=_newer_v2,
+)
+
+DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (*_LINKS, Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))),
+    _LAYERS,
+    fields=(
+        *_FIELDS,
+        Field("moe.router.normalize", "norm_topk_prob"),
+        Field("moe.router.groups", "n_group"),
+        Field("moe.router.top_groups", "topk_group"),
+    ),
+    fixed={
+        **_FIXED,
+        "moe.router.score": "sigmoid",
+        "moe.router.correction": "sign",
+        "moe.router.group_score": "top_two",
+    },
+    required={"rope_interleave": True},
+    parts=(*_PARTS, Functions(write=_no_further_layers)),
+    predicts_more=True,
+)
