@@ -14,7 +14,7 @@ from megatron.config import resolve
 from megatron.model.stack import build_model
 from tests.float64 import FP32
 from tests.model.parity import named, randomise, relative, settings_of, stored, twin
-from tests.model.test_parity import CASES, LLAMA_LIKE, TINY, YARN
+from tests.model.test_parity import CASES, LLAMA_LIKE, TINY
 
 
 @pytest.mark.parametrize("name", CASES)
