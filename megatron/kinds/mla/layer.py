@@ -142,14 +142,14 @@ class MLA(nn.Module):
         matrices += H * (R + P) + R * n * both + n * options.value_dim * H
         biases = (rank + R + P + H) if options.bias else 0
         products = rank + queries + R + P + n * both + n * options.value_dim + n  # the last: log-sum-exp
-        kept = products + n * key_width  # keys, which are put together
-        kept += (rank + 1 if rank else 0) + R + 1  # normed vectors and their scales
+        saved = products + n * key_width  # keys, which are put together
+        saved += (rank + 1 if rank else 0) + R + 1  # normed vectors and their scales
         if options.dropout > 0.0:
-            kept += 3 * n * sequence_length  # attention written out: probabilities and what is dropped
+            saved += 3 * n * sequence_length  # attention written out: probabilities and what is dropped
         return Counts(
             parameters=matrices + biases + rank + R,
             flops=2 * matrices + 2 * sequence_length * n * (key_width + options.value_dim),
-            activations=kept,
+            activations=saved,
             products=products + H,
             state=(R + P) * sequence_length,
         )

@@ -148,7 +148,7 @@ class MoE(nn.Module):
         gate = H if options.shared_size and options.shared_gate else 0
         made = 2 if options.gated else 1
         bias = made * width + H if options.bias else 0
-        saved = shared_saved = SAVED[options.activation][options.gated]
+        saved = in_shared = SAVED[options.activation][options.gated]
         if options.gated:
             saved += 2 if options.limit is not None else bool(options.up_offset)  # cut and shifted, beside what is cut
         # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
@@ -161,6 +161,9 @@ class MoE(nn.Module):
             parameters=E * (expert + bias) + shared + router + gate,
             idle=(E - k) * (expert + bias),
             flops=2 * (k * expert + shared + products + gate),
-            activations=k * (2 * H + saved * width) + shared_saved * options.shared_size + routing + (H + 1 if gate else 0),
+            activations=k * (2 * H + saved * width)
+            + in_shared * options.shared_size
+            + routing
+            + (H + 1 if gate else 0),
             products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )
