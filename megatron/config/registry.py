@@ -115,6 +115,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "rwkv": "megatron.checkpoint.hf.architectures.rwkv:RWKV",
         "deepseek_v2": "megatron.checkpoint.hf.architectures.deepseek:DEEPSEEK_V2",
         "deepseek_v3": "megatron.checkpoint.hf.architectures.deepseek:DEEPSEEK_V3",
+        "nemotron_h": "megatron.checkpoint.hf.architectures.nemotron_h:NEMOTRON_H",
         "gpt_oss": "megatron.checkpoint.hf.architectures.experts:GPT_OSS",
     },
     RUNNER: {  # see megatron.launch.runner

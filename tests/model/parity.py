@@ -80,7 +80,7 @@ def hf_gradients(theirs: transformers.PreTrainedModel) -> dict[str, torch.Tensor
 def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """Tensors of a model's memory by the names that it is saved with: there experts are single, and so are
     the convolutions of queries, keys and values."""
-    single = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    single = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     if kind == "mixtral":
         single = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     found = {}

@@ -74,6 +74,7 @@ PUBLISHED = {
     "zamba2/1.2b": 1_215_064_704,
     "zamba2/2.7b": 2_662_214_560,
     "zamba2/7b": 7_356_749_648,
+    "nemotron_h/8b": 8_100_852_736,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -202,6 +203,9 @@ THEIRS = {
     "zamba2/2.7b": zamba2(54, 2560, (*range(6, 43, 6), 47, 51), 2),
     "zamba2/7b": zamba2(81, 3584, (6, *range(11, 78, 6)), 2, use_mem_rope=True, mamba_ngroups=2),
 }
+THEIRS["nemotron_h/8b"] = hf.NemotronHConfig(
+    hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+)
 
 
 def files(folder: str = "*") -> list[str]:

@@ -447,6 +447,28 @@ CASES |= {
     "deepseek_v2 greedy": hf.DeepseekV2Config(**LATENT, q_lora_rank=None, n_shared_experts=1, rope_parameters=YARN),
 }
 
+STACK = {
+    **{"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+    **{"intermediate_size": 40, "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2},
+}
+CASES |= {
+    "nemotron_h": hf.NemotronHConfig(**STACK, hybrid_override_pattern="M-*-M", chunk_size=7, time_step_min=0.4),
+    "nemotron_h with experts, biases": hf.NemotronHConfig(
+        **{**STACK, "mamba_num_heads": 8},
+        hybrid_override_pattern="M*E-E",
+        use_bias=True,
+        use_conv_bias=False,
+        mlp_bias=False,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        moe_shared_expert_intermediate_size=20,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
+}
+
 OSS = {**EXPERTS, "num_local_experts": 5, "head_dim": 12, "max_position_embeddings": 64}
 CASES |= {
     "gpt_oss": hf.GptOssConfig(

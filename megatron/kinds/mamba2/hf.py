@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link, Parts, tensors
+from megatron.kinds.mamba2.options import inner_channels
 
 
 def _widths(model: ModelSection) -> tuple[int, int, int]:
     """Inner channels, those of B and C together, and heads."""
     own = model.mamba2
-    inner = own.expand * model.hidden_size
+    inner = inner_channels(own, model.hidden_size)
     return inner, 2 * own.groups * own.state_size, inner // own.head_dim
 
 

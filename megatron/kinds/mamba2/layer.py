@@ -18,7 +18,7 @@ from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
-from megatron.kinds.mamba2.options import KIND, Mamba2Options
+from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose
@@ -63,7 +63,7 @@ class Mamba2(nn.Module):
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.options, self.epsilon = mesh, options, model.norm.epsilon
         self.fused = choose(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
-        inner = options.expand * H
+        inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
         first = self.heads * mesh.tensor.rank
@@ -157,7 +157,7 @@ class Mamba2(nn.Module):
     @staticmethod
     def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:
         H, N, K = model.hidden_size, options.state_size, options.convolution
-        inner = options.expand * H
+        inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, 2 * options.groups * N
         chunk = min(options.chunk, sequence_length)
         projections = H * (2 * inner + read + heads)

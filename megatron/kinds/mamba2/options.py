@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 
 class Mamba2Options(StateSpaceOptions):
+    inner_size: int | None = key(
+        None, "Inner channels of the mixer; expand * model.hidden_size without it.", unit="channels", gt=0
+    )
     head_dim: int = key(64, "Inner channels per head, which share one decay.", unit="channels", gt=0)
     state_size: int = key(128, "State elements per channel.", gt=0)
     groups: int = key(1, "Groups of heads; the heads of a group share what they write (B) and read (C).", gt=0)
@@ -23,13 +26,18 @@ class Mamba2Options(StateSpaceOptions):
     chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
+def inner_channels(options: Mamba2Options, hidden_size: int) -> int:
+    return options.inner_size or options.expand * hidden_size
+
+
 def heads_are_whole(at: Use[Mamba2Options]) -> Iterator[Problem]:
-    own, inner = at.options, at.options.expand * at.hidden_size
+    own, inner = at.options, inner_channels(at.options, at.hidden_size)
     if inner % own.head_dim:
         yield at.problem(
             ".head_dim",
             "model.hidden_size",
-            rule=f"expand * hidden_size ({inner} inner channels) must be a multiple of head_dim",
+            rule=f"{'inner_size' if own.inner_size else 'expand * hidden_size'} ({inner} inner channels) must be a "
+            "multiple of head_dim",
             fix=f"use head_dim = {near(own.head_dim, divisors(inner))}",
         )
     elif inner // own.head_dim % own.groups:
@@ -55,7 +63,8 @@ def step_limits_are_a_range(at: Use[Mamba2Options]) -> Iterator[Problem]:
 
 def heads_divide_over_tensor_ranks(at: Use[Mamba2Options]) -> Iterator[Problem]:
     """Groups of heads need no rule: where they do not divide, all ranks hold B and C of all."""
-    count, ranks = at.options.expand * at.hidden_size // at.options.head_dim, at.config.parallel.tensor
+    count = inner_channels(at.options, at.hidden_size) // at.options.head_dim
+    ranks = at.config.parallel.tensor
     if count % ranks:
         yield at.problem(
             ".head_dim",

@@ -40,6 +40,14 @@ def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     )
 
 
+def plain_experts(theirs: str) -> tuple[Link, ...]:
+    """Experts without gates as modules of their own; `theirs` is the list of them."""
+    return tuple(
+        Link(f"{OURS}.experts.{name}", f"{theirs}.{{e}}.{name}_proj", Stacked(), experts=_experts)
+        for name in ("up", "down")
+    )
+
+
 def experts_as_one(theirs: str) -> tuple[Link, ...]:
     """Gated experts as two tensors, as here; `theirs` is their module."""
     names = {"gate_up": "gate_up_proj", "down": "down_proj"}

@@ -12,6 +12,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 from megatron.kinds.mamba import hf as mamba
 from megatron.kinds.mamba2 import hf as mamba2
+from megatron.kinds.mamba2.options import inner_channels
 from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
@@ -84,7 +85,7 @@ def write_steps(model: ModelSection) -> dict[str, Any]:
 
 def heads(model: ModelSection) -> int:
     """Heads of a Mamba-2 layer."""
-    return model.mamba2.expand * model.hidden_size // model.mamba2.head_dim
+    return inner_channels(model.mamba2, model.hidden_size) // model.mamba2.head_dim
 
 
 def _newer_groups(model: ModelSection) -> str:
