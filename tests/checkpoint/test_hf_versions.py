@@ -32,6 +32,14 @@ def rotary(model: dict, **values) -> dict:
 YARN = {"type": "yarn", "factor": 4.0, "original_length": 8, "beta_fast": 8.0}
 NEAR = {"near": {"window": 5, "rotary": {"scaling": {"type": "none", "factor": 1.0}}}}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
+LATENT = {
+    "layers": "mla/mlp mla/moe",
+    "norm": {"type": "rmsnorm"},
+    "mla": {"heads": 4, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "value_dim": 8, "rotary": {"base": 300.0}},
+    "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
+    "moe": {"experts": 8, "hidden_size": 16, "shared_size": 16},
+}
+SIGMOID = {"score": "sigmoid", "normalize": True, "groups": 4, "top_groups": 2, "scale": 2.5, "correction": "sign"}
 # What both versions must give the same logits for. Every base differs from every class's own.
 BOTH = {
     "llama": LLAMA,
@@ -63,6 +71,21 @@ BOTH = {
     "jamba": MODELS["jamba"],
     "zamba": MODELS["zamba"],
     "zamba2": MODELS["zamba2"],
+    "deepseek_v2": LATENT,
+    "deepseek_v3": {**LATENT, "mla": {**LATENT["mla"], "query_rank": 12}, "moe": {**LATENT["moe"], "router": SIGMOID}},
+    "gpt_oss": {
+        "layers": "attention@near/moe attention/moe",
+        "norm": {"type": "rmsnorm"},
+        "attention": {
+            **{"heads": 4, "kv_heads": 2, "sinks": True, "qkv_bias": True, "output_bias": True},
+            "rotary": {"base": 300.0, "scaling": {**YARN, "truncate": False}},
+        },
+        "variants": {"near": {"window": 5}},
+        "moe": {
+            **{"experts": 4, "hidden_size": 24, "activation": "quick_gelu", "bias": True, "limit": 7.0},
+            **{"up_offset": 1.0, "router": {"bias": True, "normalize": True}},
+        },
+    },
 }
 
 

@@ -93,6 +93,7 @@ GPT_OSS = Architecture(
     },
     required={"hidden_act": "silu", "swiglu_alpha": 1.702},
     parts=(Rotary(),),
+    newer=lambda model: "" if model.moe.limit == 7.0 else "version 4 cuts gate and up of experts at 7",
 )
 
 # -- Qwen: experts or, in some layers, an MLP --------------------------------------------------------------------------
