@@ -69,6 +69,17 @@ def _read_rotary(theirs: PreTrainedConfig) -> Found:
     return values | {"mla.rotary": rotary}, problems
 
 
+def _read_heads(theirs: PreTrainedConfig) -> Found:
+    """Their classes have the option, but keys and values of as many heads as queries."""
+    if theirs.num_key_value_heads != theirs.num_attention_heads:
+        return {}, [f"num_key_value_heads={theirs.num_key_value_heads!r} must be num_attention_heads"]
+    return {}, []
+
+
+def _write_heads(config: Config) -> dict[str, Any]:
+    return {"num_key_value_heads": config.model.mla.heads}
+
+
 def _write_rotary(config: Config) -> dict[str, Any]:
     own = config.model.mla
     found = rope_parameters(own.rotary, partial=False)
@@ -142,7 +153,11 @@ _FIXED = {
     **{key: value for key, value in MOE_FIXED.items() if key.startswith("moe.") and key not in _OTHER},
     "moe.shared_gate": False,
 }
-_PARTS = (Functions(_read_rotary, _write_rotary), Functions(_read_shared, _write_shared))
+_PARTS = (
+    Functions(_read_heads, _write_heads),
+    Functions(_read_rotary, _write_rotary),
+    Functions(_read_shared, _write_shared),
+)
 
 
 def _newer_v2(model: ModelSection) -> str:
