@@ -77,7 +77,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        cross_entropy._chunk_memory.cache_clear()  # a chunk's logits have memory that stays from step to step: no activation
+        cross_entropy._chunk_memory.cache_clear()  # it stays from step to step: no activation
         return sum({address: size for alive, size, address in self.storages.values() if alive() is not None}.values())
 
 

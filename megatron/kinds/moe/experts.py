@@ -45,12 +45,10 @@ class Stacked(nn.Module):
                 (span,) = cut.spans(shape[1], axis.rank, axis.size)
                 self.beside = (span.start, shape[1] - span.start - span.length)  # outputs whose biases others add
 
-    def forward(self, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+    def forward(self, x_RK: Tensor, ends_E: Tensor, experts_R: Tensor | None) -> Tensor:
+        """`experts_R`: the number of each row's expert, where there are biases."""
         y_RN = grouped(x_RK, self.weight, ends_E)
-        if self.bias is None:
-            return y_RN
-        rows_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return y_RN + F.pad(self.bias, self.beside).repeat_interleave(rows_E, 0, output_size=len(x_RK))
+        return y_RN if self.bias is None else y_RN + F.pad(self.bias, self.beside)[experts_R]
 
 
 class Experts(nn.Module):
@@ -86,7 +84,8 @@ class Experts(nn.Module):
         )
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
-        h = self.up(rows_RH, ends_E)
+        experts_R = None if self.up.bias is None else self._numbers(ends_E, len(rows_RH))
+        h = self.up(rows_RH, ends_E, experts_R)
         if self.gated:
             gate, up = h.chunk(2, dim=-1)
             if self.limit is not None:
@@ -94,4 +93,10 @@ class Experts(nn.Module):
             h = self.activation(gate) * (up + self.offset if self.offset else up)
         else:
             h = self.activation(h)
-        return self.down(h, ends_E)
+        return self.down(h, ends_E, experts_R)
+
+    @staticmethod
+    def _numbers(ends_E: Tensor, rows: int) -> Tensor:
+        """The number of each row's expert, int64 [R]."""
+        count_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return torch.arange(len(ends_E), device=ends_E.device).repeat_interleave(count_E, output_size=rows)

@@ -154,6 +154,7 @@ class MoE(nn.Module):
         # Of each expert of a token: its row, what its activation keeps, its result; its number, its place and its
         # weight.
         routing = E + 5 * k + (k + 1 if options.router.normalize else 0)
+        routing += 2 * k if options.bias else 0  # the number of each row's expert again
         network = options.router.width if options.router.network == "mlp" else 0
         routing += 7 * network + bool(network)
         routing += bool(options.losses.balance or options.losses.sequence)  # the sum of a token's scores
