@@ -84,11 +84,12 @@ def check(options: argparse.Namespace) -> None:
     _remarks(resolved)
     config, ranks = resolved.config, resolved.ranks
     parallel, training = config.parallel, config.training
-    inner = parallel.tensor * parallel.pipeline
+    inner = parallel.tensor * parallel.pipeline * parallel.context
     layout = {
         "ranks": ranks,
         "tensor": parallel.tensor,
         "pipeline": parallel.pipeline,
+        "context": parallel.context,
         "data": ranks // inner if ranks else None,
         "expert": parallel.expert,
         "expert_tensor": parallel.expert_tensor,
@@ -102,10 +103,12 @@ def check(options: argparse.Namespace) -> None:
     text = f"{config.run.name}: no problems"
     if ranks:
         folded = parallel.expert_tensor < parallel.tensor
-        over = "tensor and data ranks, whole on each" if folded else "data ranks"
+        shared = f"context {parallel.context} x " if parallel.context > 1 else ""
+        same = "data and context" if parallel.context > 1 else "data"
+        over = f"tensor and {same} ranks, whole on each" if folded else f"{same} ranks"
         spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
         text += (
-            f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data "
+            f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "
             f"{layout['data']}{spread}, "
             f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
             f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"

@@ -46,8 +46,9 @@ def summary() -> str:
     """Markdown: a row per architecture, and for each way of cutting a run the sizes that are tested."""
     matrix = read()
     lines = [
-        "| architecture | what it has | tensor | pipeline | ZeRO over data | expert | together | recomputed | bf16 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| architecture | what it has | tensor | pipeline | ZeRO over data | context | expert | together | recomputed "
+        "| bf16 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, entry in matrix["architectures"].items():
         cells = _summary([case for case in cases(matrix) if case.architecture == name])
@@ -68,6 +69,7 @@ def _summary(found: list[Case]) -> list[str]:
         tensor + (sequence if tensor != NONE else ""),
         _several(place.pipeline for place in places if place.pipeline > 1),
         _several(place.zero for place in places if place.data > 1),
+        _several(place.context for place in places if place.context > 1),
         _several(place.expert for place in places if place.expert > 1),
         ", ".join(together) or NONE,
         ", ".join(sorted(modes)) or NONE,
@@ -82,17 +84,19 @@ class Place:
     tensor: int
     pipeline: int
     data: int
+    context: int
     expert: int
     zero: int
 
     @classmethod
     def of(cls, case: Case) -> Place:
         parallel = case.values.get("parallel", {})
-        tensor, pipeline = parallel.get("tensor", 1), parallel.get("pipeline", 1)
+        tensor, pipeline, context = (parallel.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
         return cls(
             tensor,
             pipeline,
-            case.ranks // (tensor * pipeline),
+            case.ranks // (tensor * pipeline * context),
+            context,
             parallel.get("expert", 1),
             case.values.get("zero", {}).get("stage", 1),
         )
@@ -100,7 +104,7 @@ class Place:
     @property
     def axes(self) -> str:
         """Which axes have more than one rank: "tp·dp"."""
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data, "ep": self.expert}
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data, "ep": self.expert}
         return "·".join(name for name, size in sizes.items() if size > 1)
 
 

@@ -56,7 +56,7 @@ def owned(
             if not _is_spread(tensor, layout) and (tensor.shard is not None or at.tensor == 0)
         ]
         group = layout.expert_place(at) // layout.expert
-        for mine, owner, owners in ((others, at.data, layout.data), (spread, group, layout.expert_data)):
+        for mine, owner, owners in ((others, layout.replica(at), layout.replicas), (spread, group, layout.expert_data)):
             kinds = sorted({kind for tensor in mine for kind in states.get(tensor.name, ())}, key=str)
             for state, dtype in kinds:
                 shards = [

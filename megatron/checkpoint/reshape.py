@@ -20,6 +20,7 @@ from .writer import Draft
 VERIFY_NAME = "sha256.json"
 KEYS = {
     "tensor": "tensor",
+    "context": "context",
     "data": "data",
     "pipeline": "pipeline",
     "zero": "zero_stage",
@@ -43,7 +44,7 @@ def parse_layout(text: str) -> Layout:
         values[KEYS[key]] = int(value)
     slices = values.pop("expert_tensor", values.get("tensor", 1))
     layout = Layout(**values, folded=slices < values.get("tensor", 1))
-    if min(layout.tensor, layout.data, layout.pipeline, layout.expert) < 1 or layout.zero_stage > 3:
+    if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert) < 1 or layout.zero_stage > 3:
         raise ValueError(f"--to {text}: sizes are at least 1 and ZeRO stages are 0 to 3")
     if slices not in (1, layout.tensor):
         raise ValueError(f"--to {text}: expert_tensor is 1 (folded) or that of tensor, {layout.tensor}")

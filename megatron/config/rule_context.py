@@ -54,6 +54,11 @@ class RuleContext:
         """The data parallel size, if it is known."""
         return self.ranks // self.inner if self.ranks and self.ranks % self.inner == 0 else None
 
+    @property
+    def replicas(self) -> int | None:
+        """Ranks that hold the same parameters (data and context parallel ones), if their number is known."""
+        return None if self.data_ranks is None else self.data_ranks * self.config.parallel.context
+
     @cached_property
     def blocks(self) -> list[BlockPattern]:
         """The blocks of `model.layers`; none if it cannot be read."""

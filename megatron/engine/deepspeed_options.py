@@ -25,7 +25,7 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
     options: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "train_batch_size": training.micro_batch_size * accumulation * layout.data,
+        "train_batch_size": training.micro_batch_size * accumulation * layout.replicas,
         "gradient_clipping": config.optimizer.gradient_clipping if zero_stage(config, layout) else 0.0,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
@@ -52,18 +52,18 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def accumulation_steps(config: Config, layout: Layout) -> int:
-    """Micro-batches per step and data parallel rank."""
+    """Micro-batches per step on each rank."""
     return config.training.global_batch_size // (config.training.micro_batch_size * layout.data)
 
 
 def zero_stage(config: Config, layout: Layout) -> int:
     """The stage that DeepSpeed runs, which is `zero.stage` where that makes a difference.
 
-    On one data parallel rank stage 1 shares nothing. In fp32 it would only add a flat copy of all parameters and one of
-    all gradients to those that exist; stage 0 makes the same updates without them.
+    Where no other rank has the same parameters, stage 1 shares nothing. In fp32 it would only add a flat copy of all
+    parameters and one of all gradients to those that exist; stage 0 makes the same updates without them.
     """
     zero = config.zero
-    alone = layout.data == 1 and config.precision.compute == "fp32"
+    alone = layout.replicas == 1 and config.precision.compute == "fp32"
     plain = zero.offload_optimizer.device == "none" and not config.deepspeed.get("zero_optimization")
     return 0 if zero.stage == 1 and alone and plain else zero.stage
 

@@ -8,10 +8,14 @@ from megatron.parallel.mesh import Axis, Mesh, new_group
 
 
 class ModelParallelUnit:
-    """Tensor parallelism is DeepSpeed's model parallelism."""
+    """Tensor parallelism is DeepSpeed's model parallelism, and all ranks with the same parameters are its data axis.
+
+    It is told nothing of context parallelism: its own sequence parallelism scales gradients by another factor at ZeRO 3
+    than below, and a loss whose labels are weighted needs none.
+    """
 
     def __init__(self, mesh: Mesh):
-        self._tensor, self._data = with_group(mesh.tensor, mesh), with_group(mesh.data, mesh)
+        self._tensor, self._data = with_group(mesh.tensor, mesh), with_group(mesh.replicas, mesh)
 
     def get_model_parallel_rank(self) -> int:
         return self._tensor.rank

@@ -1,9 +1,11 @@
 """The engine: DeepSpeed behind two methods, `step` and `evaluate`. The only file that calls `deepspeed.initialize`.
 
 The loss of a step is the mean over all labels of the global batch that count. Each label's weight is
-    weight * (data parallel size * accumulation) / (sum of weights in the global batch)
-because DeepSpeed divides by the accumulation and averages gradients over data parallel ranks; so micro-batches and
-ranks with unequal numbers of labels still add up to the exact mean.
+    weight * (replicas * accumulation) / (sum of weights in the global batch)
+because DeepSpeed divides by the accumulation and averages gradients over the replicas, the ranks of the data and
+context axes; so micro-batches and ranks with unequal numbers of labels still add up to the exact mean.
+
+A batch has whole samples. Where ranks share the tokens of a sample, `micro_batches` is the one place that cuts them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
+from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh, limit_groups
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
@@ -89,7 +92,8 @@ class LossAccumulator:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: tokens, labels int64 [B, S], weights fp32 [B, S], and the form's extra inputs."""
+    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], and the form's extra inputs, of the s
+    positions that this rank has of each sample."""
 
     tokens: Tensor
     labels: Tensor
@@ -98,19 +102,26 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device
+    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device, context: ContextGroup
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a step on `device`, every label's weight times `scale`."""
-    tokens = batch.tokens.to(device, non_blocking=True)
-    mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True)
-    named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
-    extras = {name: named[name].to(device, non_blocking=True) for name in form.optional}
+    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`."""
+
+    def own(whole: Tensor) -> Tensor:
+        return context.cut(whole.to(device, non_blocking=True), 2)
+
+    both = batch.tokens.to(device, non_blocking=True)
+    tokens, labels = own(both[..., :-1]), own(both[..., 1:])
+    mask = None if batch.loss_mask is None else own(batch.loss_mask)
+    positions = batch.positions
+    if form.positions and positions is None:  # a token's place in its sample, which its place here does not tell
+        positions = torch.arange(batch.inputs.shape[-1], dtype=torch.int32).expand(batch.inputs.shape)
+    named = {"positions": positions, "documents": batch.documents}
+    extras = {name: own(named[name]) for name in form.optional if name != "samples"}
+    if form.samples:
+        extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
     for index in range(tokens.shape[0]):
-        labels = tokens[index, :, 1:]
-        weights = torch.ones(labels.shape, device=device) if mask is None else mask[index]
-        yield MicroBatch(
-            tokens[index, :, :-1], labels, weights * scale, {name: extra[index] for name, extra in extras.items()}
-        )
+        weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
+        yield MicroBatch(tokens[index], labels[index], weights * scale, {name: extras[name][index] for name in extras})
 
 
 Look = Callable[[int, int], None]  # see `protocol.Engine.step`
@@ -186,7 +197,7 @@ class BaseEngine:
         self.config, self.mesh, self.device = config, mesh, device
         self.beacon = beacon or Beacon()
         self.plan = ModelPlan(config, mesh, device, values=values)
-        self.form = self.plan.form
+        self.form, self.context = self.plan.form, self.plan.context
         self.accumulation = accumulation_steps(config, mesh.layout)
         self.options = deepspeed_options(config, mesh.layout)
 
@@ -199,7 +210,7 @@ class BaseEngine:
             self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
-        if stage == 0 and self.mesh.data.size == self.mesh.expert_data.size == 1:
+        if stage == 0 and self.mesh.replicas.size == self.mesh.expert_data.size == 1:
             # There is nobody to reduce gradients with, and DeepSpeed would copy them all into buckets and back: on CPU
             # at 160m a tenth of the step's time, and as much memory as all gradients.
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
@@ -241,17 +252,20 @@ class BaseEngine:
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
         return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
 
+    def _micro_batches(self, batch: StepBatch, scale: Tensor | float) -> Iterator[MicroBatch]:
+        return micro_batches(batch, self.form, scale, self.device, self.context)
+
     @property
     def reports(self) -> bool:
         """Whether this rank reports its labels: each label is reported by one rank."""
         return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
 
     def _scale(self, batch: StepBatch) -> float | Tensor | None:
-        """Data parallel size times accumulation over the weight of all labels of the global batch; None if that is 0.
+        """Replicas times accumulation over the weight of all labels of the global batch; None if that is 0.
 
         To see that it is 0 the host waits for the sum, in runs alone whose labels have weights.
         """
-        factor = self.mesh.data.size * batch.tokens.shape[0]
+        factor = self.mesh.replicas.size * batch.tokens.shape[0]
         if batch.loss_mask is None:
             return factor / (self.mesh.data.size * batch.tokens[..., 1:].numel())
         weight = batch.loss_mask.sum(dtype=torch.float64).to(self.device)
@@ -306,7 +320,7 @@ class PlainEngine(BaseEngine):
         scale, losses = self._scale(batch), LossAccumulator.zero(self.device)
         if scale is None:
             return NO_LABELS
-        for number, micro in enumerate(micro_batches(batch, self.form, scale, self.device)):
+        for number, micro in enumerate(self._micro_batches(batch, scale)):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
             self.beacon.at(FORWARD, number + 1, batch.tokens.shape[0])
@@ -327,7 +341,7 @@ class PlainEngine(BaseEngine):
         """Sum of the losses of the labels that this rank reports, and their weight."""
         self.model.eval()
         losses = LossAccumulator.zero(self.device)
-        for micro in micro_batches(batch, self.form, 1.0, self.device):
+        for micro in self._micro_batches(batch, 1.0):
             losses.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
         return (losses.loss, losses.weight) if self.reports else (0.0, 0.0)
 
@@ -336,7 +350,7 @@ class PlainEngine(BaseEngine):
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from its micro-batch; see `protocol.Engine`."""
         self.model.eval()
-        micros = zip(micro_batches(batch, self.form, 1.0, self.device), readers, strict=True)
+        micros = zip(self._micro_batches(batch, 1.0), readers, strict=True)
         return [
             self.model(micro.tokens, micro.labels, micro.weights, **micro.extras, reader=reader)
             for micro, reader in micros
@@ -363,7 +377,7 @@ class PipelinedEngine(BaseEngine):
     def _feed(self, batch: StepBatch, scale: float | Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         from .stages import stream_inputs
 
-        for micro in micro_batches(batch, self.form, scale, self.device):
+        for micro in self._micro_batches(batch, scale):
             if self.head is not None:
                 self.head.targets.append((micro.labels, micro.weights))
             yield stream_inputs(self.form, micro.tokens, micro.extras), (micro.labels, micro.weights)

@@ -48,7 +48,7 @@ class ExpertLoad:
                 tally = self.local[layer].tally
                 row[: len(tally)] = tally
                 tally.zero_()
-        all_reduce(table, self.mesh.data)
+        all_reduce(table, self.mesh.replicas)
         for row, layer in zip(table, self.experts):
             if layer in self.local:
                 own = self.local[layer]

@@ -78,7 +78,7 @@ class Scorer:
     def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
         self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
         self.texts = 1 if depends_on_batch(config) else texts
-        self.reports = mesh.at.tensor == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
+        self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
         """The score of each text. What several texts have in common up to their last token is computed once."""
@@ -161,8 +161,8 @@ class Scorer:
         return found if self.reports else []
 
     def _length(self, longest: int) -> int:
-        """The length of a batch: every tensor parallel rank can have an equal part of it."""
-        ranks = self.mesh.tensor.size if self.mesh.layout.sequence else 1
+        """The length of a batch: every tensor and context parallel rank can have an equal part of it."""
+        ranks = self.mesh.context.size * (self.mesh.tensor.size if self.mesh.layout.sequence else 1)
         length = -(-longest // math.lcm(LENGTHS, ranks)) * math.lcm(LENGTHS, ranks)
         embedding = self.config.model.embedding
         if embedding.position == "learned":  # there is no position behind the last one

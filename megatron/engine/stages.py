@@ -91,7 +91,9 @@ class Pipeline(PipelineModule):
             specs,
             partition_method="uniform",
             activation_checkpoint_interval=0,
-            topology=PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data),
+            topology=PipeModelDataParallelTopology(
+                num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.replicas
+            ),
         )
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:

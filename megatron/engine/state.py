@@ -67,7 +67,7 @@ class EngineState:
     def fragments(self) -> Iterator[Fragment]:
         """What this rank saves: each element of the run's state is saved by exactly one rank."""
         yield from self._fragments(replicas=False)
-        if self.mesh.tensor.rank == self.mesh.data.rank == 0:
+        if self.mesh.tensor.rank == self.mesh.replicas.rank == 0:
             yield from self._buffer_fragments()
 
     def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
@@ -142,7 +142,7 @@ class EngineState:
             yield from find(parameter, tensor, replica)
 
     def _whole(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
-        same = self.mesh.expert_data if is_spread(parameter) else self.mesh.data
+        same = self.mesh.expert_data if is_spread(parameter) else self.mesh.replicas
         yield Owned(
             tensor,
             shard_index(parameter),
@@ -171,7 +171,7 @@ class EngineState:
     def _partitioned(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
         zero = self.engine.optimizer
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
-        start = self.mesh.data.rank * share
+        start = self.mesh.replicas.rank * share
         length = min(share, parameter.ds_numel - start)  # the last share is padded
         if length > 0:
             yield Owned(

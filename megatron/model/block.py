@@ -17,6 +17,7 @@ from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
+from .relay import Relay
 from .residual import residual_merge
 from .stream import Channel, Stream
 
@@ -83,6 +84,11 @@ class Block(nn.Module):
         if model.residual.channel_scales:
             self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
+        self.relays = {
+            part: Relay(make.mesh.context)
+            for part, kind in (("mixer", pattern.mixer), ("ffn", pattern.ffn))
+            if make.context.size > 1 and kind is not None and kind_of(model, kind).context == "states"
+        }
         self.mixer_dropout = Dropout(make, model, "mixer")
         self.ffn_dropout = Dropout(make, model, "ffn")
 
@@ -120,10 +126,11 @@ class Block(nn.Module):
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, stream = _apply(self.mixer, x.to(self.dtype), stream, state.mixer)
+            y, stream = _apply(self.mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
             y = self.mixer_norm(y)
         else:
-            y, stream = _apply(self.mixer, self.mixer_norm(x) if normed is None else normed, stream, state.mixer)
+            normed = self.mixer_norm(x) if normed is None else normed
+            y, stream = _apply(self.mixer, normed, stream, state.mixer, self.relays.get("mixer"))
         if self.mixer_output_norm is not None:
             y = self.mixer_output_norm(y)
         return self._scaled(self.mixer_dropout(y, stream)), stream
@@ -133,10 +140,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, stream = _apply(self.ffn, x.to(self.dtype), stream, state.ffn)
+            y, stream = _apply(self.ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
             y = self.ffn_norm(y)
         else:
-            y, stream = _apply(self.ffn, self.ffn_norm(x) if normed is None else normed, stream, state.ffn)
+            normed = self.ffn_norm(x) if normed is None else normed
+            y, stream = _apply(self.ffn, normed, stream, state.ffn, self.relays.get("ffn"))
         if self.ffn_output_norm is not None:
             y = self.ffn_output_norm(y)
         return self._scaled(self.ffn_dropout(y, stream)), stream
@@ -149,9 +157,14 @@ def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initia
     return layer_class(model, kind)(make.scope(kind.name), model, options_of(model, kind), init)
 
 
-def _apply(layer: nn.Module, x: Tensor, stream: Stream, state: Any) -> tuple[Tensor, Stream]:
+def _apply(
+    layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
+) -> tuple[Tensor, Stream]:
     """A layer's output, and the stream with the channels that it gives beside it, if any."""
-    y = layer(x, stream, state)
+    if relay is None:
+        y = layer(x, stream, state)
+    else:
+        y = relay(layer.new_state(), x, lambda own, past: layer(own, stream, past))
     return (y, stream) if isinstance(y, Tensor) else (y[0], stream.with_channels(y[1]))
 
 

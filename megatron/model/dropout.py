@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
+from megatron.parallel.linear import sequence_slice
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.random import dropout, sequence_counters, site_key
 
@@ -16,12 +17,12 @@ class Dropout(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, site: str):
         super().__init__()
-        self.rate, self.mesh = model.dropout, make.mesh
+        self.rate, self.mesh, self.context = model.dropout, make.mesh, make.context
         self.key = site_key(make.seed, make.prefix, site)
 
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         if self.rate == 0.0 or not self.training:
             return x
-        length, width = x.shape[1:]
-        offset = self.mesh.tensor.rank * length if self.mesh.layout.sequence else 0
-        return dropout(x, self.rate, self.key, stream.samples, sequence_counters(length, width, offset, x.device))
+        cut = self.mesh.tensor.size if self.mesh.layout.sequence else 1
+        places = sequence_slice(self.context.places(x.shape[1] * cut, x.device), self.mesh, 0)
+        return dropout(x, self.rate, self.key, stream.samples, sequence_counters(places, x.shape[2]))

@@ -89,7 +89,8 @@ class Embedding(nn.Module):
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
 
-# What to compute from a head and its input [B, S, H] (whole on every tensor parallel rank) where no loss is wanted.
+# What to compute from a head and its input [B, S, H] (whole on every tensor and context parallel rank) where no loss is
+# wanted.
 Reader = Callable[["Head", Tensor], Any]
 
 
@@ -105,7 +106,7 @@ class Head(nn.Module):
         tied: nn.Parameter | None = None,
     ):
         super().__init__()
-        self.mesh = make.mesh
+        self.mesh, self.context = make.mesh, make.context
         self.options = LossOptions(model.head.multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
         self.norm = Norm(
             make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
@@ -130,7 +131,7 @@ class Head(nn.Module):
         """
         x_BSH = enter(self.norm(stream.hidden), self.mesh)
         if reader is not None:
-            return reader(self, x_BSH)
+            return reader(self, self.context.gather(x_BSH))
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.weight,

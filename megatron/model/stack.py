@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 from megatron.config.variants import options_of
+from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 
@@ -49,6 +50,11 @@ class ModelPlan:
         dtype = self.dtype or DTYPES[self.config.precision.compute]
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values)
 
+    @property
+    def context(self) -> ContextGroup:
+        """The ranks that share each sample's tokens with this one."""
+        return ContextGroup.of(self.mesh)
+
     @cached_property
     def live_channels(self) -> list[dict[str, Channel]]:
         """The float side channels of the stream before each block and before the head."""
@@ -65,8 +71,8 @@ class ModelPlan:
         model, data = self.config.model, self.config.data
         kinds = {each for block in self.blocks for each in block.kinds}
         draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds)
-        documents = data.reset_attention_at_eod
-        return StreamForm(positions=documents, documents=documents, samples=draws or model.dropout > 0.0)
+        documents, shared = data.reset_attention_at_eod, self.mesh.context.size > 1
+        return StreamForm(positions=documents or shared, documents=documents, samples=draws or model.dropout > 0.0)
 
     def embedding(self) -> Embedding:
         return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.live_channels[0]))

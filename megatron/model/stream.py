@@ -1,7 +1,7 @@
 """The residual stream: what one layer hands to the next, on one rank or across pipeline stages.
 
-Shapes: B samples, S positions of the whole sequence, s positions held by this rank (S/t with sequence
-parallelism, else S), H hidden.
+Shapes: B samples, S positions that this rank's tensor parallel group has (the whole sequence, or with context
+parallelism a part of it), s positions held by this rank (S/t with sequence parallelism, else S), H hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Stream:
 
     Attributes:
         hidden: [B, s, H].
-        positions: int [B, S], position of each token in its document; None where it is its index.
+        positions: int [B, S], position of each token in its document; None where it is its index, which it never is
+            with context parallelism.
         documents: int [B, S], number of each token's document within the sample; None where all is one document.
         samples: int64 [B], global sample numbers, the keys of dropout; None where nothing is drawn.
         channels: further float tensors by name that some layers carry to later ones (see `Channel`).

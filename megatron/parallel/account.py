@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroup, get_process_group_ranks
 
-from .layout import Coordinates, Layout
+from .layout import AXES, Coordinates, Layout
 from .mesh import Mesh
 from .traffic import Call, Tally
 
@@ -59,13 +59,10 @@ def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
     """The axis of the rank at `at` that a group of ranks is, or the axes on which its members differ.
 
     A group that is two axes at once (with pure data parallelism all ranks are the data axis) has the first name that
-    fits of tensor, data, pipeline, expert, expert_data, world.
+    fits of tensor, context, data, pipeline, expert, expert_data, world.
     """
     ranks = sorted(ranks)
-    lines = {
-        name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
-        for name in ("tensor", "data", "pipeline")
-    }
+    lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
     lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
     for name, line in lines.items():
         if sorted(map(layout.rank, line)) == ranks:
@@ -73,7 +70,7 @@ def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
     if len(ranks) == layout.world_size:
         return "world"
     places = [layout.coordinates(rank) for rank in ranks]
-    return "+".join(name for name in ("tensor", "data", "pipeline") if len({getattr(one, name) for one in places}) > 1)
+    return "+".join(name for name in AXES if len({getattr(one, name) for one in places}) > 1)
 
 
 class Recorder:
@@ -163,7 +160,7 @@ class Recorder:
 
     def _pair(self, peer: int) -> str:
         here, there = self.mesh.at, self.mesh.layout.coordinates(peer)
-        return "+".join(axis for axis in ("tensor", "data", "pipeline") if getattr(here, axis) != getattr(there, axis))
+        return "+".join(axis for axis in AXES if getattr(here, axis) != getattr(there, axis))
 
 
 def _bytes(tensors: Any) -> tuple[int, str]:

@@ -130,6 +130,11 @@ def gather_rows(x_RH: Tensor, axis: Axis) -> Tensor:
     return x_RH if axis.size == 1 else _Gather.apply(x_RH.unsqueeze(0), axis).squeeze(0)
 
 
+def gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
+    """[B, s, ...] of all ranks along the second dimension; their gradients are summed, and each gets its part's."""
+    return x_BsH if axis.size == 1 else _Gather.apply(x_BsH, axis)
+
+
 def scatter_rows(x_RH: Tensor, axis: Axis) -> Tensor:
     """This rank's share [R / t, H] of the sum of the ranks' rows."""
     return x_RH if axis.size == 1 else _ScatterSum.apply(x_RH.unsqueeze(0), axis).squeeze(0)

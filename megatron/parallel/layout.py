@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+AXES = ("tensor", "context", "data", "pipeline")  # those that ranks are numbered by, innermost first
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -12,16 +14,19 @@ class Coordinates:
     tensor: int = 0
     data: int = 0
     pipeline: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. Ranks are numbered with tensor innermost, then data, then pipeline outermost.
+    """Sizes of the axes. Ranks are numbered with tensor innermost, then context, then data, then pipeline outermost.
 
     Tensor parallel ranks talk most, so they are neighbours (one node); stages talk least. This is also the
-    order of DeepSpeed's `PipeModelDataParallelTopology`.
+    order of DeepSpeed's `PipeModelDataParallelTopology`, whose data axis is ours of `replicas`: all ranks that hold the
+    same parameters, those that share a sample (context) and those that read others (data). Gradients are summed over
+    them, and ZeRO shares its states among them.
 
-    Experts are spread over the data axis: `expert` neighbours on it share the experts of a layer, and every
+    Experts are spread over the replicas: `expert` neighbours among them share the experts of a layer, and every
     `expert`-th rank holds the same ones. Tensor parallel ranks then have slices of each expert. Where experts are
     `folded`
     over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
@@ -34,15 +39,22 @@ class Layout:
     zero_stage: int = 0
     expert: int = 1
     folded: bool = False
+    context: int = 1
+    context_method: str = "auto"
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, apart from experts: those of the context and data axes."""
+        return self.context * self.data
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data * self.pipeline
+        return self.tensor * self.replicas * self.pipeline
 
     @property
     def expert_line(self) -> int:
-        """Ranks over which experts may be spread: those of the data axis, or of a stage where they are folded."""
-        return self.data * self.tensor if self.folded else self.data
+        """Ranks over which experts may be spread: the replicas, or all ranks of a stage where they are folded."""
+        return self.replicas * self.tensor if self.folded else self.replicas
 
     @property
     def expert_data(self) -> int:
@@ -51,13 +63,15 @@ class Layout:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether the experts' gradients are summed over other ranks than those of the data axis."""
+        """Whether the experts' gradients are summed over other ranks than the replicas."""
         return self.expert > 1 or self.folded
 
     @property
     def sizes(self) -> dict[str, int]:
         """What records say of a layout; of experts where they are spread."""
         sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
+        if self.context > 1:
+            sizes |= {"context": self.context}
         if self.spreads_experts:
             sizes |= {"expert": self.expert, "expert_tensor": 1 if self.folded else self.tensor}
         return sizes
@@ -67,13 +81,14 @@ class Layout:
         """The layout of a resolved `Config` on `ranks` processes.
 
         Raises:
-            ValueError: ranks is not a multiple of tensor * pipeline, or the experts' ranks not one of expert.
+            ValueError: ranks is not a multiple of tensor * pipeline * context, or the experts' ranks not one of expert.
         """
         parallel = config.parallel
         inner = parallel.tensor * parallel.pipeline * parallel.context
         if ranks % inner:
             raise ValueError(
-                f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline}"
+                f"{ranks} ranks cannot be cut into tensor {parallel.tensor} x pipeline {parallel.pipeline} x context "
+                f"{parallel.context}"
             )
         layout = cls(
             tensor=parallel.tensor,
@@ -83,19 +98,31 @@ class Layout:
             zero_stage=config.zero.stage,
             expert=parallel.expert,
             folded=parallel.expert_tensor < parallel.tensor,
+            context=parallel.context,
+            context_method=parallel.context_method,
         )
         if layout.expert_line % layout.expert:
             raise ValueError(f"{layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")
         return layout
 
     def coordinates(self, rank: int) -> Coordinates:
-        return Coordinates(
-            tensor=rank % self.tensor, data=rank // self.tensor % self.data, pipeline=rank // (self.tensor * self.data)
-        )
+        replica, tensor = divmod(rank, self.tensor)
+        pipeline, replica = divmod(replica, self.replicas)
+        data, context = divmod(replica, self.context)
+        return Coordinates(tensor=tensor, data=data, pipeline=pipeline, context=context)
+
+    def replica(self, at: Coordinates) -> int:
+        """The place of a rank among those that hold the same parameters."""
+        return at.data * self.context + at.context
+
+    def at_replica(self, at: Coordinates, place: int) -> Coordinates:
+        """The rank of this place among those that hold the same parameters as the one at `at`."""
+        data, context = divmod(place, self.context)
+        return replace(at, data=data, context=context)
 
     def expert_place(self, at: Coordinates) -> int:
         """The place of a rank on the line over which experts are spread."""
-        return at.data * self.tensor + at.tensor if self.folded else at.data
+        return self.replica(at) * self.tensor + at.tensor if self.folded else self.replica(at)
 
     def same_experts(self, at: Coordinates) -> list[Coordinates]:
         """The ranks that hold the same experts as the one at `at`."""
@@ -108,17 +135,18 @@ class Layout:
 
     def _on_line(self, at: Coordinates, places: range) -> list[Coordinates]:
         if not self.folded:
-            return [replace(at, data=place) for place in places]
-        return [replace(at, data=place // self.tensor, tensor=place % self.tensor) for place in places]
+            return [self.at_replica(at, place) for place in places]
+        pairs = (divmod(place, self.tensor) for place in places)
+        return [replace(self.at_replica(at, replica), tensor=tensor) for replica, tensor in pairs]
 
     def rank(self, at: Coordinates) -> int:
-        return (at.pipeline * self.data + at.data) * self.tensor + at.tensor
+        return (at.pipeline * self.replicas + self.replica(at)) * self.tensor + at.tensor
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups of ranks that differ on `axis` alone ("tensor", "data" or "pipeline"), in rank order."""
+        """All groups of ranks that differ on `axis` alone (one of `AXES`), in rank order."""
         members: dict[tuple, list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            fixed = tuple(getattr(at, other) for other in ("tensor", "data", "pipeline") if other != axis)
+            fixed = tuple(getattr(at, other) for other in AXES if other != axis)
             members.setdefault(fixed, []).append(rank)
         return list(members.values())

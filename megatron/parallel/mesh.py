@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .layout import Coordinates, Layout
+from .layout import AXES, Coordinates, Layout
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Mesh:
     tensor: Axis
     data: Axis
     pipeline: Axis
-    expert: Axis = ALONE  # ranks that share the experts of a layer: part of the data axis, or of data and tensor
+    context: Axis = ALONE  # ranks that share each sample's tokens
+    replicas: Axis = ALONE  # ranks with the same parameters: the context and data axes together
+    expert: Axis = ALONE  # ranks that share the experts of a layer: part of the replicas, or of these and tensor
     expert_data: Axis = ALONE  # the rest of it: ranks that hold the same experts
     expert_tensor: Axis = ALONE  # ranks that have slices of the same experts: the tensor axis, or none where folded
     timeout: timedelta | None = None  # of collectives in every group; torch's own where it is None
@@ -48,13 +50,14 @@ class Mesh:
     def describe(cls, layout: Layout, rank: int) -> Mesh:
         """A mesh without process groups, for shapes and counts on the meta device."""
         at = layout.coordinates(rank)
-        axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in ("tensor", "data", "pipeline")}
+        axes = {name: Axis(getattr(at, name), getattr(layout, name)) for name in AXES}
         group, place = divmod(layout.expert_place(at), layout.expert)
         return cls(
             layout,
             rank,
             at,
             **axes,
+            replicas=Axis(layout.replica(at), layout.replicas),
             expert=Axis(place, layout.expert),
             expert_data=Axis(group, layout.expert_data),
             expert_tensor=ALONE if layout.folded else axes["tensor"],
@@ -64,7 +67,7 @@ class Mesh:
     def build(cls, layout: Layout, timeout: timedelta | None = None) -> Mesh:
         """Create this rank's groups; call on every rank after `torch.distributed.init_process_group`.
 
-        Only members synchronise, axis by axis, so the cost per rank is at most five groups however large the run is.
+        Only members synchronise, axis by axis, so the cost per rank is at most seven groups however large the run is.
 
         Raises:
             ValueError: the layout does not have as many ranks as the process group.
@@ -75,11 +78,10 @@ class Mesh:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the job has {dist.get_world_size()}")
         rank = dist.get_rank()
         at = layout.coordinates(rank)
-        lines = {
-            name: [replace(at, **{name: index}) for index in range(getattr(layout, name))]
-            for name in ("tensor", "data", "pipeline")
-        }
+        lines = {name: [replace(at, **{name: index}) for index in range(getattr(layout, name))] for name in AXES}
         axes = {name: _axis(layout, line, rank, timeout) for name, line in lines.items()}
+        everyone = [layout.at_replica(at, place) for place in range(layout.replicas)]
+        axes["replicas"] = _axis(layout, everyone, rank, timeout, tuple(axes.values()))
         sharing = _axis(layout, layout.all_experts(at), rank, timeout, tuple(axes.values()))
         same = _axis(layout, layout.same_experts(at), rank, timeout, tuple(axes.values()))
         return cls(

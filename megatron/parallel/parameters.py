@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .context import ContextGroup
 from .initial import Init, initial_values
 from .mesh import Mesh
 from .precision import wide_type
@@ -33,6 +34,11 @@ class ParameterFactory:
     dtype: torch.dtype = torch.float32
     prefix: str = ""
     values: bool = True
+
+    @property
+    def context(self) -> ContextGroup:
+        """The ranks that share each sample's tokens with this one."""
+        return ContextGroup.of(self.mesh)
 
     def scope(self, name: str) -> ParameterFactory:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)

@@ -54,7 +54,6 @@ def dropout(x: Tensor, rate: float, key: int, samples_B: Tensor, counters: Tenso
     return x * keep.to(x.dtype) * (1.0 / (1.0 - rate))
 
 
-def sequence_counters(length: int, width: int, offset: int, device: torch.device) -> Tensor:
-    """Counters [length, width] of the rows offset ... offset + length of a [S, width] tensor."""
-    rows = torch.arange(offset, offset + length, device=device).unsqueeze(1)
-    return rows * width + torch.arange(width, device=device)
+def sequence_counters(places_s: Tensor, width: int) -> Tensor:
+    """Counters [s, width] of the rows at these places of a [S, width] tensor."""
+    return places_s.unsqueeze(1) * width + torch.arange(width, device=places_s.device)

@@ -86,14 +86,15 @@ class Exchange:
     """Adds numbers over all ranks.
 
     Args:
-        mesh: this rank's place; one rank of each data parallel index reports the hash of its batch.
+        mesh: this rank's place; one rank of each data parallel index reports the hash of its batch, which has whole
+            samples.
         device: where the engine's numbers are; "cpu" for gloo.
     """
 
     def __init__(self, mesh, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._ranks, self._rank = mesh.layout.world_size, mesh.rank
-        self._reports_hash = mesh.at.tensor == 0 and mesh.at.pipeline == 0
+        self._reports_hash = mesh.at.tensor == mesh.at.context == mesh.at.pipeline == 0
 
     def sum(self, values: list[Number]) -> torch.Tensor:
         """Sums over all ranks, float64 [len(values)], on the device; every rank calls it."""

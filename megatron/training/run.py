@@ -90,7 +90,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     ranks = "rank" if layout.world_size == 1 else "ranks"
     log(
         f"{costs.parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
-        f"{layout.pipeline}, "
+        f"{layout.pipeline}, {f'context {layout.context}, ' if layout.context > 1 else ''}"
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
     log(describe_compile(config, world.device))

@@ -46,7 +46,7 @@ def gradients(model, samples: list[int]) -> dict[str, torch.Tensor]:
 
 
 def test_uniform_is_uniform():
-    draws = uniform(site_key(3, "x"), torch.arange(40), sequence_counters(100, 64, 0, "cpu"))
+    draws = uniform(site_key(3, "x"), torch.arange(40), sequence_counters(torch.arange(100), 64))
     assert draws.shape == (40, 100, 64) and draws.min() >= 0 and draws.max() < 1
     counts = torch.histc(draws, bins=64, min=0, max=1)
     expected = draws.numel() / 64
@@ -58,7 +58,7 @@ def test_uniform_is_uniform():
 
 
 def test_keys_and_samples_are_independent():
-    counters, samples = sequence_counters(64, 64, 0, "cpu"), torch.tensor([5])
+    counters, samples = sequence_counters(torch.arange(64), 64), torch.tensor([5])
     near = [
         uniform(site_key(seed, "layers", layer), samples, counters).flatten() - 0.5
         for seed in (1, 2)
@@ -74,7 +74,7 @@ def test_keys_and_samples_are_independent():
 
 def test_rate_and_scale():
     x = torch.ones(8, 50, 64)
-    y = dropout(x, 0.3, site_key(1, "x"), torch.arange(8), sequence_counters(50, 64, 0, "cpu"))
+    y = dropout(x, 0.3, site_key(1, "x"), torch.arange(8), sequence_counters(torch.arange(50), 64))
     kept = y != 0
     assert kept.float().mean().item() == pytest.approx(0.7, abs=5 * (0.21 / x.numel()) ** 0.5)
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], 1 / 0.7))

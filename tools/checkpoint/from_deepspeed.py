@@ -28,7 +28,7 @@ from megatron.config import ConfigError, load, to_yaml
 from megatron.config.files import read_file
 
 # Whatever layout a run has: only its tensors matter here.
-ONE_RANK = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1"]
+ONE_RANK = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
 
 
 def one_rank(files: list[str]) -> list[str]:

@@ -38,6 +38,8 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     if not values or "training" not in values:
         return  # weights that were imported, of no run
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    if layout.context > 1:
+        values["parallel"] |= {"context": layout.context}
     if layout.spreads_experts:
         values["parallel"] |= {"expert": layout.expert, "expert_tensor": 1 if layout.folded else layout.tensor}
     values["zero"] = {"stage": layout.zero_stage}

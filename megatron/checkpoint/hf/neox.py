@@ -49,7 +49,7 @@ OUTSIDE = {
     "norm.": "gpt_neox.final_layer_norm.",
     "final_linear.": "embed_out.",
 }
-ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.expert=1", "parallel.expert_tensor=1")
+ONE_RANK = tuple(f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor"))
 Log = Callable[[str], None]
 
 

@@ -44,7 +44,7 @@ class Weights:
         return self.dense + self.experts
 
 
-def _bytes_on_a_rank(context: RuleContext, weights: Weights, data: int) -> float:
+def _bytes_on_a_rank(context: RuleContext, weights: Weights, replicas: int) -> float:
     """What weights, gradients and optimizer state take on the rank that has most of them, at least."""
     config = context.config
     parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
@@ -55,16 +55,16 @@ def _bytes_on_a_rank(context: RuleContext, weights: Weights, data: int) -> float
     if zero.offload_parameters.device != "none":
         sizes["weights"] = 0
     shared = {"state": zero.stage >= 1, "gradients": zero.stage >= 2, "weights": zero.stage >= 3}
-    each = sum(size / (data if shared[name] else 1) for name, size in sizes.items())
-    spread = parallel.expert if not shared["weights"] else 1  # ranks that share experts are data parallel ranks too
+    each = sum(size / (replicas if shared[name] else 1) for name, size in sizes.items())
+    spread = parallel.expert if not shared["weights"] else 1  # ranks that share experts are replicas too
     experts = weights.experts / (spread * (parallel.expert_tensor or 1))
-    fewer = sum(size / (max(data // spread, 1) if shared[name] else 1) for name, size in sizes.items())
+    fewer = sum(size / (max(replicas // spread, 1) if shared[name] else 1) for name, size in sizes.items())
     return (each * weights.dense / parallel.tensor + fewer * experts) / parallel.pipeline
 
 
 def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
     config, weights = context.config, Weights.of(context)
-    need = _bytes_on_a_rank(context, weights, context.data_ranks or 1)
+    need = _bytes_on_a_rank(context, weights, context.replicas or 1)
     on_cpu = config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu())
     if context.data_ranks is None or (on_cpu and not context.starts_here):
         return

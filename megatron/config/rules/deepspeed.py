@@ -72,7 +72,10 @@ REFUSED: dict[Path, tuple[str, str]] = {
     ("optimizer",): ("the optimizer is made from the optimizer section", "use optimizer.type and its keys"),
     ("scheduler",): ("the learning rate is set by the schedule section", "use schedule.type and its keys"),
     ("activation_checkpointing",): ("blocks are recomputed by the model", "use training.activation_checkpointing"),
-    ("sequence_parallel_size",): ("this route does not reduce gradients over sequence parallel ranks", "remove it"),
+    ("sequence_parallel_size",): (
+        "this route does not reduce gradients over sequence parallel ranks",
+        "use parallel.context",
+    ),
     ("data_parallel_size",): ("the data parallel size follows from the ranks and the parallel section", "remove it"),
     ("mesh_param",): ("this route does not reduce gradients over sequence parallel ranks", "remove it"),
     ("tensor_parallel",): ("layers are cut by the parallel section", "use parallel.tensor"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..divisors import multiples
+from ..divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
 
@@ -28,12 +28,34 @@ def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def context_waits(context: RuleContext) -> Iterator[Problem]:
-    if context.config.parallel.context > 1:
+def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
+    """With context parallelism a layer has part of a sequence; one that looks beyond a token must ask for the rest."""
+    if context.config.parallel.context == 1:
+        return
+    unable = dict.fromkeys(use.kind for use in context.used if not context.kinds[use.kind].context)
+    if unable:
+        able = [name for name, about in context.kinds.items() if about.context]
         yield context.problem(
             "parallel.context",
-            rule="must be 1: context parallel attention is not available yet",
+            "model.layers",
+            rule=f"must be 1 with {', '.join(unable)} layers, which need all tokens of a sequence on one rank; layers "
+            f"that can share a sequence are {', '.join(able)}",
             fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
+        )
+
+
+def sequence_divides_over_context_ranks(context: RuleContext) -> Iterator[Problem]:
+    parallel, length = context.config.parallel, context.config.training.sequence_length
+    unit = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    if parallel.context > 1 and length % unit:
+        also = ("parallel.tensor", "parallel.sequence") if parallel.sequence and parallel.tensor > 1 else ()
+        times = " * parallel.tensor" if also else ""
+        yield context.problem(
+            "training.sequence_length",
+            "parallel.context",
+            *also,
+            rule=f"must be a multiple of parallel.context{times} = {unit}: its ranks have equal parts of a sequence",
+            fix=f"use {multiples(length, unit)} tokens, or fewer ranks for a sequence",
         )
 
 
@@ -62,7 +84,7 @@ def sequence_divides_over_tensor_ranks(context: RuleContext) -> Iterator[Problem
             rule="sequence parallelism must go with tensor parallelism; alone it has no effect",
             fix="use parallel.tensor of 2 or more, or parallel.sequence=false",
         )
-    elif parallel.sequence and length % parallel.tensor:
+    elif parallel.sequence and parallel.context == 1 and length % parallel.tensor:
         yield context.problem(
             "training.sequence_length",
             "parallel.tensor",
@@ -134,9 +156,8 @@ def zero_0_needs_fp32(context: RuleContext) -> Iterator[Problem]:
 
 
 def zero_2_and_3_traffic(context: RuleContext) -> Iterator[Problem]:
-    config = context.config
-    count = config.training.accumulation or 1
-    if config.zero.stage >= 2 and count > 1 and config.parallel.pipeline == 1 and context.data_ranks != 1:
+    count = context.config.training.accumulation or 1
+    if context.config.zero.stage >= 2 and count > 1 and context.config.parallel.pipeline == 1 and context.replicas != 1:
         yield context.warning(
             "zero.stage",
             "training.accumulation",
@@ -242,9 +263,41 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
+    parallel = context.config.parallel
+    if parallel.context == 1:
+        if context.given("parallel.context_method") and parallel.context_method != "auto":
+            yield context.warning(
+                "parallel.context_method",
+                "parallel.context",
+                rule="must go with ranks that share sequences; alone it has no effect",
+                fix="use parallel.context of 2 or more, or leave context_method out",
+            )
+        return
+    if parallel.context_method != "ulysses":
+        return
+    for use in context.used:
+        heads = getattr(use.options, "heads", None)
+        if context.kinds[use.kind].context != "attention" or not heads or heads % parallel.tensor:
+            continue
+        own = heads // parallel.tensor
+        if own % parallel.context:
+            yield context.problem(
+                "parallel.context",
+                "parallel.context_method",
+                use.key(".heads"),
+                *(("parallel.tensor",) if parallel.tensor > 1 else ()),
+                rule=f"must divide the {own} query heads of {use.kind} on each rank for ulysses, which gives each rank "
+                "some of them",
+                fix=f"use parallel.context = {near(parallel.context, divisors(own))}, or context_method: gather",
+            )
+
+
 RULES = (
     ranks_fill_the_layout,
-    context_waits,
+    layers_share_sequences,
+    sequence_divides_over_context_ranks,
+    context_methods_fit_the_heads,
     offloaded_parameters_have_one_type,
     sequence_divides_over_tensor_ranks,
     stages_have_layers,

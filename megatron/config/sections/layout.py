@@ -15,12 +15,22 @@ def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
 class ParallelSection(Section):
     tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
-    context: int = key(1, "Context parallel size: ranks that share each sequence.", unit="ranks", gt=0)
+    context: int = key(
+        1,
+        "Context parallel size: ranks that share the tokens of each sequence. Like data parallel ranks, they hold the "
+        "same parameters.",
+        unit="ranks",
+        gt=0,
+    )
+    context_method: Literal["auto", "ulysses", "gather"] = key(
+        "auto",
+        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads, gather "
+        "all keys and values; auto is ulysses where the ranks divide the heads.",
+    )
     expert: int = key(
         1,
-        "Expert parallel size: data parallel ranks (with expert_tensor 1: data and tensor parallel ranks) that share "
-        "the "
-        "experts of a layer; the rest of the model stays as it is.",
+        "Expert parallel size: data and context parallel ranks (with expert_tensor 1: tensor parallel ones too) that "
+        "share the experts of a layer; the rest of the model stays as it is.",
         unit="ranks",
         gt=0,
     )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.options import AttentionOptions
-from megatron.kinds.common.attend import Pattern, alibi_slopes, attend
+from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
+from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
         inputs = inputs or H
-        self.mesh, self.options, self.D, self.seed = mesh, options, D, make.seed
+        self.mesh, self.context, self.options, self.D, self.seed = mesh, make.context, options, D, make.seed
         self.heads = options.heads // mesh.tensor.size
         self.first_head = self.heads * mesh.tensor.rank
         self.shard_kv = options.kv_heads % mesh.tensor.size == 0
@@ -114,17 +115,20 @@ class Attention(nn.Module):
             k, v = self._used_heads(k), self._used_heads(v)
         dropout = None
         if self.training and self.options.dropout > 0.0:
-            dropout = (self.options.dropout, call.dropout_key, stream.samples, self.first_head)
-        y = attend(
-            q,
-            k,
-            v,
-            self.pattern,
-            documents_BS=stream.documents,
-            dropout=dropout,
-            sinks_n=self.sinks,
-            remember=stream.remember,
-        )
+            dropout = Dropped(self.options.dropout, call.dropout_key, stream.samples, self.first_head)
+        if self.context.size > 1:
+            y = attend_across(self.context, q, k, v, self.pattern, stream, dropout, self.sinks)
+        else:
+            y = attend(
+                q,
+                k,
+                v,
+                self.pattern,
+                documents_BS=stream.documents,
+                dropout=dropout,
+                sinks_n=self.sinks,
+                remember=stream.remember,
+            )
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def new_state(self) -> KeyValueCache:
@@ -150,7 +154,7 @@ class Attention(nn.Module):
             positions = stream.positions
             if positions is None and begin:
                 positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length, positions, x_BSH)
+            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 

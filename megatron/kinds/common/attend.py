@@ -34,6 +34,25 @@ class Pattern:
     slopes: tuple[float, ...] | None = None
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """Dropout of probabilities, drawn by key.
+
+    Attributes:
+        rate: of what is dropped.
+        key: of the draws, from `site_key`.
+        samples_B: int64 [B], global sample numbers.
+        first_head: number of the first query head in the model.
+        length: positions of the whole sequence; None where the keys are all of them. The keys are its first ones.
+    """
+
+    rate: float
+    key: int
+    samples_B: Tensor
+    first_head: int = 0
+    length: int | None = None
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes of Press et al. 2021: geometric for powers of two, interleaved with the next power otherwise."""
 
@@ -68,7 +87,7 @@ def attend(
     pattern: Pattern,
     *,
     documents_BS: Tensor | None = None,
-    dropout: tuple[float, int, Tensor, int] | None = None,
+    dropout: Dropped | None = None,
     sinks_n: Tensor | None = None,
     remember=None,
 ) -> Tensor:
@@ -77,7 +96,7 @@ def attend(
     Args:
         q: [B, n, Q, D]; k, v: [B, m, K, D].
         documents_BS: int [B, K]: tokens attend only within equal numbers.
-        dropout: (rate, key, samples_B, first head) for dropout of probabilities; None in evaluation.
+        dropout: of probabilities; None in evaluation.
         sinks_n: a logit of each head that takes its share of the softmax and gives nothing.
         remember: `Stream.remember`, so that layers share masks.
 
@@ -85,7 +104,7 @@ def attend(
         [B, n, Q, D].
     """
     remember = remember or (lambda key, make: make())
-    rate = dropout[0] if dropout else 0.0
+    rate = dropout.rate if dropout else 0.0
     kind, _ = choose(
         pattern,
         documents=documents_BS is not None,
@@ -132,7 +151,15 @@ def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None
     return (slopes * (k - q)).masked_fill(~allowed, float("-inf")).to(dtype)
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropout, sinks_n: Tensor | None) -> Tensor:
+def _math(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    mask: Tensor,
+    dropout: Dropped | None,
+    sinks_n: Tensor | None,
+) -> Tensor:
     """Attention written out, with fp32 softmax."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -146,12 +173,17 @@ def _math(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropo
     else:
         probabilities = logits.softmax(-1)
     if dropout:
-        rate, key, samples_B, first_head = dropout
-        heads, queries, keys = probabilities.shape[1:]
-        counters = torch.arange(first_head * queries * keys, (first_head + heads) * queries * keys, device=q.device)
-        keep = uniform(key, samples_B, counters.view(heads, queries, keys)) >= rate
-        probabilities = probabilities * keep / (1.0 - rate)
+        keep = uniform(dropout.key, dropout.samples_B, _counters(dropout, *probabilities.shape[1:])) >= dropout.rate
+        probabilities = probabilities * keep / (1.0 - dropout.rate)
     return probabilities.to(q.dtype) @ v
+
+
+def _counters(dropout: Dropped, heads: int, queries: int, keys: int) -> Tensor:
+    """Places [n, Q, K] in the probabilities [n, S, S] of all heads of the whole sequence."""
+    length, device = dropout.length or keys, dropout.samples_B.device
+    head = torch.arange(dropout.first_head, dropout.first_head + heads, device=device).view(-1, 1, 1)
+    query = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    return (head * length + query) * length + torch.arange(keys, device=device)
 
 
 @lru_cache(maxsize=1)

@@ -80,4 +80,5 @@ KIND = LayerKind(
     rules=(time_steps_are_a_range, heads_are_equal, channels_divide_over_tensor_ranks, heads_fit_the_tensor_ranks),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
     keeps_fp32=True,
+    context="states",
 )

@@ -83,4 +83,5 @@ KIND = LayerKind(
     rules=(time_steps_are_a_range, heads_are_whole, step_limits_are_a_range, heads_divide_over_tensor_ranks),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
     keeps_fp32=True,
+    context="states",
 )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.attend import Pattern, attend
+from megatron.kinds.common.attend import Dropped, Pattern, attend
+from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.counts import Counts
@@ -39,7 +40,7 @@ class MLA(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLAOptions, init: Initialisation):
         super().__init__()
         mesh, H = make.mesh, model.hidden_size
-        self.mesh, self.options = mesh, options
+        self.mesh, self.context, self.options = mesh, make.context, options
         self.heads = options.heads // mesh.tensor.size
         self.first_head = self.heads * mesh.tensor.rank
         key_width, both = options.nope_dim + options.rope_dim, options.nope_dim + options.value_dim
@@ -112,7 +113,9 @@ class MLA(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         dropout = None
         if self.training and self.options.dropout > 0.0:
-            dropout = (self.options.dropout, self.dropout_key, stream.samples, self.first_head)
+            dropout = Dropped(self.options.dropout, self.dropout_key, stream.samples, self.first_head)
+        if self.context.size > 1:
+            return attend_across(self.context, q, k, v, self.pattern, stream, dropout)
         return attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
 
     def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
@@ -122,7 +125,7 @@ class MLA(nn.Module):
             positions = stream.positions
             if positions is None and begin:
                 positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length, positions, x_BSH)
+            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.options.rope_dim, begin, length), make)
 

@@ -50,4 +50,5 @@ KIND = LayerKind(
     rules=(mlp_divides_over_tensor_ranks,),
     weights=lambda options, width: ((3 if options.gated else 2) * width * (options.hidden_size or 0), 0),
     compiles=True,
+    context="alone",
 )

@@ -38,7 +38,7 @@ class MoE(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
-        self.mesh, self.options = make.mesh, options
+        self.mesh, self.context, self.options = make.mesh, make.context, options
         router = MLPRouter if options.router.network == "mlp" else LinearRouter
         self.router = router(make.scope("router"), model, options, init)
         self.balance = Balance(make.scope("router"), options)
@@ -69,7 +69,7 @@ class MoE(nn.Module):
         width = self.options.router.jitter
         if not width or not self.training:
             return x_BSH
-        counters = sequence_counters(*x_BSH.shape[1:], 0, x_BSH.device)
+        counters = sequence_counters(self.context.places(x_BSH.shape[1], x_BSH.device), x_BSH.shape[2])
         return at_least_fp32(x_BSH) * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows) -> Tensor:
@@ -94,7 +94,8 @@ class MoE(nn.Module):
         experts = self.options.experts
         every_BC = count(choice, samples, classes(self.options))
         counts_BE = every_BC[:, :experts]
-        losses = auxiliary_losses(logits_TE, scores_TE, counts_BE, self.options.losses, self.mesh.data)
+        whole_BE = self.context.sum(counts_BE)
+        losses = auxiliary_losses(logits_TE, scores_TE, whole_BE, self.options.losses, self.mesh.data)
         if not repeating():
             dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
             self.balance.add(counts_BE.sum(0), dropped, losses)

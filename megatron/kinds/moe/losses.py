@@ -26,7 +26,8 @@ def auxiliary_losses(
 
     Args:
         logits_TE, scores_TE: of the experts, and of using none.
-        counts_BE: how often each sample has chosen each expert.
+        counts_BE: how often each sample has chosen each expert, on all ranks that share its tokens. The means of scores
+            are of this rank's tokens: those of such ranks are averaged where their losses are.
         data: the data parallel axis.
     """
     found: dict[str, Tensor] = {}

@@ -153,4 +153,5 @@ KIND = LayerKind(
     weights=_weights,
     mixes_samples=lambda options: options.capacity_factor is not None or options.router.select == "expert_choice",
     keeps_buffers=lambda options: options.router.correction != "none",
+    context="alone",
 )

@@ -313,16 +313,17 @@ def experts_are_cut_or_whole(context: RuleContext) -> Iterator[Problem]:
 
 def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
     """Experts are spread over the data axis, or over data and tensor axes where no tensor parallel rank has a slice."""
-    parallel, data = context.config.parallel, context.data_ranks
-    if data is None:
+    parallel, replicas = context.config.parallel, context.replicas
+    if replicas is None:
         return
     folds = _folds(context)
-    line = data * parallel.tensor if folds else data
+    line = replicas * parallel.tensor if folds else replicas
     if line % parallel.expert:
         sizes = [f"parallel.{name}" for name in ("tensor", "pipeline", "context") if getattr(parallel, name) > 1]
-        where = "data and tensor parallel ranks of a stage" if folds else "data parallel ranks"
+        both = "data and context" if parallel.context > 1 else "data"
+        where = f"{both} and tensor parallel ranks of a stage" if folds else f"{both} parallel ranks"
         why = "" if folds else "; tensor parallel ranks have slices of every expert of theirs"
-        wider = "" if folds or data * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
+        wider = "" if folds or replicas * parallel.tensor % parallel.expert else ", parallel.expert_tensor=1"
         yield context.problem(
             "parallel.expert",
             *sizes,
@@ -363,6 +364,26 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def tokens_choose_by_themselves(at: Use[MoEOptions]) -> Iterator[Problem]:
+    """Where tokens compete for experts, those of one rank would compete alone, and the result depend on the cut."""
+    if at.config.parallel.context == 1:
+        return
+    if at.options.capacity_factor is not None:
+        yield at.problem(
+            ".capacity_factor",
+            "parallel.context",
+            rule="must be none with context parallelism: each rank would drop tokens by the load of its own part",
+            fix="leave capacity_factor out, or use parallel.context=1",
+        )
+    if at.options.router.select != "top_k":
+        yield at.problem(
+            ".router.select",
+            "parallel.context",
+            rule="must be top_k with context parallelism: tokens of a whole micro-batch compete, which no rank has",
+            fix="use router.select: top_k, or parallel.context=1",
+        )
+
+
 # Each looks at one use of the kind.
 RULES = (
     top_k_of_the_experts,
@@ -374,6 +395,7 @@ RULES = (
     routers_learn,
     skipping_is_a_choice_of_one,
     experts_divide_over_expert_ranks,
+    tokens_choose_by_themselves,
 )
 
 # These look at the whole stack, and at the layout with or without experts in it.

@@ -14,6 +14,7 @@ from megatron.model.compile import choose
 from megatron.model.embedding_and_head import Embedding, Head
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.account import Recorder
+from megatron.parallel.layout import AXES
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
@@ -71,7 +72,7 @@ class CommunicationHook(Hook):
         mesh = trainer.mesh
         self._recorder = Recorder(mesh)
         label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
-        place = {"tensor": mesh.at.tensor, "data": mesh.at.data, "pipeline": mesh.at.pipeline}
+        place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
         self._file = AccountFile(
             self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
         )

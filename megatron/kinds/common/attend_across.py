@@ -1,0 +1,116 @@
+"""Softmax attention over a sequence whose tokens several ranks share, and the one place that chooses the method.
+
+Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m key/value heads (m divides n), D
+and E channels of a key and of a value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.model.stream import Stream
+from megatron.parallel.context import ContextGroup
+
+from .attend import Dropped, Pattern, attend
+
+
+def choose_method(method: str, heads: int, ranks: int) -> tuple[str, str]:
+    """How attention is computed ("ulysses" or "gather"), and the reason.
+
+    Args:
+        method: what the configuration asks for.
+        heads: query heads of this rank before they are exchanged.
+        ranks: that share the sequence.
+    """
+    if method != "auto":
+        return method, f"parallel.context_method: {method}"
+    if heads % ranks == 0:
+        return "ulysses", f"{ranks} ranks divide {heads} heads: each computes some of them over all tokens"
+    return "gather", f"{ranks} ranks do not divide {heads} heads: each gets all keys and values"
+
+
+def attend_across(
+    context: ContextGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    stream: Stream,
+    dropout: Dropped | None = None,
+) -> Tensor:
+    """Causal attention of this rank's tokens to all tokens of the sequence before them.
+
+    Args:
+        q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], of this rank's tokens.
+        stream: has the documents of these tokens.
+
+    Returns:
+        [B, n, s, E].
+    """
+    method, _ = choose_method(context.method, q.shape[1], context.size)
+    compute = _by_heads if method == "ulysses" else _gathered
+    return compute(context, q, k, v, pattern, stream, dropout)
+
+
+def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
+    """The documents of the whole sequence, [B, S]."""
+    if stream.documents is None:
+        return None
+    return stream.remember("all documents", lambda: context.gather_numbers(stream.documents))
+
+
+def _by_heads(context, q, k, v, pattern, stream, dropout) -> Tensor:
+    """All tokens of some heads for each rank, and back (Ulysses; Jacobs et al. 2023).
+
+    Where the ranks do not divide the key/value heads, each of these goes to several ranks, and their gradients are
+    summed: autograd does that for repeated heads.
+    """
+    c, heads, kv_heads = context.size, q.shape[1], k.shape[1]
+    copies = math.lcm(kv_heads, c) // kv_heads
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    own, widths = heads // c, [each.shape[1] // c * each.shape[3] for each in (q, k, v)]
+    parts = [each.transpose(1, 2).unflatten(2, (c, -1)).flatten(3) for each in (q, k, v)]  # [B, s, c, heads / c * D]
+    channels = [q.shape[3], k.shape[3], v.shape[3]]
+    whole = context.to_heads(torch.cat(parts, -1)).split(widths, -1)
+    q, k, v = (each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in zip(whole, channels))
+    first = own * context.rank
+    if pattern.slopes is not None:
+        pattern = replace(pattern, slopes=pattern.slopes[first : first + own])
+    if dropout is not None:
+        dropout = replace(dropout, first_head=dropout.first_head + first)
+    documents = all_documents(context, stream)
+    y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, remember=stream.remember)
+    return context.to_tokens(y.transpose(1, 2).flatten(2)).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def _gathered(context, q, k, v, pattern, stream, dropout) -> Tensor:
+    """Every rank gets all keys and values; each run of its queries reads those that it may see."""
+    widths = [k.shape[3], v.shape[3]]
+    both_BSmW = context.gather(torch.cat([k, v], -1).transpose(1, 2))
+    k, v = both_BSmW.transpose(1, 2).split(widths, -1)
+    documents = all_documents(context, stream)
+    if dropout is not None:
+        dropout = replace(dropout, length=k.shape[2])
+    found = []
+    for run in context.runs(q.shape[2]):
+        begin = 0
+        if pattern.window is not None and dropout is None:  # a draw's key is the place in the whole sequence
+            begin = max(0, run.first - pattern.window + 1)
+        keys = slice(begin, run.stop)
+        found.append(
+            attend(
+                q[:, :, run.begin : run.begin + run.length],
+                k[:, :, keys],
+                v[:, :, keys],
+                pattern,
+                documents_BS=None if documents is None else documents[:, keys],
+                dropout=dropout,
+                remember=lambda key, make, at=run.first: stream.remember((*key, at), make),
+            )
+        )
+    return found[0] if len(found) == 1 else torch.cat(found, 2)

@@ -1,0 +1,149 @@
+"""Recurrent layers over a sequence whose tokens ranks share: each rank goes on from the state of the one before.
+
+What a layer keeps between pieces of a sequence when it decodes (`new_state`), it hands to the next rank here: the
+memory of a recurrence, the last inputs of a convolution, the last token and its document. In the backward pass the
+gradient of that state comes back. So every such layer gives what one process gives, with one exchange of a state per
+layer. The ranks compute such a layer one after the other; what stands between two such layers is computed by all at
+once.
+
+A repeated forward pass (recomputation) takes the states that it got the first time, and sends none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.mesh import Axis
+
+from .recompute import once, repeating
+
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_HEADER = 128  # numbers: of each field of a state its type, dimensions and sizes
+Form = tuple[tuple[torch.dtype, tuple[int, ...]] | None, ...]  # of each field of a state; None where it has none
+
+
+def _describe(tensors: list[Tensor | None]) -> Form:
+    return tuple(None if each is None else (each.dtype, tuple(each.shape)) for each in tensors)
+
+
+def _send(tensor: Tensor, axis: Axis, to: int) -> None:
+    dist.send(tensor.detach().contiguous(), axis.ranks[to], group=axis.group)
+
+
+def _receive(like: tuple[torch.dtype, tuple[int, ...]], device: torch.device, axis: Axis, source: int) -> Tensor:
+    found = torch.empty(like[1], dtype=like[0], device=device)
+    dist.recv(found, axis.ranks[source], group=axis.group)
+    return found
+
+
+def _send_form(form: Form, device: torch.device, axis: Axis, to: int) -> None:
+    numbers = []
+    for each in form:
+        numbers += [-1] if each is None else [_TYPES.index(each[0]), len(each[1]), *each[1]]
+    header = torch.full((_HEADER,), -2, dtype=torch.int64)
+    header[: len(numbers)] = torch.tensor(numbers)
+    _send(header.to(device), axis, to)
+
+
+def _receive_form(device: torch.device, axis: Axis, source: int) -> Form:
+    numbers = iter(_receive((torch.int64, (_HEADER,)), device, axis, source).tolist())
+    found: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+    for number in numbers:
+        if number == -2:
+            break
+        found.append(None if number == -1 else (_TYPES[number], tuple(next(numbers) for _ in range(next(numbers)))))
+    return tuple(found)
+
+
+class _Take(torch.autograd.Function):
+    """x, and beside it the tensors of the rank before; their gradients go back to it."""
+
+    @staticmethod
+    def forward(ctx, x, axis, *received):
+        ctx.axis, ctx.floats = axis, [each.is_floating_point() for each in received]
+        ctx.mark_non_differentiable(*(each for each in received if not each.is_floating_point()))
+        return x.view_as(x), *(each.view_as(each) for each in received)
+
+    @staticmethod
+    def backward(ctx, of_x, *gradients):
+        for gradient, is_float in zip(gradients, ctx.floats):
+            if is_float:
+                _send(gradient, ctx.axis, ctx.axis.rank - 1)
+        return of_x, None, *(None for _ in gradients)
+
+
+class _Hand(torch.autograd.Function):
+    """y, after the tensors have gone to the next rank; in the backward pass their gradients come from there."""
+
+    @staticmethod
+    def forward(ctx, y, axis, *sent):
+        ctx.axis, ctx.form = axis, _describe(list(sent))
+        if not repeating():
+            for each in sent:
+                _send(each, axis, axis.rank + 1)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, of_y):
+        found = [
+            _receive(each, of_y.device, ctx.axis, ctx.axis.rank + 1) if each[0].is_floating_point else None
+            for each in ctx.form
+        ]
+        return of_y, None, *found
+
+
+class Relay:
+    """Hands the states of one layer along the ranks that share a sequence.
+
+    Args:
+        axis: those ranks.
+    """
+
+    def __init__(self, axis: Axis):
+        self.axis = axis
+        self.taken: dict[Any, Form] = {}  # the forms of states by what decides them, so that each is told once
+        self.handed: dict[Any, Form] = {}
+
+    def __call__(self, state: Any, x: Tensor, call: Callable[[Tensor, Any], Any]) -> Any:
+        """What `call(x, state)` gives, with the state filled in by the rank before and handed on.
+
+        Args:
+            state: an empty one, a dataclass of tensors.
+            x: the layer's input.
+        """
+        key = (tuple(x.shape), x.dtype)
+        if self.axis.rank > 0:
+            x = self._take(state, x, key)
+        y = call(x, state)
+        if self.axis.rank + 1 == self.axis.size:
+            return y
+        return self._hand(state, y, key) if isinstance(y, Tensor) else (self._hand(state, y[0], key), *y[1:])
+
+    def _take(self, state: Any, x: Tensor, key: Any) -> Tensor:
+        before = self.axis.rank - 1
+
+        def receive() -> list[Tensor]:
+            if key not in self.taken:
+                self.taken[key] = _receive_form(x.device, self.axis, before)
+            return [_receive(each, x.device, self.axis, before) for each in self.taken[key] if each is not None]
+
+        received = once(receive)
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # the rank before waits for the gradient of its state
+        x, *tensors = _Take.apply(x, self.axis, *received)
+        for field, form in zip(fields(state), self.taken[key], strict=True):
+            setattr(state, field.name, None if form is None else tensors.pop(0))
+        return x
+
+    def _hand(self, state: Any, y: Tensor, key: Any) -> Tensor:
+        tensors = [getattr(state, field.name) for field in fields(state)]
+        if key not in self.handed:
+            self.handed[key] = _describe(tensors)
+            _send_form(self.handed[key], y.device, self.axis, self.axis.rank + 1)
+        return _Hand.apply(y, self.axis, *(each for each in tensors if each is not None))

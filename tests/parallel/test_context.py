@@ -1,0 +1,169 @@
+"""Attention and recurrences over a sequence whose tokens ranks share, against one rank that has all of them; float64.
+
+Training runs on such layouts are in tests/layouts.yml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError, resolve
+from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
+from megatron.kinds.common.attend_across import attend_across, choose_method
+from megatron.model.relay import Relay
+from megatron.model.stream import Stream
+from megatron.parallel.context import ContextGroup
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.float64 import EXACT
+from tests.model.parity import relative
+from tests.workers import run
+
+RANKS, B, S, D = 4, 2, 24, 6
+PATTERNS = {
+    "plain": Pattern(D**-0.5),
+    "window": Pattern(D**-0.5, window=7),
+    "alibi": Pattern(D**-0.5, slopes=tuple(alibi_slopes(4))),
+    "cap": Pattern(D**-0.5, softcap=0.7),
+}
+HEADS = ((4, 4), (4, 2), (4, 1))
+CASES = [
+    *product(("gather", "ulysses"), PATTERNS, HEADS, (False, True), (0.0,)),
+    *product(("gather", "ulysses"), ("plain", "window"), HEADS, (False,), (0.3,)),
+    *(("gather", "plain", heads, True, 0.0) for heads in ((6, 2), (3, 3), (1, 1))),
+]
+
+
+def inputs(heads: int, kv_heads: int) -> list[Tensor]:
+    """Queries, keys, values (wider than keys) and the gradient of the output."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = [(heads, D), (kv_heads, D), (kv_heads, D + 2), (heads, D + 2)]
+    return [torch.randn(B, own, S, width, generator=draw, dtype=torch.float64) for own, width in shapes]
+
+
+def documents() -> Tensor:
+    """Some borders at cuts, some not, and a document over several ranks."""
+    begins = torch.zeros(B, S, dtype=torch.int64)
+    begins[0, [6, 7, 18]] = begins[1, [3]] = 1
+    return begins.cumsum(1)
+
+
+def attended(case, context: ContextGroup | None):
+    """Outputs and gradients of queries, keys and values: of this rank's tokens, or of all."""
+    method, name, heads, separate, rate = case
+    cut = (lambda x, dim: x) if context is None else context.cut
+    q, k, v, of_y = (cut(each, 2).clone() for each in inputs(*heads))
+    for each in (q, k, v):
+        each.requires_grad_()
+    dropout = Dropped(rate, 11, torch.tensor([3, 9]), first_head=2) if rate else None
+    pattern = PATTERNS[name]
+    whole = documents() if separate else None
+    if context is None:
+        y = attend(q, k, v, pattern, documents_BS=whole, dropout=dropout)
+    else:
+        context = dataclasses.replace(context, method=method)
+        stream = Stream(q, documents=None if whole is None else context.cut(whole, 1))
+        y = attend_across(context, q, k, v, pattern, stream, dropout)
+    y.backward(of_y)
+    return [each.detach() for each in (y, q.grad, k.grad, v.grad)]
+
+
+def all_attended():
+    context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
+    return [attended(case, context) for case in CASES]
+
+
+def test_attention_of_one_rank():
+    answers = run(RANKS, all_attended)
+    for index, case in enumerate(CASES):
+        for number, expected in enumerate(attended(case, None)):
+            found = torch.cat([answer[index][number] for answer in answers], 2)
+            assert relative(found, expected) < EXACT, (case, ("output", "queries", "keys", "values")[number])
+
+
+@dataclass
+class Memory:
+    total: Tensor | None = None
+    last: Tensor | None = None
+    document: Tensor | None = None
+
+
+def recurrence(x: Tensor, past: Memory, weight: Tensor, documents_BS: Tensor) -> Tensor:
+    """y_t = s_t * x_(t-1), s_t = weight * s_(t-1) + x_t, both anew with each document."""
+    total, last, document = past.total, past.last, past.document
+    out = []
+    for place in range(x.shape[1]):
+        if document is not None:
+            same = (document == documents_BS[:, place]).unsqueeze(1)
+            total, last = total * same, last * same
+        now = x[:, place]
+        total = now if total is None else weight * total + now
+        out.append(total * (torch.zeros_like(now) if last is None else last))
+        last, document = now, documents_BS[:, place]
+    past.total, past.last, past.document = total, last, document
+    return torch.stack(out, 1)
+
+
+def relayed(repeat: bool):
+    """Three layers with a state handed along; output and gradients of this rank."""
+    mesh = Mesh.build(Layout(context=RANKS))
+    context = ContextGroup.of(mesh)
+    x = context.cut(inputs(3, 1)[0][:, 0], 1).clone().requires_grad_()
+    weight = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    own = context.cut(documents(), 1)
+    relays = [Relay(mesh.context) for _ in range(3)]
+
+    def layers(x: Tensor) -> Tensor:
+        for relay in relays:
+            x = x + relay(Memory(), x, lambda y, past: recurrence(y, past, weight, own))
+        return x
+
+    if repeat:
+        from megatron.model.recompute import _deciding
+
+        y = torch.utils.checkpoint.checkpoint(
+            layers, x, use_reentrant=False, preserve_rng_state=False, context_fn=_deciding
+        )
+    else:
+        y = layers(x)
+    y.backward(context.cut(inputs(3, 1)[0][:, 1], 1))
+    return y.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_states_handed_along_are_those_of_one_rank(repeat):
+    answers = run(RANKS, relayed, repeat)
+    x = inputs(3, 1)[0][:, 0].clone().requires_grad_()
+    weight = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
+    y = x
+    for _ in range(3):
+        y = y + recurrence(y, Memory(), weight, documents())
+    y.backward(inputs(3, 1)[0][:, 1])
+    assert relative(torch.cat([answer[0] for answer in answers], 1), y.detach()) < EXACT
+    assert relative(torch.cat([answer[1] for answer in answers], 1), x.grad) < EXACT
+    assert relative(sum(answer[2] for answer in answers), weight.grad) < EXACT
+
+
+def test_a_rank_has_a_run_of_the_sequence():
+    mesh = Mesh.describe(Layout(tensor=2, context=3, data=2), 9)
+    assert (mesh.at.tensor, mesh.at.context, mesh.at.data) == (1, 1, 1)
+    assert mesh.replicas.rank == 4 and mesh.replicas.size == 6
+    context, whole = ContextGroup.of(mesh), torch.arange(12)
+    assert context.cut(whole, 0).equal(context.places(4)) and context.places(4).tolist() == [4, 5, 6, 7]
+
+
+def test_the_method_follows_from_the_heads():
+    assert choose_method("auto", 8, 4)[0] == "ulysses" and choose_method("auto", 6, 4)[0] == "gather"
+    assert choose_method("gather", 8, 4)[0] == "gather"
+
+
+def test_layers_without_an_exchange_are_refused():
+    values = {"model": {"layers": "cca/mlp x2", "hidden_size": 32, "vocab_size": 64, "cca": {"heads": 4}}}
+    with pytest.raises(ConfigError, match="must be 1 with cca layers"):
+        resolve(values | {"parallel": {"context": 2}}, ranks=2)
