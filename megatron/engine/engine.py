@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
+from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
@@ -232,6 +233,13 @@ class BaseEngine:
     def _initialize(self, module, mpu):
         import deepspeed
 
+        if self.options["zero_optimization"]["stage"] > 0 and hands_on_states(module):
+            # DeepSpeed would sum a full bucket in the midst of the backward pass, where the next rank waits for it and
+            # this one for the gradient of a state from there.
+            section = self.options["zero_optimization"]
+            section["reduce_bucket_size"] = max(
+                section["reduce_bucket_size"], sum(p.numel() for p in module.parameters())
+            )
         with keeping_fp32(module.parameters()), spread_experts(self.optimizer, self.mesh):
             return deepspeed.initialize(
                 model=module,

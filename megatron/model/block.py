@@ -153,6 +153,11 @@ class Block(nn.Module):
         return y if self.residual.multiplier == 1.0 else y * self.residual.multiplier
 
 
+def hands_on_states(module: nn.Module) -> bool:
+    """Whether a layer of the module waits for a state from another rank, and that one for its gradient."""
+    return any(isinstance(each, Block) and each.relays for each in module.modules())
+
+
 def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
     return layer_class(model, kind)(make.scope(kind.name), model, options_of(model, kind), init)
 

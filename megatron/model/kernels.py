@@ -47,7 +47,11 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
     kinds = dict.fromkeys(kind.name for block in config.model.blocks for kind in block.kinds)
     chosen: dict[tuple[str, str], list[str]] = {}
     for kind in kinds:
-        packages = kinds_of(tuple(config.model.extensions))[kind].packages
-        if packages:
-            chosen.setdefault(choose(config.model.kernels, kind, packages, device), []).append(kind)
+        about = kinds_of(tuple(config.model.extensions))[kind]
+        if not about.packages:
+            continue
+        choice = choose(config.model.kernels, kind, about.packages, device)
+        if config.parallel.context > 1 and about.context == "states" and choice[0] != "torch":
+            choice = "torch", "ranks that share a sequence hand on states, which the packages do not take"
+        chosen.setdefault(choice, []).append(kind)
     return [f"kernels of {', '.join(names)}: {choice} ({reason})" for (choice, reason), names in chosen.items()]

@@ -98,6 +98,16 @@ class ContextGroup:
         rows = exchange(rows, [B * S // c] * c, [B * S // c] * c, self.axis)
         return rows.view(c, B, S // c, X).permute(1, 2, 0, 3)
 
+    def from_before(self, last_Bk: Tensor) -> Tensor:
+        """What the rank before has given as `last_Bk`, its last k tokens [B, k, ...]; zeros on the first rank."""
+        rows, k = last_Bk.flatten(0, 1), last_Bk.shape[:2].numel()
+        sent = [k if rank == self.rank + 1 else 0 for rank in range(self.size)]
+        received = [k if rank == self.rank - 1 else 0 for rank in range(self.size)]
+        rows = exchange(rows[: sum(sent)], sent, received, self.axis)
+        if self.rank == 0:  # of the exchanged rows too, so that all ranks take part in the backward pass
+            rows = torch.cat([rows, rows.new_zeros((k, *rows.shape[1:]))])
+        return rows.view_as(last_Bk)
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks, not seen by autograd."""
         return x if self.size == 1 else all_reduce(x.clone(), self.axis)

@@ -20,6 +20,7 @@ from megatron.config import Config
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import build_engine
+from megatron.kinds.common.attend_across import describe_context
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
@@ -94,7 +95,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
     log(describe_compile(config, world.device))
-    for line in describe_kernels(config, world.device):
+    for line in (*describe_kernels(config, world.device), *describe_context(config)):
         log(line)
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ConfigError, resolve
+from megatron.config.kind import kinds_of
 from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
 from megatron.kinds.common.attend_across import attend_across, choose_method
 from megatron.model.relay import Relay
@@ -163,7 +164,26 @@ def test_the_method_follows_from_the_heads():
     assert choose_method("gather", 8, 4)[0] == "gather"
 
 
-def test_layers_without_an_exchange_are_refused():
-    values = {"model": {"layers": "cca/mlp x2", "hidden_size": 32, "vocab_size": 64, "cca": {"heads": 4}}}
-    with pytest.raises(ConfigError, match="must be 1 with cca layers"):
-        resolve(values | {"parallel": {"context": 2}}, ranks=2)
+def shifted():
+    """What the rank before has at its end, and the gradient of it."""
+    context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
+    x = context.cut(torch.arange(16.0).view(2, 8), 1).clone().requires_grad_()
+    before = context.from_before(x[:, -1:])
+    (before * (context.rank + 1)).sum().backward()
+    return before.detach(), x.grad
+
+
+def test_the_last_tokens_go_to_the_next_rank():
+    answers = run(RANKS, shifted)
+    assert [each[0].flatten().tolist() for each in answers] == [[0, 0], [1, 9], [3, 11], [5, 13]]
+    assert [each[1][0].tolist() for each in answers] == [[0, 2], [0, 3], [0, 4], [0, 0]]
+
+
+def test_kinds_that_say_nothing_are_refused(monkeypatch):
+    kinds = dict(kinds_of())
+    kinds["mamba2"] = dataclasses.replace(kinds["mamba2"], context="")
+    monkeypatch.setattr("megatron.config.rule_context.kinds_of", lambda extensions=(): kinds)
+    training = {"steps": 1, "sequence_length": 16, "micro_batch_size": 1}
+    model = {"layers": "mamba2/mlp x2", "hidden_size": 32, "vocab_size": 64, "mamba2": {"head_dim": 8}}
+    with pytest.raises(ConfigError, match="must be 1 with mamba2 layers"):
+        resolve({"model": model, "training": training, "parallel": {"context": 2}}, ranks=2)

@@ -16,6 +16,7 @@ LAYOUTS = [
     {"parallel": {"tensor": 2}},
     {"parallel": {"tensor": 2, "sequence": True}},
     {"parallel": {"pipeline": 2}},
+    {"parallel": {"context": 2}},
     {"zero": {"stage": 3}},
 ]
 
@@ -26,7 +27,10 @@ def test_layouts(layout):
 
 
 def test_documents_on_ranks():
-    check_layouts({**VALUES, "data": {"reset_attention_at_eod": True}}, [{"parallel": {"tensor": 2}}])
+    check_layouts(
+        {**VALUES, "data": {"reset_attention_at_eod": True}},
+        [{"parallel": {each: 2}} for each in ("tensor", "context")],
+    )
 
 
 @pytest.mark.parametrize("pieces", [(7,), (1,) * 7, (3, 1, 1, 2)], ids=str)

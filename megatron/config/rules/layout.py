@@ -263,6 +263,21 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def states_are_handed_on_below_zero_3(context: RuleContext) -> Iterator[Problem]:
+    """ZeRO 3 gathers a layer's parameters from all ranks, of which some wait for the state that the layer makes."""
+    config = context.config
+    names = dict.fromkeys(use.kind for use in context.used if context.kinds[use.kind].context == "states")
+    if config.parallel.context > 1 and config.zero.stage == 3 and names:
+        yield context.problem(
+            "zero.stage",
+            "parallel.context",
+            "model.layers",
+            rule=f"must be below 3 where ranks share sequences in {', '.join(names)} layers: these run on one rank after "
+            "the other, and ZeRO 3 needs all ranks for each layer",
+            fix="use zero.stage=2, or parallel.context=1",
+        )
+
+
 def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
     parallel = context.config.parallel
     if parallel.context == 1:
@@ -297,6 +312,7 @@ RULES = (
     ranks_fill_the_layout,
     layers_share_sequences,
     sequence_divides_over_context_ranks,
+    states_are_handed_on_below_zero_3,
     context_methods_fit_the_heads,
     offloaded_parameters_have_one_type,
     sequence_divides_over_tensor_ranks,

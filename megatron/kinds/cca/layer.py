@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.attend import Pattern, attend
+from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.convolution import last_taps, with_past
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.documents import piece_starts, shared_starts
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.common.recomputed import recomputed
 from megatron.model.counts import Counts
@@ -80,7 +81,8 @@ class CCA(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: CCAOptions, init: Initialisation):
         super().__init__()
         mesh, H, D = make.mesh, model.hidden_size, options.head_dim
-        self.mesh, self.options, self.D = mesh, options, D
+        self.mesh, self.context, self.options, self.D = mesh, make.context, options, D
+        self.taps = options.depthwise + options.grouped - 1  # tokens that a query or a key is made of
         self.heads, self.kv_heads = options.heads // mesh.tensor.size, options.kv_heads // mesh.tensor.size
         q_width, kv_width = options.heads * D, options.kv_heads * D
         parts = (q_width, kv_width)
@@ -112,9 +114,13 @@ class CCA(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, state: CCAState | None = None) -> Tensor:
         x_BSH = enter(x, self.mesh)
-        starts, past = piece_starts(stream, state), state or CCAState()
-        begin = past.cache.length
         projected, value = self.query_key(x_BSH), self.value(x_BSH)
+        if self.context.size > 1:
+            starts = shared_starts(stream, self.context)
+            past = self._before(projected, value, starts)
+        else:
+            starts, past = piece_starts(stream, state), state or CCAState()
+        begin = past.cache.length
         q, k = recomputed(
             self._mixed,
             projected,
@@ -133,16 +139,26 @@ class CCA(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         documents = stream.documents
         if state is not None:
-            state.query_key = last_taps(
-                projected, past.query_key, self.options.depthwise + self.options.grouped - 1, starts
-            )
+            state.query_key = last_taps(projected, past.query_key, self.taps, starts)
             state.value = value[:, -1:, self.undelayed :]
             if documents is not None:
                 documents = documents if state.documents is None else torch.cat([state.documents, documents], 1)
                 state.documents = documents
             k, v = state.cache.append(k, v)
-        y = attend(q, k, v, self.pattern, documents_BS=documents, remember=stream.remember)
+        if self.context.size > 1:
+            y = attend_across(self.context, q, k, v, self.pattern, stream)
+        else:
+            y = attend(q, k, v, self.pattern, documents_BS=documents, remember=stream.remember)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def _before(self, projected: Tensor, value: Tensor, starts_BS: Tensor | None) -> CCAState:
+        """What this rank's first tokens need of the rank before, where ranks share a sequence."""
+        past = CCAState()
+        past.query_key = self.context.from_before(last_taps(projected, None, self.taps, starts_BS))
+        past.value = self.context.from_before(value[:, -1:, self.undelayed :])
+        if self.value.bias is not None:  # before the first token, see `_delayed`; every rank reads it
+            past.value = past.value + self.value.bias[self.undelayed :] * float(self.context.rank == 0)
+        return past
 
     def new_state(self) -> CCAState:
         return CCAState()
@@ -203,7 +219,7 @@ class CCA(nn.Module):
             positions = stream.positions
             if positions is None and begin:
                 positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length, positions, x_BSH)
+            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
 
         return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 

@@ -12,6 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron.config import Config
+from megatron.config.variants import options_of
+from megatron.model.options import kind_of
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
 
@@ -31,6 +34,24 @@ def choose_method(method: str, heads: int, ranks: int) -> tuple[str, str]:
     if heads % ranks == 0:
         return "ulysses", f"{ranks} ranks divide {heads} heads: each computes some of them over all tokens"
     return "gather", f"{ranks} ranks do not divide {heads} heads: each gets all keys and values"
+
+
+def describe_context(config: Config) -> list[str]:
+    """One line per choice: how the kinds of layers of a run compute where ranks share its sequences, and why."""
+    ranks, method, tensor = config.parallel.context, config.parallel.context_method, config.parallel.tensor
+    chosen: dict[tuple[str, str], list[str]] = {}
+    for each in dict.fromkeys(kind for block in config.model.blocks for kind in block.kinds):
+        how = kind_of(config.model, each).context
+        if how == "attention":
+            choice = choose_method(method, options_of(config.model, each).heads // tensor, ranks)
+        elif how == "states":
+            choice = "one rank after the other", "each goes on from the state of the rank before"
+        else:
+            continue
+        chosen.setdefault(choice, []).append(str(each))
+    if ranks == 1:
+        return []
+    return [f"sequences over {ranks} ranks: {', '.join(names)}: {how} ({why})" for (how, why), names in chosen.items()]
 
 
 def attend_across(

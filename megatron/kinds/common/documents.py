@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.stream import Stream
+from megatron.parallel.context import ContextGroup
 
 
 def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> Tensor:
@@ -23,6 +24,18 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
     if continued_B is None:
         return starts
     return starts.masked_fill(documents_BS == continued_B.unsqueeze(-1), -(2**31))
+
+
+def shared_starts(stream: Stream, context: ContextGroup) -> Tensor | None:
+    """`document_starts` of this rank's part of a sequence that ranks share."""
+    if stream.documents is None:
+        return None
+
+    def make() -> Tensor:
+        before_B1 = context.from_before(stream.documents[:, -1:])
+        return document_starts(stream.documents, before_B1.squeeze(1) if context.rank else None)
+
+    return stream.remember("shared document starts", make)
 
 
 def piece_starts(stream: Stream, state) -> Tensor | None:

@@ -67,4 +67,5 @@ KIND = LayerKind(
     about="Options of the retention mixer (Sun et al. 2023).",
     layer="my_lab.retention.layer:Retention",
     rules=(heads_fill_hidden_size, heads_divide_over_tensor_ranks),
+    context="states",
 )
