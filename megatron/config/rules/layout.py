@@ -272,8 +272,8 @@ def states_are_handed_on_below_zero_3(context: RuleContext) -> Iterator[Problem]
             "zero.stage",
             "parallel.context",
             "model.layers",
-            rule=f"must be below 3 where ranks share sequences in {', '.join(names)} layers: these run on one rank after "
-            "the other, and ZeRO 3 needs all ranks for each layer",
+            rule=f"must be below 3 where ranks share sequences in {', '.join(names)} layers: these run on one rank "
+            "after the other, and ZeRO 3 needs all ranks for each layer",
             fix="use zero.stage=2, or parallel.context=1",
         )
 
