@@ -65,13 +65,13 @@ class _Take(torch.autograd.Function):
     """x, and beside it the tensors of the rank before; their gradients go back to it."""
 
     @staticmethod
-    def forward(ctx, x, axis, *received):
+    def forward(ctx: Any, x: Tensor, axis: Axis, *received: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.floats = axis, [each.is_floating_point() for each in received]
         ctx.mark_non_differentiable(*(each for each in received if not each.is_floating_point()))
         return x.view_as(x), *(each.view_as(each) for each in received)
 
     @staticmethod
-    def backward(ctx, of_x, *gradients):
+    def backward(ctx: Any, of_x: Tensor, *gradients: Tensor) -> tuple[Any, ...]:
         for gradient, is_float in zip(gradients, ctx.floats):
             if is_float:
                 _send(gradient, ctx.axis, ctx.axis.rank - 1)
@@ -82,7 +82,7 @@ class _Hand(torch.autograd.Function):
     """y, after the tensors have gone to the next rank; in the backward pass their gradients come from there."""
 
     @staticmethod
-    def forward(ctx, y, axis, *sent):
+    def forward(ctx: Any, y: Tensor, axis: Axis, *sent: Tensor) -> Tensor:
         ctx.axis, ctx.form = axis, _describe(list(sent))
         if not repeating():
             for each in sent:
@@ -90,7 +90,7 @@ class _Hand(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, of_y):
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
         found = [
             _receive(each, of_y.device, ctx.axis, ctx.axis.rank + 1) if each[0].is_floating_point else None
             for each in ctx.form

@@ -79,12 +79,15 @@ def attend_across(
 
 def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
     """The documents of the whole sequence, [B, S]."""
-    if stream.documents is None:
+    documents = stream.documents
+    if documents is None:
         return None
-    return stream.remember("all documents", lambda: context.gather_numbers(stream.documents))
+    return stream.remember("all documents", lambda: context.gather_numbers(documents))
 
 
-def _by_heads(context, q, k, v, pattern, stream, dropout) -> Tensor:
+def _by_heads(
+    context: ContextGroup, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, stream: Stream, dropout: Dropped | None
+) -> Tensor:
     """All tokens of some heads for each rank, and back (Ulysses; Jacobs et al. 2023).
 
     Where the ranks do not divide the key/value heads, each of these goes to several ranks, and their gradients are
@@ -109,7 +112,9 @@ def _by_heads(context, q, k, v, pattern, stream, dropout) -> Tensor:
     return context.to_tokens(y.transpose(1, 2).flatten(2)).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def _gathered(context, q, k, v, pattern, stream, dropout) -> Tensor:
+def _gathered(
+    context: ContextGroup, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, stream: Stream, dropout: Dropped | None
+) -> Tensor:
     """Every rank gets all keys and values; each run of its queries reads those that it may see."""
     widths = [k.shape[3], v.shape[3]]
     both_BSmW = context.gather(torch.cat([k, v], -1).transpose(1, 2))
