@@ -90,6 +90,7 @@ def _refuse(config: Config, layout: Layout) -> None:
         "bf16 with parameters in fp32 at ZeRO 2": compute == "bf16" and zero_stage(config, layout) == 2,
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
     }
+    reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:
             raise NotPredicted(f"there is no formula for {reason}")
