@@ -93,7 +93,7 @@ class LayerKind:
         keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
         exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
-            "attention" by `parallel.context_method`; "states" that the ranks hand on (`model/relay.py`), which its
+            "attends" by `parallel.context_method`; "states" that the ranks hand on (`model/relay.py`), which its
             `new_state` makes; "" not at all.
         draws: whether, with these options, a forward pass in training draws random numbers.
     """
@@ -113,7 +113,7 @@ class LayerKind:
     compiles: bool = False
     mixes_samples: Callable[[Any], bool] = lambda options: False
     keeps_buffers: Callable[[Any], bool] = lambda options: False
-    context: Literal["", "alone", "attention", "states"] = ""
+    context: Literal["", "alone", "attends", "states"] = ""
     draws: Callable[[Any], bool] = lambda options: False
 
     @property

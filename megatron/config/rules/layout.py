@@ -29,10 +29,15 @@ def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
 
 
 def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
-    """With context parallelism a layer has part of a sequence; one that looks beyond a token must ask for the rest."""
-    if context.config.parallel.context == 1:
+    """With context parallelism a layer has part of a sequence; one that looks beyond a token must ask for the rest.
+
+    ZeRO 3 gathers a layer's parameters from all ranks, of which some wait for a state that the layer makes.
+    """
+    config = context.config
+    if config.parallel.context == 1:
         return
-    unable = dict.fromkeys(use.kind for use in context.used if not context.kinds[use.kind].context)
+    how = {use.kind: context.kinds[use.kind].context for use in context.used}
+    unable, waiting = ([kind for kind, own in how.items() if own == word] for word in ("", "states"))
     if unable:
         able = [name for name, about in context.kinds.items() if about.context]
         yield context.problem(
@@ -41,6 +46,15 @@ def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
             rule=f"must be 1 with {', '.join(unable)} layers, which need all tokens of a sequence on one rank; layers "
             f"that can share a sequence are {', '.join(able)}",
             fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
+        )
+    if waiting and config.zero.stage == 3:
+        yield context.problem(
+            "zero.stage",
+            "parallel.context",
+            "model.layers",
+            rule=f"must be below 3 where ranks share sequences in {', '.join(waiting)} layers: these run on one rank "
+            "after the other, and ZeRO 3 needs all ranks for each layer",
+            fix="use zero.stage=2, or parallel.context=1",
         )
 
 
@@ -263,21 +277,6 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def states_are_handed_on_below_zero_3(context: RuleContext) -> Iterator[Problem]:
-    """ZeRO 3 gathers a layer's parameters from all ranks, of which some wait for the state that the layer makes."""
-    config = context.config
-    names = dict.fromkeys(use.kind for use in context.used if context.kinds[use.kind].context == "states")
-    if config.parallel.context > 1 and config.zero.stage == 3 and names:
-        yield context.problem(
-            "zero.stage",
-            "parallel.context",
-            "model.layers",
-            rule=f"must be below 3 where ranks share sequences in {', '.join(names)} layers: these run on one rank "
-            "after the other, and ZeRO 3 needs all ranks for each layer",
-            fix="use zero.stage=2, or parallel.context=1",
-        )
-
-
 def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
     parallel = context.config.parallel
     if parallel.context == 1:
@@ -293,7 +292,7 @@ def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
         return
     for use in context.used:
         heads = getattr(use.options, "heads", None)
-        if context.kinds[use.kind].context != "attention" or not heads or heads % parallel.tensor:
+        if context.kinds[use.kind].context != "attends" or not heads or heads % parallel.tensor:
             continue
         own = heads // parallel.tensor
         if own % parallel.context:
@@ -312,7 +311,6 @@ RULES = (
     ranks_fill_the_layout,
     layers_share_sequences,
     sequence_divides_over_context_ranks,
-    states_are_handed_on_below_zero_3,
     context_methods_fit_the_heads,
     offloaded_parameters_have_one_type,
     sequence_divides_over_tensor_ranks,

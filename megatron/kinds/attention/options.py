@@ -129,5 +129,5 @@ KIND = LayerKind(
     attends=True,
     weights=_weights,
     compiles=True,
-    context="attention",
+    context="attends",
 )

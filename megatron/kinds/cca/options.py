@@ -102,6 +102,6 @@ KIND = LayerKind(
         divides_over_tensor_ranks("kv_heads", "key/value heads"),
         parts_of_sequences_have_the_taps,
     ),
-    context="attention",
+    context="attends",
     keeps_fp32=True,
 )

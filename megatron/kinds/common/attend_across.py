@@ -42,7 +42,7 @@ def describe_context(config: Config) -> list[str]:
     chosen: dict[tuple[str, str], list[str]] = {}
     for each in dict.fromkeys(kind for block in config.model.blocks for kind in block.kinds):
         how = kind_of(config.model, each).context
-        if how == "attention":
+        if how == "attends":
             choice = choose_method(method, options_of(config.model, each).heads // tensor, ranks)
         elif how == "states":
             choice = "one rank after the other", "each goes on from the state of the rank before"

@@ -116,5 +116,5 @@ KIND = LayerKind(
     ),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
-    context="attention",
+    context="attends",
 )

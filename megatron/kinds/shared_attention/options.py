@@ -121,5 +121,5 @@ KIND = LayerKind(
         shared_mlp_divides_over_tensor_ranks,
     ),
     draws=lambda options: options.dropout > 0.0,
-    context="attention",
+    context="attends",
 )
