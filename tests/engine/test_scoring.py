@@ -25,6 +25,7 @@ PAIRS = [
     *((name, "dp2, ZeRO 3, one micro-batch") for name in ("neox", "state space", "rwkv7", "moe", "zamba2")),
     *((name, "tp2 · pp2 · dp2, ZeRO 0") for name in ("llama", "state space", "rwkv7", "zamba2")),
     ("moe", "tp2 · dp2 · ep2, ZeRO 0"),
+    *((name, "tp2 · cp2, ZeRO 1, sequence parallel") for name in ("gpt2", "documents", "state space", "rwkv7")),
 ]
 
 
