@@ -35,9 +35,10 @@ PATTERNS = {
 }
 HEADS = ((4, 4), (4, 2), (4, 1))
 CASES = [
-    *product(("gather", "ulysses"), PATTERNS, HEADS, (False, True), (0.0,)),
-    *product(("gather", "ulysses"), ("plain", "window"), HEADS, (False,), (0.3,)),
-    *(("gather", "plain", heads, True, 0.0) for heads in ((6, 2), (3, 3), (1, 1))),
+    *product(("gather", "ulysses"), PATTERNS, HEADS, (False, True), (0.0,), (False,)),
+    *product(("gather", "ulysses"), ("plain", "window"), HEADS, (False,), (0.3,), (False,)),
+    *product(("gather", "ulysses"), ("plain", "window"), ((4, 2),), (False, True), (0.0,), (True,)),
+    *(("gather", "plain", heads, True, 0.0, False) for heads in ((6, 2), (3, 3), (1, 1))),
 ]
 
 
@@ -57,22 +58,24 @@ def documents() -> Tensor:
 
 def attended(case, context: ContextGroup | None):
     """Outputs and gradients of queries, keys and values: of this rank's tokens, or of all."""
-    method, name, heads, separate, rate = case
+    method, name, heads, separate, rate, sinking = case
     cut = (lambda x, dim: x) if context is None else context.cut
     q, k, v, of_y = (cut(each, 2).clone() for each in inputs(*heads))
     for each in (q, k, v):
         each.requires_grad_()
     dropout = Dropped(rate, 11, torch.tensor([3, 9]), first_head=2) if rate else None
+    sinks = torch.linspace(-1, 2, heads[0], dtype=torch.float64, requires_grad=True) if sinking else None
     pattern = PATTERNS[name]
     whole = documents() if separate else None
     if context is None:
-        y = attend(q, k, v, pattern, documents_BS=whole, dropout=dropout)
+        y = attend(q, k, v, pattern, documents_BS=whole, dropout=dropout, sinks_n=sinks)
     else:
         context = dataclasses.replace(context, method=method)
         stream = Stream(q, documents=None if whole is None else context.cut(whole, 1))
-        y = attend_across(context, q, k, v, pattern, stream, dropout)
+        y = attend_across(context, q, k, v, pattern, stream, dropout, sinks)
     y.backward(of_y)
-    return [each.detach() for each in (y, q.grad, k.grad, v.grad)]
+    gradients = () if sinks is None else (sinks.grad,)
+    return [each.detach() for each in (y, q.grad, k.grad, v.grad, *gradients)]
 
 
 def all_attended():
@@ -84,8 +87,9 @@ def test_attention_of_one_rank():
     answers = run(RANKS, all_attended)
     for index, case in enumerate(CASES):
         for number, expected in enumerate(attended(case, None)):
-            found = torch.cat([answer[index][number] for answer in answers], 2)
-            assert relative(found, expected) < EXACT, (case, ("output", "queries", "keys", "values")[number])
+            parts = [answer[index][number] for answer in answers]
+            found = sum(parts) if number == 4 else torch.cat(parts, 2)
+            assert relative(found, expected) < EXACT, (case, ("output", "queries", "keys", "values", "sinks")[number])
 
 
 @dataclass

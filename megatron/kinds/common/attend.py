@@ -152,13 +152,7 @@ def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None
 
 
 def _math(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    mask: Tensor,
-    dropout: Dropped | None,
-    sinks_n: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor, dropout: Dropped | None, sinks_n: Tensor | None
 ) -> Tensor:
     """Attention written out, with fp32 softmax."""
     group = q.shape[1] // k.shape[1]

@@ -62,19 +62,21 @@ def attend_across(
     pattern: Pattern,
     stream: Stream,
     dropout: Dropped | None = None,
+    sinks_n: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of this rank's tokens to all tokens of the sequence before them.
 
     Args:
         q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], of this rank's tokens.
         stream: has the documents of these tokens.
+        sinks_n: see `attend`.
 
     Returns:
         [B, n, s, E].
     """
     method, _ = choose_method(context.method, q.shape[1], context.size)
     compute = _by_heads if method == "ulysses" else _gathered
-    return compute(context, q, k, v, pattern, stream, dropout)
+    return compute(context, q, k, v, pattern, stream, dropout, sinks_n)
 
 
 def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
@@ -86,7 +88,14 @@ def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
 
 
 def _by_heads(
-    context: ContextGroup, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, stream: Stream, dropout: Dropped | None
+    context: ContextGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    stream: Stream,
+    dropout: Dropped | None,
+    sinks_n: Tensor | None,
 ) -> Tensor:
     """All tokens of some heads for each rank, and back (Ulysses; Jacobs et al. 2023).
 
@@ -107,13 +116,21 @@ def _by_heads(
         pattern = replace(pattern, slopes=pattern.slopes[first : first + own])
     if dropout is not None:
         dropout = replace(dropout, first_head=dropout.first_head + first)
-    documents = all_documents(context, stream)
-    y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, remember=stream.remember)
+    sinks_n = None if sinks_n is None else sinks_n[first : first + own]
+    documents, remember = all_documents(context, stream), stream.remember
+    y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=remember)
     return context.to_tokens(y.transpose(1, 2).flatten(2)).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _gathered(
-    context: ContextGroup, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, stream: Stream, dropout: Dropped | None
+    context: ContextGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    stream: Stream,
+    dropout: Dropped | None,
+    sinks_n: Tensor | None,
 ) -> Tensor:
     """Every rank gets all keys and values; each run of its queries reads those that it may see."""
     widths = [k.shape[3], v.shape[3]]
@@ -136,6 +153,7 @@ def _gathered(
                 pattern,
                 documents_BS=None if documents is None else documents[:, keys],
                 dropout=dropout,
+                sinks_n=sinks_n,
                 remember=lambda key, make, at=run.first: stream.remember((*key, at), make),
             )
         )
