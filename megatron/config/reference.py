@@ -94,8 +94,8 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def _data_short_forms(data: dict[str, Any]) -> None:
-    one = _either({"type": "string"}, {"$ref": "#/$defs/Source"})
-    sources = _either({"type": "string"}, {"$ref": "#/$defs/Source"}, _list(one))
+    one = _either({"type": "string"}, {"$ref": "#/$defs/SourceSection"})
+    sources = _either({"type": "string"}, {"$ref": "#/$defs/SourceSection"}, _list(one))
     data["train"] = {**sources, "description": data["train"]["description"]}
     for name in ("validation", "test"):
         named = {"type": "object", "additionalProperties": sources}

@@ -326,6 +326,12 @@ LAUNCH = [
         "put it into a file that launch.environment_file names",
     ),
     case("line break in a name", 'run: {name: "a\\nb", dir: runs/x}', "run.name", "without line breaks", "remove them"),
+    case(
+        "no image",
+        "launch: {container: apptainer, python: python3}",
+        "launch.container = 'apptainer'",
+        "must be TOOL:IMAGE",
+    ),
     case("two words", "launch:\n  batch: {account: a b}", "launch.batch.account = 'a b'", "must be one word"),
     case("no resource", "launch:\n  batch: {resources: {a b: 1}}", "launch.batch.resources", "such as rdma/hca"),
     case("ssh without hosts", "launch: {runner: ssh}", "a.yml:2: launch.runner = 'ssh'", "give launch.hostfile"),

@@ -60,7 +60,7 @@ def _read_rotary(theirs: PreTrainedConfig) -> Found:
     """`mscale_all_dim` multiplies the scale of attention, and divides what `mscale` multiplies cos and sin by."""
     parameters, values = dict(theirs.rope_parameters), {}
     if parameters.get("rope_type") == "yarn":
-        mscale, every, factor = parameters.get("mscale"), parameters.get("mscale_all_dim"), parameters.get("factor")
+        mscale, every, factor = parameters.get("mscale"), parameters.get("mscale_all_dim"), float(parameters["factor"])
         if parameters.get("attention_factor") is None and mscale and every:
             parameters["attention_factor"] = yarn_multiplier(factor, mscale) / yarn_multiplier(factor, every)
         parameters.pop("mscale", None)
