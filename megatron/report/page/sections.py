@@ -194,7 +194,19 @@ def _memory(runs: list[RunHistory], charts: Charts) -> Section:
 
 
 def _communication(runs: list[RunHistory], charts: Charts) -> Section:
-    return Section("communication", "Communication", _by_path(runs, charts, "communication/"))
+    """Bytes and messages of the first rank's steps (`logging.communication`), a line per group and operation."""
+    drawn = []
+    for kind, scale, unit in (("bytes", 2**-20, "MiB"), ("messages", 1.0, "messages")):
+        curves = []
+        for number, run in enumerate(runs):
+            paths = [key for key in run.metrics() if key.startswith("communication/") and key.endswith(f"/{kind}")]
+            for style, key in enumerate(paths):
+                series = run.metric(key)
+                what = " ".join(key.split("/")[1:-1])
+                scaled = Series(series.steps, [value * scale for value in series.values])
+                curves.append(Curve(f"{run.name}: {what}", scaled, run.clock(), run=number, style=style))
+        drawn.append(charts.lines(f"Communication of the first rank: {kind} of a step", unit, curves))
+    return Section("communication", "Communication", drawn)
 
 
 def _data(runs: list[RunHistory], charts: Charts) -> Section:
@@ -256,11 +268,6 @@ def _other(runs: list[RunHistory], charts: Charts) -> Section:
         f"{left} further metrics are in metrics.jsonl: {', '.join(rest[OTHER_CHARTS:][:10])}, ..." if left > 0 else ""
     )
     return Section("other", "Other metrics", drawn, note=note)
-
-
-def _by_path(runs: list[RunHistory], charts: Charts, start: str) -> list[Any]:
-    keys = dict.fromkeys(key for run in runs for key in run.metrics() if key.startswith(start))
-    return [charts.lines(key.removeprefix(start), "", _curves(runs, key)) for key in [*keys][:OTHER_CHARTS]]
 
 
 def _samples(runs: list[RunHistory], charts: Charts) -> Section:
