@@ -100,7 +100,7 @@ def run(model: dict):
             "OlmoHybridForCausalLM",
         ),
         ({"layers": "(mamba moe) x2"}, "JambaForCausalLM"),
-        ({"layers": "(mamba2 mlp) x2"}, "BambaForCausalLM"),
+        ({"layers": "(mamba2 mlp) x2", "mlp": {"gated": True}}, "BambaForCausalLM"),
         ({"layers": "(cca/mlp) x2", "cca": {"heads": 4}}, "ZayaForCausalLM"),
     ],
 )

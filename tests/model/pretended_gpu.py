@@ -38,9 +38,13 @@ def let_torch_handle_cuda_tensors() -> None:
     attend._compiled_flex = lambda: _plain_attention  # to compile FlexAttention for a GPU takes one
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask, enable_gqa: bool, **_: object) -> Tensor:
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, block_mask, enable_gqa: bool, return_lse: bool = False, **_: object
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Results of FlexAttention's shapes, types and devices; values do not matter."""
     assert block_mask.kv_indices.device == q.device
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+    return (y, q.float().sum(-1)) if return_lse else y
 
 
 def gradients_of(
