@@ -99,7 +99,7 @@ def test_reshape_refuses(source, tmp_path, capsys):
         ([source, tmp_path / "there", "--to", "tensor=2"], "exists already"),
         (
             [source, tmp_path / "new", "--to", "tensors=2"],
-            "is not one of tensor=N, data=N, pipeline=N, zero=N, expert=N, ",
+            "is not one of tensor=N, context=N, data=N, pipeline=N, zero=N, expert=N, ",
         ),
         ([source, tmp_path / "new", "--to", "zero=4"], "ZeRO stages are 0 to 3"),
         ([tmp_path / "nothing", tmp_path / "new", "--to", "tensor=2"], "there is no such checkpoint"),
@@ -305,7 +305,7 @@ def test_a_fragment_larger_than_a_chunk_is_streamed(tmp_path, monkeypatch):
 
     model = Model(seed=1)
     path = write(tmp_path, model, Layout(tensor=2))
-    monkeypatch.setattr(logical.Stream.__init__, "__defaults__", (100,))
+    monkeypatch.setattr(logical.TensorStream.__init__, "__defaults__", (100,))
     reshape(open_checkpoint(path), tmp_path / "out", Layout(tensor=3), verify=True)
     checkpoint = open_checkpoint(tmp_path / "out", verify="checksums")
     for fragment in fragments(model, Layout(), 0):
