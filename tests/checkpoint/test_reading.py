@@ -225,7 +225,7 @@ def reshape_with_little(path: Path, report: Path) -> None:
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    # What large blocks these tests have freed has taught malloc to keep such blocks: as in a new process, it gives back.
+    # The large blocks that these tests have freed made malloc keep such blocks; in a new process it gives them back.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10)
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
