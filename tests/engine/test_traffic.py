@@ -29,11 +29,9 @@ OFTEN = {
 # What has no formula, by the reason that is given.
 UNPREDICTED = (
     "ZeRO 3",
+    "ranks that share sequences",
     "experts spread over ranks",
     "an offloaded optimizer",
-    "layers beside a mixer",
-    "of kind gated_delta",
-    "of kind cca",
     "a balancing loss over ranks",
     "bf16 with parameters in fp32 at ZeRO 2",
 )

@@ -2,7 +2,8 @@
 
 from tests.config.broken.case import BASE, Case
 from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
-from tests.config.broken.model import DEEPSPEED, LAYOUT, MODEL
+from tests.config.broken.layout import DEEPSPEED, LAYOUT
+from tests.config.broken.model import MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.recipe import DATA, LAUNCH, OUTPUT, RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
