@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ import torch
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import FragmentSpec
 from megatron.worker.network import free_port
-from tests.checkpoint.processes import child
 from tests.paths import ROOT
 
 TINY = """
@@ -34,29 +34,57 @@ logging: {console: quiet, curve: false}
 launch: {device: cpu}
 """
 LONGEST = 240.0  # seconds until a process must have got on
-Start = Callable[[list[str], dict[str, str]], int]
 
 
-def forked(words: list[str], variables: dict[str, str]) -> int:
-    """train.py's main in a fork of this process, which has imported everything."""
+class Process(Protocol):
+    """One rank: what subprocess.Popen has, too."""
 
-    def work() -> None:
-        from train import main
-
-        for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_CONFIG"):
-            os.environ.pop(name, None)
-        os.environ.update(variables)
-        sys.argv = ["train.py", *words]
-        if main():
-            raise RuntimeError("training did not finish")
-
-    return child(work)
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> int | None: ...
 
 
-def started(words: list[str], variables: dict[str, str]) -> int:
+Start = Callable[[list[str], dict[str, str]], Process]
+
+
+def train(words: list[str], variables: dict[str, str]) -> None:
+    """train.py's main."""
+    from train import main
+
+    torch.set_num_threads(1)
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JOB_CONFIG"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    sys.argv = ["train.py", *words]
+    if status := main():
+        raise SystemExit(status)
+
+
+class Forked:
+    """A fork of a server that has imported everything and has no threads: one of this process could find a lock held
+    by a thread that does not exist in it, and a new interpreter takes seconds for torch."""
+
+    def __init__(self, words: list[str], variables: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megatron.training.run", "train"])
+        self.process = context.Process(target=train, args=(words, variables))
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
+
+def started(words: list[str], variables: dict[str, str]) -> Process:
     """A new interpreter that runs train.py."""
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], env=environment).pid
+    return subprocess.Popen([sys.executable, str(ROOT / "train.py"), *words], env=environment)
 
 
 class Run:
@@ -71,7 +99,7 @@ class Run:
 
     def __init__(self, folder: Path, ranks: int, steps: int, start: Start) -> None:
         self.folder, self.ranks, self.steps, self.start = folder, ranks, steps, start
-        self.alive: set[int] = set()
+        self.alive: list[Process] = []
         folder.mkdir(parents=True)
         (folder / "tiny.yml").write_text(TINY)
 
@@ -86,7 +114,7 @@ class Run:
         for rank in range(self.ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            self.alive.add(self.start(words, {name: str(value) for name, value in {**place, **address}.items()}))
+            self.alive.append(self.start(words, {name: str(value) for name, value in {**place, **address}.items()}))
 
     def newest(self) -> int:
         """Step of the newest complete checkpoint, -1 if there is none."""
@@ -95,10 +123,10 @@ class Run:
 
     def running(self) -> bool:
         """Whether all ranks live; a rank that failed by itself is an error."""
-        for pid in list(self.alive):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                self.alive.discard(pid)
+        for process in list(self.alive):
+            status = process.poll()
+            if status is not None:
+                self.alive.remove(process)
                 assert status == 0, f"a rank ended with status {status}"
         return len(self.alive) == self.ranks
 
@@ -121,16 +149,16 @@ class Run:
 
     def kill(self, choose: random.Random) -> bool:
         """Kill one rank, then the others, who cannot go on. Returns whether that was during a save."""
-        for pid in choose.sample(sorted(self.alive), len(self.alive)):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for process in choose.sample(self.alive, len(self.alive)):
+            process.kill()
+            process.wait()
         self.alive.clear()
         return any((self.folder / "run" / "checkpoints").glob("*.tmp-*"))
 
     def close(self) -> None:
-        for pid in self.alive:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for process in self.alive:
+            process.kill()
+            process.wait()
 
 
 def tensors(run: Run) -> dict[tuple[str, str], torch.Tensor]:
@@ -172,9 +200,7 @@ def survive(folder: Path, *, ranks: int, kills: int, seed: int, start: Start) ->
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    import megatron.training.run  # noqa: F401  once here, not in each fork
-
-    survive(tmp_path / "runs", ranks=1, kills=3, seed=1, start=forked)
+    survive(tmp_path / "runs", ranks=1, kills=3, seed=1, start=Forked)
 
 
 @pytest.mark.slow

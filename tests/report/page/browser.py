@@ -39,10 +39,15 @@ def opened(page: Path, *, script: str = "", picture: Path | None = None, size: t
         head, end, tail = text.rpartition("</body>")
         page.write_text(f"{head}<script>setTimeout(() => {{{script}}}, 2000)</script>{end}{tail}", encoding="utf-8")
     profile = page.parent / "profile"
-    options = [*QUIET, f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=8000"]
+    options = [
+        *QUIET,
+        f"--user-data-dir={profile}",
+        f"--window-size={size[0]},{size[1]}",
+        "--virtual-time-budget=60000",
+    ]
     wanted = ["--dump-dom"] if picture is None else [f"--screenshot={picture}"]
     done = subprocess.run(
-        [program, *options, *wanted, page.absolute().as_uri()], capture_output=True, text=True, timeout=120
+        [program, *options, *wanted, page.absolute().as_uri()], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

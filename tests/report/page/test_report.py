@@ -135,15 +135,23 @@ def test_a_browser_shows_every_section_without_a_network(runs, capsys):
         const charts = document_._roots.filter((each) => each.type === "Figure")
         const ends = () => charts.filter((each) => each.x_range.type === "DataRange1d")
             .map((each) => Math.round(100 * each.x_range.end))
-        const before = ends()
-        buttons.find((each) => each.textContent.trim() === "tokens").click()
-        setTimeout(() => {
+        // Bokeh finds the ends of an axis when it draws, some frames after the change.
+        const drawn = async (changed) => {
+            for (let frame = 0; frame < 1000 && !changed(Math.max(...ends())); frame++)
+                await new Promise((next) => requestAnimationFrame(() => setTimeout(next, 20)))
+            return ends()
+        }
+        const change = async () => {
+            const before = await drawn((end) => end > 0)
+            buttons.find((each) => each.textContent.trim() === "tokens").click()
+            const after = await drawn((end) => end !== Math.max(...before))
             result.textContent = JSON.stringify({
-                buttons: buttons.length, charts: charts.length, before, after: ends(),
+                buttons: buttons.length, charts: charts.length, before, after,
                 labels: [...new Set(charts.map((each) => each.below[0].axis_label))],
             })
             document.body.append(result)
-        }, 1000)
+        }
+        change()
     """
     shown = opened(Path("both.html"), script=script)
     assert "<title>a, b</title>" in shown and "taken over</title>" not in shown
