@@ -8,6 +8,7 @@ export PYTHON
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the whole test suite'
+	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
@@ -33,6 +34,10 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loa
 
 test: dev
 	$(PYTEST)
+
+# Before a release, and after a change of what those tests are about.
+test-slow: dev
+	$(PYTEST) -m slow
 
 test-fast: dev
 	$(PYTEST) --fast
@@ -65,4 +70,4 @@ lint: dev
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test test-fast numerics durations package site lint docs
+.PHONY: help quickstart venv dev test test-slow test-fast numerics durations package site lint docs

@@ -2,8 +2,8 @@
 
 A whole run (`--dist loadfile`) ends when its last file ends, so long files start first. A fast run has the first case
 of every test function but those that take long; a new test belongs to it until somebody measures it. `make durations`
-runs the whole suite and writes the file again; it needs no entry by hand, and a file that it does not know starts
-early.
+runs the whole suite and writes the file again, `pytest --store-durations FILE ...` measures some files alone; it needs
+no entry by hand, and a file that it does not know starts early.
 
 Times are CPU seconds, of the process that runs a test and of all processes below it: they are nearly the same on a
 quiet machine and on a busy one, where seconds by the clock say how many others work. What the clock tells is only
@@ -37,7 +37,9 @@ def function_of(nodeid: str) -> str:
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("selection")
     group.addoption("--fast", action="store_true", help="only the first case of every test that takes under a second")
-    group.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
+    group.addoption(
+        "--store-durations", action="store_true", help="measure the files of this run for tests/durations.json"
+    )
 
 
 def configure(config: pytest.Config) -> None:
@@ -109,8 +111,19 @@ class Stopwatch:
             if self.clock[nodeid] >= WAITS:
                 seconds = max(seconds, LONG)
             functions[function_of(nodeid)] = max(functions[function_of(nodeid)], seconds)
-        written = {
-            "files": {name: round(seconds, 1) for name, seconds in sorted(files.items())},
-            "long": {name: round(seconds, 1) for name, seconds in sorted(functions.items()) if seconds >= LONG},
-        }
-        DURATIONS.write_text(json.dumps(written, indent=1) + "\n")
+        long = {name: seconds for name, seconds in functions.items() if seconds >= LONG}
+        DURATIONS.write_text(json.dumps(merged(read(), files, long), indent=1) + "\n")
+
+
+def merged(known: dict[str, dict[str, float]], files: dict[str, float], long: dict[str, float]) -> dict:
+    """What was known, with what a run of these files measured; files that are gone are forgotten."""
+
+    def kept(name: str) -> bool:
+        file = name.partition("::")[0]
+        return file not in files and (DURATIONS.parents[1] / file).exists()
+
+    def together(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+        both = {name: seconds for name, seconds in before.items() if kept(name)} | now
+        return {name: round(seconds, 1) for name, seconds in sorted(both.items())}
+
+    return {"files": together(known["files"], files), "long": together(known["long"], long)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.training.choice import parameters
 from tests.training.layout_check import compare
-from tests.training.matrix import Case, part
+from tests.training.matrix import Case
 
 
-@pytest.mark.parametrize("case", part("dense_wide"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", parameters("dense_wide"))
 def test_numbers_of_one_process(case: Case):
     compare(case)

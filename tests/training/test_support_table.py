@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.paths import ROOT
+from tests.training.choice import chosen, meetings
 from tests.training.matrix import cases, read
 from tools.support_table import BEGIN, END, grid, main, replaced, section, summary
 
@@ -35,6 +36,16 @@ def test_every_layout_and_architecture_is_tested():
 def test_every_case_is_run_by_some_file():
     files = (ROOT / "tests" / "training").glob("test_layouts_*.py")
     assert {case.part for case in cases()} == {file.stem.removeprefix("test_layouts_") for file in files}
+
+
+def test_those_that_are_chosen_meet_what_all_meet():
+    every = {case.name: case for case in cases()}
+    assert len(every) == len(cases()) and chosen() < set(every)
+    met = set().union(*(meetings(every[name]) for name in chosen()))
+    assert met == set().union(*map(meetings, every.values()))
+    assert {("fp32", "on", layout) for layout in read()["layouts"] if "offload" not in layout} < met
+    assert {("rwkv7", "through", "ZeRO 3"), ("neox", "through", "pipeline"), ("bf16", "with", "moe")} < met
+    assert ("fp32", "recurrent", "ZeRO 3", "sequence") in met
 
 
 def test_the_summary_says_what_is_tested():

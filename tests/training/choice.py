@@ -1,0 +1,78 @@
+"""Which cases of tests/layouts.yml `make test` trains, and which wait for `make test-slow`.
+
+Most cases differ from others in what they combine, not in what they run through. Those that are chosen go through all
+of it: each architecture meets each mechanism that it is listed with, each recipe meets each of its layouts, and in each
+recipe and part of the matrix each two mechanisms meet that some case has together. A defect of a mechanism, of an
+architecture under a mechanism, or of two mechanisms together is then seen by a case that was chosen; what is left for
+the slow ones are defects of one architecture under two mechanisms at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from tests.training.matrix import Case, cases, part
+
+
+def mechanisms(case: Case) -> list[str]:
+    """What a case goes through, beside its architecture."""
+    parallel, training, zero = (case.values.get(name, {}) for name in ("parallel", "training", "zero"))
+    axes = [axis for axis in ("tensor", "pipeline", "context", "expert") if parallel.get(axis, 1) > 1]
+    data = case.ranks
+    for axis in ("tensor", "pipeline", "context"):
+        data //= parallel.get(axis, 1)
+    several = training["global_batch_size"] // data > training["micro_batch_size"]
+    return [
+        *axes,
+        *(name for name in ("sequence", "expert_tensor", "context_method", "pipeline_split") if name in parallel),
+        *(["data"] if data > 1 else []),
+        *(["offload"] if "offload_optimizer" in zero else []),
+        f"ZeRO {zero.get('stage', 1)}",
+        f"recomputation {training.get('activation_checkpointing', {}).get('mode', 'none')}",
+        "several micro-batches" if several else "one micro-batch",
+    ]
+
+
+def meetings(case: Case) -> set[tuple[str, ...]]:
+    """What meets in a case."""
+    through = mechanisms(case)
+    return {
+        (case.recipe, "with", case.architecture),
+        (case.recipe, "on", case.layout),
+        *((case.architecture, "through", each) for each in through),
+        *((case.recipe, case.part, *sorted(both)) for both in combinations(through, 2)),
+    }
+
+
+@cache
+def chosen() -> frozenset[str]:
+    """Names of the cases that `make test` trains: always the one that adds most for its number of ranks."""
+    left = {case.name: meetings(case) for case in cases()}
+    ranks = {case.name: case.ranks for case in cases()}
+    names: set[str] = set()
+    met: set[tuple[str, ...]] = set()
+    queue = [(-len(each) / ranks[name] ** 0.5, place, name) for place, (name, each) in enumerate(left.items())]
+    heapq.heapify(queue)
+    while queue:
+        old, place, name = heapq.heappop(queue)
+        now = -len(left[name] - met) / ranks[name] ** 0.5  # what a case adds only shrinks
+        if now == 0:
+            continue
+        if now > old:
+            heapq.heappush(queue, (now, place, name))
+            continue
+        names.add(name)
+        met |= left[name]
+    return frozenset(names)
+
+
+def parameters(name: str) -> list:
+    """The cases of one part of the matrix; those that are not chosen are slow."""
+    return [
+        pytest.param(case, id=case.name, marks=[] if case.name in chosen() else [pytest.mark.slow])
+        for case in part(name)
+    ]
