@@ -56,9 +56,12 @@ def quickstart(folder: Path, *words: str, model: str = "pythia") -> subprocess.C
 
 
 def test_quickstart(tmp_path):
-    """Too few steps: it fails and says why. More: data and the old run are kept. Again: nothing is repeated."""
-    short = quickstart(tmp_path, "training.steps=2")
+    """Another stack, too few steps: it fails and says why. More: data and the old run are kept. Again: nothing is
+    repeated.
+    """
+    short = quickstart(tmp_path, "training.steps=2", model="rwkv7")
     assert short.returncode == 1 and "NOT far below" in short.stdout and "What next?" not in short.stdout, short.stderr
+    assert "configs/quickstart_rwkv7.yml" in short.stdout
     run = tmp_path / "run"
     assert (run / "checkpoints" / "step_00000002").is_dir()
 
@@ -82,6 +85,7 @@ def test_quickstart(tmp_path):
     assert _written(again.stdout) == _written(learned.stdout)
 
 
+@pytest.mark.slow  # `test_quickstart` starts it, and that it learns what one process does is seen on every layout
 def test_another_stack_learns(tmp_path):
     done = quickstart(tmp_path, "training.steps=120", model="rwkv7")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,7 +28,7 @@ def cluster(hosts_work, tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("cluster")) as made:
         yield made
     left = partial(processes_with, str(made.folder))
-    wait_for(lambda: not left(), 30, lambda: f"hosts leave processes behind: {left()}")
+    wait_for(lambda: not left(), 200, lambda: f"hosts leave processes behind: {left()}")
     assert str(made.folder) not in Path("/proc/mounts").read_text(), "nor a mount"
 
 

@@ -66,7 +66,7 @@ class HostJob:
             **(environment or os.environ),
             "NOTES": str(self.notes),
             "OMP_NUM_THREADS": "1",
-            "GLOO_TIMEOUT": "60",
+            "GLOO_TIMEOUT": "600",
             "PYTHONPATH": str(ROOT),
         }
         self.process = subprocess.Popen(
@@ -79,7 +79,7 @@ class HostJob:
             start_new_session=True,
         )
 
-    def wait_for(self, path: Path, timeout: float = 60.0) -> Path:
+    def wait_for(self, path: Path, timeout: float = 300.0) -> Path:
         """Until a file is there."""
         wait_for(lambda: path.exists() or self.process.poll() is not None, timeout, lambda: f"no {path}")
         assert path.exists(), f"no {path}: {self.process.communicate(timeout=10)}"
@@ -99,7 +99,7 @@ class HostJob:
 
     def launcher(self) -> int:
         """The process id of deepy.py itself, seen from here (nsenter forks into the host)."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 200
         while time.monotonic() < deadline:
             for entry in filter(str.isdigit, os.listdir("/proc")):
                 try:
@@ -113,12 +113,12 @@ class HostJob:
             time.sleep(0.05)
         raise AssertionError("no launcher")
 
-    def finish(self, timeout: float = 90.0) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 300.0) -> tuple[int, str, str]:
         """(status, standard output, standard error) at the end."""
         out, error = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, error
 
-    def nothing_left(self, *hosts: str, within: float = 20.0) -> bool:
+    def nothing_left(self, *hosts: str, within: float = 200.0) -> bool:
         """Whether no process of ours is, soon, on the given hosts (by default those that live)."""
         names = hosts or tuple(self.cluster.inits)
         end = time.monotonic() + within

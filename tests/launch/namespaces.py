@@ -45,7 +45,7 @@ def why_not(*programs: str) -> str | None:
         return f"needs {', '.join(missing)} (tests/launch/debian-packages)"
     links = "ip link add br0 type bridge && ip link add name eth0 type veth peer name eth1 && mount -t tmpfs tmpfs /run"
     probe = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "sh", "-c", links]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=200)
     return f"namespaces with a network: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -86,7 +86,7 @@ class Cluster:
             self._keys()
             (self.folder / "init.sh").write_text(_INIT)
             self.switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_the_tests)
-            wait_for(self._own_network, 10, lambda: "no namespace for the switch")
+            wait_for(self._own_network, 200, lambda: "no namespace for the switch")
             self._in_switch("link", "add", "br0", "type", "bridge")
             self._in_switch("link", "set", "br0", "up")
             for name in self.all:
@@ -147,7 +147,7 @@ class Cluster:
                 preexec_fn=die_with_the_tests,
                 stderr=log,
             )
-        wait_for(lambda: self._children(name), 10, lambda: self._logs(name))
+        wait_for(lambda: self._children(name), 200, lambda: self._logs(name))
         inside = str(self.init_pid(name))
         self._in_switch("link", "add", "name", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", inside)
         self._in_switch("link", "set", f"to-{name}", "master", "br0", "up")
@@ -158,7 +158,7 @@ class Cluster:
     def _wait(self, name: str) -> None:
         """Until its sshd listens. Nothing may enter a host earlier: it would see half of its mounts."""
         log = self.folder / f"sshd-{name}.log"
-        wait_for(lambda: log.exists() and "listening" in log.read_text(), 20, lambda: self._logs(name))
+        wait_for(lambda: log.exists() and "listening" in log.read_text(), 200, lambda: self._logs(name))
 
     def _logs(self, name: str) -> str:
         return "".join(path.read_text() for path in self.folder.glob(f"*-{name}.log"))
@@ -180,7 +180,7 @@ class Cluster:
         return ["nsenter", "-t", str(self.init_pid(name)), "-m", "-u", "-i", "-n", "-p", where, *command]
 
     def run(
-        self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None, **options
+        self, name: str, command: Sequence[str], timeout: float = 300, folder: Path | None = None, **options
     ) -> subprocess.CompletedProcess:
         """Run a command on a host to its end."""
         limited = self.enter(name, ["timeout", "-k", "5", str(timeout), *command], folder)
@@ -209,6 +209,6 @@ class Cluster:
 
 
 def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr}")

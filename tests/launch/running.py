@@ -34,7 +34,7 @@ class Job:
         without: tuple[str, ...] = (),
         stdout: int = subprocess.PIPE,
     ) -> None:
-        self.folder, self.notes = folder, folder / "notes"
+        self.folder, self.notes, self.heard = folder, folder / "notes", b""
         self.notes.mkdir(exist_ok=True)
         (folder / "a.yml").write_text(CONFIG)
         clean = {
@@ -67,7 +67,7 @@ class Job:
             start_new_session=True,
         )
 
-    def note(self, name: str, timeout: float = 20.0) -> object:
+    def note(self, name: str, timeout: float = 300.0) -> object:
         """The content of a note, once it is there."""
         end = time.monotonic() + timeout
         while not (self.notes / name).exists():
@@ -76,20 +76,28 @@ class Job:
             time.sleep(0.01)
         return json.loads((self.notes / name).read_text())
 
-    def finish(self, timeout: float = 50.0) -> tuple[int, str, str]:
+    def hears(self, text: str) -> None:
+        """Wait until the launcher has written a text to its standard error."""
+        while text not in self.heard.decode(errors="replace"):
+            more = os.read(self.process.stderr.fileno(), 4096)
+            assert more, f"ended without {text!r}: {self.heard.decode(errors='replace')}"
+            self.heard += more
+
+    def finish(self, timeout: float = 300.0) -> tuple[int, str, str]:
         """(status, standard output, standard error) at the end."""
         try:
             out, error = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             out, error = self.process.communicate()
-        return self.process.returncode, (out or b"").decode(errors="replace"), error.decode(errors="replace")
+        error = (self.heard + error).decode(errors="replace")
+        return self.process.returncode, (out or b"").decode(errors="replace"), error
 
     def log(self, rank: int) -> str:
         return (self.folder / "runs" / "launched" / "logs" / f"rank_{rank:04d}.log").read_text()
 
 
-def gone(pid: int, timeout: float = 5.0) -> bool:
+def gone(pid: int, timeout: float = 100.0) -> bool:
     """Whether a process is no longer there (a zombie is not)."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:

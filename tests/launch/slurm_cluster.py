@@ -60,8 +60,8 @@ class Slurm:
             self._start(self.cluster.enter("login", ["slurmctld", "-D", "-i", "-f", str(self.conf)]))
             for name in self.cluster.names:
                 self._start(self.cluster.enter(name, ["slurmd", "-D", "-N", name, "-f", str(self.conf)]))
-            wait_for(self._all_idle, 30, self.logs)
-            wait_for(self._takes_steps, 60, self.logs)
+            wait_for(self._all_idle, 200, self.logs)
+            wait_for(self._takes_steps, 200, self.logs)
         except BaseException:
             self.__exit__()
             raise
@@ -82,7 +82,7 @@ class Slurm:
         key.chmod(0o400)
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._start(["munged", "--foreground", "--force", f"--socket={socket}", *files])
-        wait_for(socket.exists, 10, lambda: "munged does not answer")
+        wait_for(socket.exists, 200, lambda: "munged does not answer")
 
     def _all_idle(self) -> bool:
         return self.run("login", ["sinfo", "-h", "-t", "idle", "-o", "%D"]).stdout.strip() == str(
@@ -111,7 +111,7 @@ class Slurm:
         )
 
     def run(
-        self, name: str, command: Sequence[str], timeout: float = 60, folder: Path | None = None, **variables: str
+        self, name: str, command: Sequence[str], timeout: float = 300, folder: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess:
         """Run a client on a host."""
         return self.cluster.run(name, command, timeout, folder, env={**self.environment, **variables})

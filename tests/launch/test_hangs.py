@@ -70,14 +70,14 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_after_a_restart(tmp_path):
     folder = tmp_path / "run"
     words = ("training.steps=30", "checkpoint.every=5", "launch.restarts=1", "launch.restart_delay=0")
     job = start(folder, hanging("stopped", 1, 12), *words)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 400
     while "stopped" not in (answer := ask(folder, "status") if (folder / "launcher.json").exists() else ""):
         assert job.poll() is None and time.monotonic() < end, job.communicate()
         time.sleep(0.2)
     assert "rank 1 on" in answer and "in hooks of step 12" in answer and "2 ranks on 1 host" in answer
     said = ask(folder, "stacks")
     assert "rank 0 on" in said and "most recent call first" in said and "no stack: it is stopped" in said
-    _, error = job.communicate(timeout=200)
+    _, error = job.communicate(timeout=500)
     assert job.returncode == 0, error
     assert "the run hangs: rank 0 waits in all_reduce" in error
     assert "first failure: rank 1 on" in error and "hang (status 76)" in error
@@ -106,7 +106,7 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
         assert job.poll() is None, job.communicate()
         time.sleep(0.1)
     os.kill(stopped, signal.SIGCONT)
-    _, error = job.communicate(timeout=200)
+    _, error = job.communicate(timeout=500)
     assert job.returncode == 0, error
     assert "the run hangs" in error and "rank 0 on" in error and "the run goes on" in error
 

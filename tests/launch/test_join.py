@@ -25,7 +25,7 @@ def test_mpirun_of_deepy(tmp_path):
     script = [str(ROOT / "deepy.py"), str(ROOT / "tests" / "launch" / "gloo_worker.py"), "a.yml", "--", "steps", "2"]
     environment = {**os.environ, "NOTES": str(tmp_path / "notes"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*mpirun, sys.executable, *script], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120
+        [*mpirun, sys.executable, *script], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no runner (inside mpirun): this process is one of 2 ranks") == 1

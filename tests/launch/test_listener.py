@@ -34,7 +34,7 @@ def place(listener: AgentListener) -> tuple[str, int]:
     return address, port
 
 
-def admitted(listener: AgentListener, number: int = 1, timeout: float = 10.0) -> list:
+def admitted(listener: AgentListener, number: int = 1, timeout: float = 100.0) -> list:
     links, end = [], time.monotonic() + timeout
     while len(links) < number and time.monotonic() < end:
         select.select([listener.ready], [], [], 0.1)
@@ -47,7 +47,7 @@ def call(listener: AgentListener, tmp_path, index: int = 0, credentials: str | N
     return connect(str(write_file(path, credentials or listener.credentials())), index, 0.0)
 
 
-def closed(link: socket.socket, timeout: float = 15.0) -> bool:
+def closed(link: socket.socket, timeout: float = 100.0) -> bool:
     """Whether the other side closes within the time."""
     link.settimeout(timeout)
     try:
@@ -135,27 +135,28 @@ def test_garbage_ends_the_caller_and_nothing_else(listener, tmp_path, sent):
 
 
 def test_a_slow_drip_keeps_nobody_waiting_and_has_a_deadline(listener, tmp_path, monkeypatch):
-    monkeypatch.setattr(listening, "PATIENCE", 1.0)
+    monkeypatch.setattr(listening, "PATIENCE", 5.0)
     with socket.create_connection(place(listener)) as drip:
-        begin, ended = time.monotonic(), []
+        end, happened = time.monotonic() + 200, []
 
         def slowly():
             try:
-                while time.monotonic() - begin < 8:
+                while time.monotonic() < end:
                     drip.sendall(b"0")
                     time.sleep(0.2)
             except OSError:
-                ended.append(time.monotonic() - begin)
+                happened.append("cut off")
 
         thread = threading.Thread(target=slowly)
         thread.start()
         with call(listener, tmp_path, 1):
-            assert len(admitted(listener)) == 1 and time.monotonic() - begin < 1.0
+            happened += ["let in"] * len(admitted(listener))
         thread.join()
-    assert ended and ended[0] < 3.0
+    assert happened == ["let in", "cut off"]
 
 
-def test_many_connections_are_capped_and_agents_still_come_in(listener, tmp_path):
+def test_many_connections_are_capped_and_agents_still_come_in(listener, tmp_path, monkeypatch):
+    monkeypatch.setattr(listening, "PATIENCE", 1000.0)
     before = len(os.listdir("/proc/self/fd"))
     strangers = [socket.create_connection(place(listener)) for _ in range(3 * listening.CALLERS)]
     try:
@@ -163,7 +164,7 @@ def test_many_connections_are_capped_and_agents_still_come_in(listener, tmp_path
             assert len(admitted(listener)) == 1
         held = len(os.listdir("/proc/self/fd")) - before - len(strangers)
         assert held <= listening.CALLERS + 2
-        assert closed(strangers[0], 5.0)  # the one that has waited longest
+        assert closed(strangers[0])  # the one that has waited longest
     finally:
         for each in strangers:
             each.close()
@@ -191,12 +192,12 @@ def test_it_listens_where_it_is_told_to_and_stops_when_told_to(tmp_path):
     ]
     for address in ("127.0.0.2", *others):
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((address, port), timeout=2)
+            socket.create_connection((address, port), timeout=60)
     with call(listener, tmp_path) as agent:
         (link,) = admitted(listener)
         listener.shut()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=2)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
         link.send({"type": "start"})
         assert decode(agent.recv(100).rstrip(b"\n")) == {"type": "start"}
         listener.close()
@@ -248,7 +249,7 @@ def credentials_text(job: Job, number: int) -> dict:
 
 def credentials_of(job: Job, number: int) -> dict:
     """The credentials of a start, as soon as they are there."""
-    path, end = job.notes / f"credentials.{number}", time.monotonic() + 30
+    path, end = job.notes / f"credentials.{number}", time.monotonic() + 300
     while not path.exists() or not path.read_text().strip():
         assert time.monotonic() < end and job.process.poll() is None, job.finish(1)
         time.sleep(0.02)
@@ -283,7 +284,7 @@ def test_a_run_under_attack_starts_and_ends_well(tmp_path, mpirun):
         time.sleep(1.0)
         assert job.process.poll() is None
         (job.notes / "go").touch()
-        job.note("given.1", 60)
+        job.note("given.1")
         status, _, error = job.finish()
         assert status == 0, error
     finally:
@@ -301,13 +302,13 @@ def test_it_listens_on_the_chosen_address_until_all_agents_are_in(tmp_path, mpir
     for other in others:  # this machine's other addresses
         for _, port in places:
             with pytest.raises(OSError):
-                socket.create_connection((other, port), timeout=2)
-    socket.create_connection(tuple(places[0]), timeout=2).close()
+                socket.create_connection((other, port), timeout=60)
+    socket.create_connection(tuple(places[0]), timeout=60).close()
     (job.notes / "go").touch()
     for rank in range(2):
-        job.note(f"up.{rank}", 60)
+        job.note(f"up.{rank}")
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(tuple(places[0]), timeout=2)
+        socket.create_connection(tuple(places[0]), timeout=60)
     job.process.terminate()
     assert job.finish()[0] == 143
 

@@ -46,7 +46,7 @@ def test_more_hosts_than_connections_at_once(tmp_path):
         env=environment,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 3, done.stderr
     assert f"first failure: rank {last} on node{NUMBER - 1:04d}, status 3" in done.stderr

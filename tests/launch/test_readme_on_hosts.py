@@ -16,7 +16,7 @@ from .host_job import HostJob
 from .namespaces import wait_for
 from .slurm_cluster import Slurm
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.limit(1200)
 # What a machine without GPUs needs; every command goes on where the one before it has stopped.
 SCALE = {"slots=8": "slots=2", "--ranks 8": "--ranks 2", "--gpus-per-node=8": "--ntasks-per-node=2"}
 STOPS = (2, 4, 6)
@@ -51,7 +51,7 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
         assert command.count("my.yml") == 1
         line = scaled(command).replace("my.yml", f"my.yml small.yml training.stop_at_step={stop}")
         typed(jobs(cluster, copy, typing(line), environment=environment(slurm)), slurm)
-        wait_for(partial(has_ended, run, stop), 120, partial(logs_of_slurm, run))  # sbatch returns at once
+        wait_for(partial(has_ended, run, stop), 400, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
     assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
         ("start", 0, 4),
@@ -71,7 +71,7 @@ def environment(slurm: Slurm) -> dict[str, str]:
 
 
 def typed(job: HostJob, slurm: Slurm) -> str:
-    status, out, error = job.finish(150)
+    status, out, error = job.finish(400)
     assert status == 0, out + error + slurm.logs()
     return out
 

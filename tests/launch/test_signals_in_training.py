@@ -36,19 +36,19 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
 
 def trained(job: subprocess.Popen, folder: Path, lines: int = 3) -> None:
     """Wait until some steps were made."""
-    metrics, end = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics, end = folder / "metrics.jsonl", time.monotonic() + 400
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
         assert job.poll() is None and time.monotonic() < end, job.communicate()
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])
+@pytest.mark.parametrize("name", [pytest.param("SIGHUP", marks=pytest.mark.slow), "SIGUSR2"])
 def test_a_signal_saves_and_then_ends(start, tmp_path, name):
     number = getattr(signal, name)
     job = start(tmp_path / "run")
     trained(job, tmp_path / "run")
     job.send_signal(number)
-    out, error = job.communicate(timeout=120)
+    out, error = job.communicate(timeout=400)
     assert job.returncode == 128 + number, error
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step_????????")
     assert int(saved.name[5:]) > 0 and "Traceback" not in out + error
@@ -61,4 +61,4 @@ def test_nohup_outlives_the_terminal(start, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
     trained(job, tmp_path / "run", before + 20)
     job.send_signal(signal.SIGTERM)
-    assert job.communicate(timeout=120) and job.returncode == 143
+    assert job.communicate(timeout=400) and job.returncode == 143

@@ -19,6 +19,25 @@ def note(name: str, content: object = None) -> None:
     path.with_suffix(".part" + RANK).rename(path)
 
 
+def pid_of(rank: str) -> int:
+    """The process of another rank, once it is up."""
+    path = Path(os.environ["NOTES"], f"up.{rank}")
+    while not path.exists():
+        time.sleep(0.01)
+    return json.loads(path.read_text())
+
+
+def outlive(rank: str, longer: float = 0.4) -> None:
+    """Wait for another rank's end, and for some seconds more."""
+    stat = Path(f"/proc/{pid_of(rank)}/stat")
+    try:
+        while stat.read_text().split(")")[1].split()[0] != "Z":
+            time.sleep(0.001)
+    except (FileNotFoundError, ProcessLookupError):  # its agent knows already
+        pass
+    time.sleep(longer)
+
+
 def describe() -> None:
     """Everything a rank is given."""
     note(
@@ -89,12 +108,7 @@ def reacts() -> None:
     if RANK == "1":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    victim = Path(os.environ["NOTES"], "up.1")
-    while not victim.exists():
-        time.sleep(0.01)
-    pid = json.loads(victim.read_text())
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z":
-        time.sleep(0.001)
+    outlive("1", 0.0)
     sys.exit(77)
 
 
@@ -102,29 +116,33 @@ def complains() -> None:
     """Rank 0 says that its peer has gone, before the peer's end is seen, and ends after it: how a busy host may show
     it.
     """
-    note("up", os.getpid())
     if RANK == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(
             "Traceback (most recent call last):\n  RuntimeError: Connection closed by peer", file=sys.stderr, flush=True
         )
-        time.sleep(1.0)
+        note("up", os.getpid())
+        outlive("1")
         sys.exit(1)
+    note("up", os.getpid())
+    pid_of("0")
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raises() -> None:
     """Rank 2 raises; rank 0 raises later, because its peer went away; the rest wait."""
+    if RANK == "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note("up", os.getpid())
     if RANK == "2":
-        time.sleep(0.2)
+        pid_of("0")
         try:
             raise ValueError("the real cause")
         except ValueError as error:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB") from error
     if RANK == "0":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(0.6)
+        outlive("2")
         raise ConnectionError("Connection closed by peer")
     time.sleep(600)
 

@@ -144,8 +144,15 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence parallel"])
-@pytest.mark.parametrize("name", MODELS)
+WHOLE = ("attention", "mamba", "rwkv7", "moe")  # with whole sequences too; the others wait for `-m slow`
+
+
+def cases() -> list:
+    whole = [pytest.param(name, False, marks=[] if name in WHOLE else [pytest.mark.slow]) for name in MODELS]
+    return [*((name, True) for name in MODELS), *whole]
+
+
+@pytest.mark.parametrize(("name", "sequence"), cases())
 def test_tensor_parallel_at_zero_3(name: str, sequence: bool):
     around = AROUND
     if MODELS[name].get("residual"):  # a parallel residual has no channel scales
