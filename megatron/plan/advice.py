@@ -1,0 +1,174 @@
+"""What to say beside the table: warnings, why a layout is not the answer, what would make an impossible request fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.config import Config, ConfigError, Problem
+from megatron.config.origins import DEFAULT
+from megatron.config.rule_context import RuleContext
+from megatron.config.rules.cost import gib, kept_checkpoints
+from megatron.model.describe import totals
+
+from .candidate import Candidate
+from .devices import Cluster, Device
+from .memory import moments
+from .search import STRUCTURE, Answers, Plan, Question
+
+NEAR = 0.9  # of a device's memory: from here on a plan is called tight
+IDLE = 0.2  # of a step: from here on a pipeline's waiting is worth a word
+
+
+def largest(plan: Plan) -> str:
+    """The largest part of a layout's memory, in words."""
+    name, size = max(plan.memory.parts.items(), key=lambda each: each[1])
+    return f"{name} {gib(size)}"
+
+
+def remarks(question: Question, plan: Plan) -> list[str]:
+    """What is allowed and probably not wanted."""
+    choice, at, found = plan.choice, question.at, []
+    if choice.tensor > at.per_host or at.per_host % choice.tensor:
+        found.append(
+            f"tensor parallel ranks span hosts of {at.per_host}: their sums, "
+            f"{plan.step.parts['tensor'] / plan.step.seconds:.0%} of the step, cross the network"
+        )
+    waits = plan.step.parts["bubble"] / plan.step.seconds
+    if waits > IDLE:
+        found.append(f"stages are idle {waits:.0%} of the step; more micro-batches or fewer stages shorten that")
+    if plan.share > NEAR:
+        found.append(f"memory is near its limit ({plan.share:.0%}), mostly {largest(plan)}")
+    return found
+
+
+def checkpoint_bytes(config: Config) -> tuple[float, int]:
+    """(bytes of a checkpoint, how many the run keeps)."""
+    state = moments(config) if config.checkpoint.optimizer_state else 0
+    context = RuleContext(config, None, lambda path: DEFAULT)
+    return totals(config).parameters * (4 + state), kept_checkpoints(context)
+
+
+def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list[str]:
+    """What speaks against a layout that a user names."""
+    best = answers.plans[0] if answers.plans else None
+    if named.keys() >= {"tensor", "pipeline"}:
+        problem = _refused(question, named)
+        if problem is not None:
+            return [f"the launcher refuses it: {problem.key}: {problem.rule}", f"fix: {problem.fix}"]
+    own = question.answers(named)
+    if not own.plans and own.closest is None:
+        if own.refusal is not None:
+            return [f"the launcher refuses it: {own.refusal.key}: {own.refusal.rule}", f"fix: {own.refusal.fix}"]
+        return [f"no layout of {question.at.devices} devices has these values: {_why_empty(question, named)}"]
+    if not own.plans and own.closest is not None:
+        plan = own.closest
+        over = plan.memory.total - question.at.device.bytes
+        return [
+            f"it does not fit: at least {gib(plan.memory.total)} ({plan.choice}), {gib(over)} more than a device has; "
+            f"mostly {largest(plan)}"
+        ]
+    plan = own.plans[0]
+    if best is None or plan.step.seconds <= best.step.seconds:
+        return [f"it is the fastest: {plan.choice}, {plan.step.seconds:.3f} s a step"]
+    slower = plan.step.seconds / best.step.seconds - 1
+    parts = {name: plan.step.parts[name] - best.step.parts[name] for name in plan.step.parts}
+    worst = sorted(((value, name) for name, value in parts.items() if value > 0), reverse=True)[:2]
+    loses = ", ".join(f"{name} {value / best.step.seconds:+.0%}" for value, name in worst)
+    return [
+        f"its best form ({plan.choice}) takes {plan.step.seconds:.3f} s a step, {slower:.0%} longer than the first: "
+        f"{loses} of the first one's step"
+    ]
+
+
+def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
+    """The launcher's problem with a layout; what is not named has the value that it would have by itself."""
+    values = {"sequence": named.get("tensor", 1) > 1, **named}
+    choice = Candidate(**values)
+    try:
+        question.resolved(choice)
+    except ConfigError as error:
+        problem = next(each for each in error.problems if each.fatal)
+        plain = replace(choice, sequence=False)
+        if "sequence" in named or not choice.sequence:
+            return problem
+        try:
+            question.resolved(plain)
+        except ConfigError:
+            return problem
+    return None
+
+
+def _why_empty(question: Question, named: dict[str, Any]) -> str:
+    inner = named.get("tensor", 1) * named.get("pipeline", 1) * named.get("context", 1)
+    devices, batch = question.at.devices, question.base.training.global_batch_size
+    if devices % inner:
+        return f"tensor * pipeline * context = {inner} must divide them"
+    if batch % (devices // inner * named.get("micro_batch", 1)):
+        return f"data {devices // inner} * micro_batch {named.get('micro_batch', 1)} must divide the batch of {batch}"
+    if named.get("zero") == 3 and named.get("recompute") == "selective":
+        return "recompute must not be selective with ZeRO 3"
+    return "; ".join(f"{name}={value}" for name, value in named.items() if name in (*STRUCTURE, "micro_batch"))
+
+
+def nothing(question: Question, answers: Answers, devices: dict[str, Device]) -> Problem:
+    """Why no layout is left, and the smallest changes that leave one."""
+    at, base = question.at, question.base
+    if answers.closest is None:
+        rule, fix = f"no legal layout on {at.devices} devices", "use another number of devices"
+        if answers.refusal is not None:
+            refusal = answers.refusal
+            return Problem(refusal.key, f"{rule}: {refusal.rule}", refusal.fix, refusal.value)
+        batch = base.training.global_batch_size
+        rule += (
+            f": training.global_batch_size {batch} must be a multiple of micro_batch_size times a data parallel size"
+        )
+        legal = [each for each in _near(at.devices, at.per_host) if any(question.on(_sized(at, each)).structures())]
+        fix = f"use {' or '.join(map(str, legal))} devices" if legal else "use another training.global_batch_size"
+        more = -(-batch // at.devices) * at.devices
+        return Problem("--gpus", rule, f"{fix}, or training.global_batch_size={more}", at.devices)
+    closest = answers.closest
+    rule = (
+        f"no layout fits: the smallest ({closest.choice}) needs {gib(closest.memory.total)} of "
+        f"{gib(at.device.bytes)}, mostly {largest(closest)}"
+    )
+    return Problem("--gpus", rule, "; or ".join(changes(question, closest, devices)), at.devices)
+
+
+def _near(devices: int, per_host: int) -> list[int]:
+    """The numbers of devices around one, which fill hosts: the nearest on either side come first."""
+    hosts = devices // per_host
+    return [each * per_host for each in range(max(1, hosts - 1), hosts + 3) if each * per_host != devices]
+
+
+def _sized(at: Cluster, devices: int) -> Cluster:
+    return replace(at, devices=devices, per_host=min(at.per_host, devices))
+
+
+def changes(question: Question, closest: Plan, devices: dict[str, Device]) -> list[str]:
+    """The smallest change of each sort with which something fits."""
+    at, found = question.at, []
+    for factor in (2, 4, 8, 16, 32):
+        wider = _grown(question.at, factor)
+        if question.base.training.global_batch_size < wider.devices // (wider.per_host * 8):
+            break
+        if question.on(wider).answers().plans:
+            found.append(f"use {wider.devices} devices")
+            break
+    larger = sorted((each.memory, name) for name, each in devices.items() if closest.memory.total <= each.bytes)
+    if larger:
+        found.append(f"use devices with {gib(closest.memory.total)} ({larger[0][1]})")
+    if question.base.zero.offload_optimizer.device == "none" and closest.choice.pipeline == 1:
+        kept = closest.memory.total - closest.memory.parts["states"]
+        if kept <= at.device.bytes:
+            found.append("give zero.offload_optimizer.device=cpu")
+    length, parts = question.base.training.sequence_length, closest.memory.parts
+    passing = parts["activations"] + parts["working"]
+    if closest.memory.total - passing / 2 <= at.device.bytes:
+        found.append(f"use training.sequence_length={length // 2}")
+    return found or ["use a smaller model, or devices with more memory"]
+
+
+def _grown(at: Cluster, factor: int) -> Cluster:
+    devices = at.devices * factor
+    return replace(at, devices=devices, per_host=min(at.device.per_host, devices))

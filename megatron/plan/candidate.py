@@ -1,0 +1,151 @@
+"""A layout to be judged: the choices that a search makes, as a configuration and as lines of YAML. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import yaml
+
+from megatron.config import Config
+from megatron.config.problems import ConfigError, Problem
+from megatron.parallel.layout import Layout
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sizes of the axes and what goes with them; names as in the configuration.
+
+    Attributes:
+        micro_batch: `training.micro_batch_size`.
+        recompute: `training.activation_checkpointing.mode`.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    zero: int = 1
+    micro_batch: int = 1
+    recompute: str = "none"
+    sequence: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Ranks of one data parallel replica."""
+        return self.tensor * self.pipeline * self.context
+
+    def values(self) -> dict[str, Any]:
+        """As nested values of a configuration."""
+        parallel: dict[str, Any] = {"tensor": self.tensor, "pipeline": self.pipeline}
+        parallel |= {"context": self.context, "expert": self.expert, "sequence": self.sequence}
+        return {
+            "parallel": parallel,
+            "zero": {"stage": self.zero},
+            "training": {
+                "micro_batch_size": self.micro_batch,
+                "accumulation": None,
+                "activation_checkpointing": {"mode": self.recompute, "every": 1},
+            },
+        }
+
+    def lines(self, precision: str | None = None, global_batch: int | None = None) -> str:
+        """YAML to put over a run's own; defaults are left out.
+
+        Args:
+            precision: where the run's own files do not say it.
+            global_batch: likewise.
+        """
+        parallel = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "expert")}
+        parallel = {name: size for name, size in parallel.items() if size > 1}
+        if self.sequence:
+            parallel["sequence"] = True
+        training: dict[str, Any] = {"micro_batch_size": self.micro_batch}
+        if global_batch is not None:
+            training["global_batch_size"] = global_batch
+        if self.recompute != "none":
+            training["activation_checkpointing"] = {"mode": self.recompute}
+        values: dict[str, Any] = {"precision": precision} if precision else {}
+        values |= {"parallel": parallel} if parallel else {}
+        values |= {"zero": {"stage": self.zero}, "training": training}
+        return "".join(
+            yaml.safe_dump({name: value}, default_flow_style=True, sort_keys=False, width=1000)[1:-2] + "\n"
+            for name, value in values.items()
+        )
+
+    def __str__(self) -> str:
+        axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert}
+        words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
+        return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
+
+
+def parse(text: str) -> dict[str, Any]:
+    """A layout that a user names: `tensor=8,pipeline=4,recompute=full`; what is not named is left to the search.
+
+    Raises:
+        ConfigError: a name is not known, or a value is not of its type.
+    """
+    types = {field.name: type(field.default) for field in fields(Candidate)}
+    found: dict[str, Any] = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = (part.strip() for part in word.partition("="))
+        kind = types.get(name)
+        wrong = kind is None or (kind is int and not (value.isascii() and value.isdigit() and 0 <= int(value) < 10**6))
+        wrong |= kind is bool and value not in ("true", "false")
+        wrong |= name == "recompute" and value not in RECOMPUTE
+        wrong |= kind is int and name != "zero" and value.isdigit() and int(value) == 0
+        if wrong:
+            rule = f"must be NAME=VALUE of {', '.join(types)}; recompute is one of {', '.join(RECOMPUTE)}"
+            raise ConfigError([Problem("--why-not", rule, "for example tensor=8,pipeline=4,zero=1", word)])
+        found[name] = int(value) if kind is int else value == "true" if kind is bool else value
+    return found
+
+
+def apply(config: Config, choice: Candidate, ranks: int) -> Config:
+    """The configuration with a candidate's values, unchecked: for counting many quickly.
+
+    Raises:
+        ValueError: the ranks or the global batch cannot be cut like that.
+    """
+    parallel = config.parallel.model_copy(
+        update={
+            "tensor": choice.tensor,
+            "pipeline": choice.pipeline,
+            "context": choice.context,
+            "expert": choice.expert,
+            "expert_tensor": choice.tensor,
+            "sequence": choice.sequence,
+        }
+    )
+    if ranks % choice.inner:
+        raise ValueError(f"{ranks} ranks are not a multiple of tensor * pipeline * context = {choice.inner}")
+    data, batch = ranks // choice.inner, config.training.global_batch_size
+    if batch % (choice.micro_batch * data):
+        raise ValueError(
+            f"global_batch_size {batch} is not a multiple of micro_batch_size {choice.micro_batch} * data {data}"
+        )
+    checkpointing = config.training.activation_checkpointing.model_copy(update={"mode": choice.recompute, "every": 1})
+    training = config.training.model_copy(
+        update={
+            "micro_batch_size": choice.micro_batch,
+            "accumulation": batch // (choice.micro_batch * data),
+            "activation_checkpointing": checkpointing,
+        }
+    )
+    zero = config.zero.model_copy(update={"stage": choice.zero})
+    return config.model_copy(update={"parallel": parallel, "training": training, "zero": zero})
+
+
+def layout_of(choice: Candidate, ranks: int) -> Layout:
+    """The layout on `ranks` devices, which the candidate divides."""
+    return Layout(
+        tensor=choice.tensor,
+        data=ranks // choice.inner,
+        pipeline=choice.pipeline,
+        sequence=choice.sequence and choice.tensor > 1,
+        zero_stage=choice.zero,
+        expert=choice.expert,
+        context=choice.context,
+    )

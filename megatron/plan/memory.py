@@ -1,0 +1,163 @@
+"""Memory of a layout in closed form, on the stage that needs most of it, as DeepSpeed 0.19.8 lays it out.
+
+Bytes per parameter, with r replicas, as `engine/deepspeed_options.py` configures it (Rajbhandari et al. 2020 has the
+textbook's figures, which differ):
+    bf16, ZeRO 1, sums in fp32   weights 2, their gradients 2, sums 4, states (4 + moments) / r
+    other ZeRO 1                 weights 2 or 4, gradients as sums are kept, states (4 + moments) / r
+    ZeRO 2                       weights, gradients / r and a bucket, states / r
+    ZeRO 3                       all / r, and the weights that are gathered at one time
+Stage i of p holds min(p - i, m) micro-batches at a time (1F1B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.rules.cost import MOMENTS
+from megatron.model.describe import BYTES
+from megatron.parallel.layout import Layout
+
+from .candidate import Candidate, layout_of
+from .devices import Cluster
+from .shapes import Shapes, Weights
+
+RUNTIME = 1.5 * 2**30  # bytes: context of the device, libraries' workspaces, channels of communicators
+FRAGMENTS = 0.06  # of what is allocated: what the caching allocator cannot use
+FALLBACK_BUCKET = 500_000_000  # elements that DeepSpeed's bf16 optimizer reduces at once
+LIVE = 1_000_000_000  # elements that ZeRO 3 keeps gathered (stage3_max_live_parameters)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank of a stage.
+
+    Attributes:
+        stage: of the pipeline.
+        parts: weights, gradients, states, activations, working (of the layer that is being computed), loss, buckets,
+            runtime, fragments.
+    """
+
+    stage: int
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "total": round(self.total),
+            **{name: round(size) for name, size in self.parts.items()},
+        }
+
+
+def moments(config: Config) -> int:
+    """Bytes of an optimizer's moments per parameter."""
+    optimizer = config.optimizer
+    if optimizer.type == "sgd":
+        return 4 if optimizer.momentum else 0
+    return MOMENTS.get(optimizer.type, 8)
+
+
+def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> Weights:
+    """Parameters of the layers of a stage on one rank; shared ones once."""
+    total, shared = Weights(), dict[str, Weights]()
+    for place in places:
+        layer = shapes.layer(place, choice)
+        total += layer.own
+        shared |= layer.shared
+    return sum(shared.values(), total)
+
+
+def states(config: Config, layout: Layout, weights: Weights) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer state."""
+    size, zero = BYTES[config.precision.compute], layout.zero_stage
+    mixed = config.precision.compute != "fp32"
+    sums = BYTES[config.precision.accumulate] if mixed else 4
+    per = 4 + moments(config) if mixed or zero else moments(config)
+    dense, spread = layout.replicas, layout.expert_data
+    low, wide, expert = weights.low, weights.wide, weights.expert
+    held = size * (low + expert) + 4 * wide
+    owned = weights.dense / dense + expert / spread
+    result = {"weights": held, "gradients": float(sums * weights.total), "states": per * owned}
+    if zero == 0:
+        result["states"] = per * weights.total
+    elif zero == 1 and mixed and sums == 4:
+        result["gradients"] += size * weights.total  # those of a micro-batch, before they are added to the sums
+    elif zero == 2:
+        result["gradients"] = sums * owned
+    elif zero == 3:
+        result["weights"] = (size * low + 4 * wide) / dense + size * expert / spread
+        result["gradients"] = sums * owned
+    if config.zero.offload_optimizer.device != "none":
+        result["states"] = 0.0
+    return result
+
+
+def buckets(config: Config, layout: Layout, weights: Weights, largest: int) -> float:
+    """Bytes of flat copies for communication and of what ZeRO 3 gathers.
+
+    Args:
+        largest: parameters of the largest layer.
+    """
+    zero, mixed = config.zero, config.precision.compute != "fp32"
+    if layout.replicas == 1 or layout.zero_stage == 0:
+        return 0.0
+    size = BYTES[config.precision.compute]
+    reduced = BYTES[config.precision.reduce] if mixed else 4
+    if layout.zero_stage == 1 and mixed and config.precision.accumulate == "fp32":
+        return float(reduced * min(FALLBACK_BUCKET, weights.total))
+    bucket = min(zero.bucket_size, weights.total) * size * (2 if zero.overlap and layout.pipeline == 1 else 1)
+    if layout.zero_stage == 3:
+        live = min(weights.total, max(2 * largest, min(LIVE, zero.prefetch_size + largest)))
+        return float(bucket + size * live)
+    return float(bucket)
+
+
+def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, bounds: list[int]) -> Memory:
+    """What a rank of a stage needs at its fullest moment."""
+    layout = layout_of(choice, shapes.ranks)
+    places = range(bounds[stage], bounds[stage + 1])
+    training, size = config.training, BYTES[config.precision.compute]
+    tokens = choice.micro_batch * training.sequence_length / choice.context
+    weights = stage_weights(shapes, choice, places)
+    parts = states(config, layout, weights)
+    kinds = [shapes.layer(place, choice) for place in places]
+    flying = max(1, min(choice.pipeline - stage, training.accumulation or 1))
+    parts["activations"] = flying * tokens * sum(each.saved[choice.recompute] for each in kinds)
+    working = max(each.whole for each in kinds) * tokens
+    parts["working"] = working if choice.recompute != "none" else 0.5 * working
+    stream = config.model.hidden_size * size * tokens
+    if choice.pipeline > 1:
+        parts["working"] += 2 * max(2, flying) * stream
+    parts["loss"] = 0.0
+    if bounds[stage + 1] == shapes.places:
+        rows = -(-config.model.vocab_size // choice.tensor)
+        chunk = min(training.loss_chunk or tokens, tokens)
+        # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
+        parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size
+    largest = max(each.own.total for each in kinds)
+    exchange = buckets(config, layout, weights, largest)
+    passing = parts["activations"] + parts["working"] + parts["loss"]
+    after = layout.zero_stage == 1 and config.precision.compute != "fp32" and config.precision.accumulate == "fp32"
+    # The bf16 optimizer reduces after the last backward pass, when activations are gone.
+    parts["buckets"] = max(0.0, exchange - passing) if after else exchange
+    held = sum(parts.values())
+    return Memory(stage, {**parts, "runtime": RUNTIME, "fragments": FRAGMENTS * held})
+
+
+def memory(config: Config, shapes: Shapes, choice: Candidate, at: Cluster) -> Memory:
+    """Of the stage that needs most."""
+    bounds = shapes.bounds(config)
+    stages = {0, choice.pipeline - 1} if choice.pipeline > 1 else {0}
+    if choice.pipeline > 2:
+        stages |= {1, choice.pipeline - 2}
+    found = [stage_memory(config, shapes, choice, stage, bounds) for stage in sorted(stages)]
+    most = max(found, key=lambda each: each.total)
+    if at.device.name == "cpu":
+        parts = {**most.parts, "runtime": 0.4 * 2**30}  # Python with torch and DeepSpeed
+        return Memory(most.stage, parts)
+    return most

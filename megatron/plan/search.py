@@ -1,0 +1,284 @@
+"""The legal layouts of a run on a machine, which of them fit, and how fast they are.
+
+A layout is legal where the launcher would start it: every structure (sizes of the axes, ZeRO stage) is resolved by the
+same rules, and so is each result before it is shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.config import Config, ConfigError, Problem
+from megatron.config.divisors import divisors
+from megatron.config.files import gather, run_name
+from megatron.config.flat import translate_flat
+from megatron.config.layers import Source
+from megatron.config.resolution import Resolved, combine
+from megatron.config.tree import get
+from megatron.model.describe import totals
+
+from .candidate import RECOMPUTE, Candidate, apply
+from .devices import Cluster
+from .memory import Memory, memory
+from .shapes import Shapes
+from .step import Clock, Step
+
+MICRO_BATCHES = tuple(2**power for power in range(8))
+LONG = 16384  # tokens from which ranks may share a sequence; below, other axes serve better
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that is legal and fits.
+
+    Attributes:
+        tokens_per_second: of the whole machine.
+        mfu: model FLOPs (without recomputation, attention over the whole square) as a share of the devices' peak.
+        share: of a device's memory that it takes.
+    """
+
+    choice: Candidate
+    memory: Memory
+    step: Step
+    tokens_per_second: float
+    mfu: float
+    share: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layout": vars(self.choice),
+            "step": self.step.to_json(),
+            "memory": self.memory.to_json(),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "memory_share": self.share,
+        }
+
+
+@dataclass
+class Question:
+    """What is to be planned: a run, and a machine.
+
+    Attributes:
+        sources: of the configuration, in the order in which they are merged.
+        at: the machine.
+        base: the run on one rank, with its global batch for the machine.
+        missing: keys that the files leave open and every answer therefore says: precision, global batch.
+    """
+
+    sources: list[Source]
+    at: Cluster
+    base: Config
+    missing: dict[str, Any] = field(default_factory=dict)
+    _legal: dict[Candidate, Problem | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, files: Sequence[str], overrides: Sequence[str], at: Cluster) -> Question:
+        """Read a run's files; what they say of a layout is left out.
+
+        Raises:
+            ConfigError: they are wrong by themselves.
+        """
+        sources, _ = translate_flat(gather(files, overrides))
+        return cls.from_sources(sources, at, run_name(files[0]) if files else "run")
+
+    @classmethod
+    def from_sources(cls, sources: list[Source], at: Cluster, name: str = "run") -> Question:
+        """The same, of sources that were read before."""
+        missing: dict[str, Any] = {}
+        parallel = {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
+        clean = Source({**Candidate().values(), "launch": {"ranks": None, "hostfile": None}})
+        clean.values["parallel"] |= parallel
+        clean.values["zero"]["overlap"] = True
+        if at.device.name != "cpu" and not any(_says(each, "precision") for each in sources):
+            missing["precision"] = "bf16"
+            clean.values["precision"] = {"compute": "bf16"}
+        given = [get(each.values, ("training", "global_batch_size"), None) for each in sources]
+        if not any(given):
+            accumulation = next(
+                (number for each in reversed(sources) if (number := get(each.values, ("training", "accumulation"), 0))),
+                1,
+            )
+            micro = next(
+                (n for each in reversed(sources) if (n := get(each.values, ("training", "micro_batch_size"), 0))), 1
+            )
+            missing["global_batch_size"] = accumulation * micro * at.devices
+            clean.values["training"]["global_batch_size"] = missing["global_batch_size"]
+        sources = [*sources, clean]
+        resolved = combine(sources, ranks=1, check_inputs=False, name=name, here=False)
+        if resolved.config.model.vocab_size is None:
+            rule = "planning needs the vocabulary's size"
+            fix = "give model.vocab_size, or a local tokenizer in tokenizer.path"
+            raise ConfigError([Problem("model.vocab_size", rule, fix)])
+        return cls(sources, at, resolved.config, missing)
+
+    def on(self, at: Cluster) -> Question:
+        """The same run on another machine."""
+        return Question(self.sources, at, self.base, self.missing)
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        return Shapes(self.base, self.at.devices)
+
+    @cached_property
+    def clock(self) -> Clock:
+        return Clock(self.base, self.shapes, self.at)
+
+    @cached_property
+    def flops(self) -> int:
+        """Of training on one token."""
+        return totals(self.base).training_flops
+
+    def resolved(self, choice: Candidate) -> Resolved:
+        """What the launcher would make of a layout.
+
+        Raises:
+            ConfigError: it would refuse.
+        """
+        source = Source(choice.values())
+        return combine([*self.sources, source], ranks=self.at.devices, check_inputs=False, here=False)
+
+    def refusal(self, choice: Candidate) -> Problem | None:
+        """Why the launcher would not start a layout; None if it would."""
+        key = replace(choice, recompute="none", micro_batch=1)
+        if choice.recompute == "selective" and choice.zero == 3:
+            key = replace(key, recompute="selective")
+        if key not in self._legal:
+            try:
+                self.resolved(key)
+                self._legal[key] = None
+            except ConfigError as error:
+                self._legal[key] = next(each for each in error.problems if each.fatal)
+        return self._legal[key]
+
+    def structures(self) -> Iterator[Candidate]:
+        """Sizes of axes and ZeRO stages that may be legal: what only arithmetic excludes is left out."""
+        devices, config = self.at.devices, self.base
+        blocks, length = len(config.model.blocks), config.training.sequence_length
+        experts = self._experts()
+        contexts = [1] if length < LONG else [1, 2, 4, 8, 16]
+        stages = (1, 2, 3) if config.precision.compute != "fp32" else (0, 1, 2, 3)
+        for tensor in divisors(min(devices, 2 * self.at.per_host)):
+            for pipeline in divisors(devices):
+                for context in contexts:
+                    inner = tensor * pipeline * context
+                    if devices % inner or pipeline > blocks:
+                        continue
+                    if config.training.global_batch_size % (devices // inner) or tensor & (tensor - 1):
+                        continue
+                    if context > 1 and pipeline * tensor > 2 * self.at.per_host:
+                        continue
+                    replicas = devices // (tensor * pipeline)
+                    spreads = [each for each in divisors(replicas) if experts and experts % each == 0 and each <= 64]
+                    for expert in spreads or [1]:
+                        for zero in stages if pipeline == 1 else stages[:2] if stages[0] == 0 else (1,):
+                            if zero != 3 or expert == 1:
+                                yield Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
+
+    def _experts(self) -> int:
+        shapes = self.shapes
+        return max((shapes.experts(place)[1] for place in range(shapes.places)), default=0)
+
+    def judge(self, choice: Candidate) -> Plan:
+        """Memory and time of a layout, whether it fits or not.
+
+        Raises:
+            ValueError: its sizes do not divide the devices or the batch.
+        """
+        config = apply(self.base, choice, self.at.devices)
+        need = memory(config, self.shapes, choice, self.at)
+        step = self.clock.step(config, choice)
+        tokens = config.training.global_batch_size * config.training.sequence_length / step.seconds
+        peak = self.at.device.peak(config.precision.compute) * self.at.devices
+        return Plan(choice, need, step, tokens, tokens * self.flops / peak, need.total / self.at.device.bytes)
+
+    def answers(self, fixed: dict[str, Any] | None = None) -> Answers:
+        """All layouts that fit, the fastest first.
+
+        Args:
+            fixed: values that every layout must have.
+        """
+        fixed, found = fixed or {}, Answers(self)
+        for structure in self.structures():
+            if any(getattr(structure, name) != value for name, value in fixed.items() if name in STRUCTURE):
+                continue
+            problem = self.refusal(structure)
+            if problem is not None and structure.sequence:
+                structure = replace(structure, sequence=False)
+                problem = self.refusal(structure)
+            found.tried += 1
+            if problem is not None:
+                found.refused[f"{problem.key}: {problem.rule}"] += 1
+                found.refusal = found.refusal or problem
+                continue
+            self._fill(structure, fixed, found)
+        found.plans.sort(key=lambda plan: (plan.step.seconds, plan.memory.total))
+        return found
+
+    def _fill(self, structure: Candidate, fixed: dict[str, Any], found: Answers) -> None:
+        """The micro-batches that fit a structure, each with the least recomputation that makes it fit."""
+        data = self.at.devices // structure.inner
+        for micro in MICRO_BATCHES:
+            if self.base.training.global_batch_size % (micro * data) or micro != fixed.get("micro_batch", micro):
+                continue
+            fits = False
+            for mode in RECOMPUTE:
+                if mode != fixed.get("recompute", mode) or (mode == "selective" and structure.zero == 3):
+                    continue
+                plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
+                found.consider(plan)
+                if plan.share <= 1:
+                    fits = True
+                    break
+            if not fits and "micro_batch" not in fixed:
+                return
+
+
+STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero")
+
+
+@dataclass
+class Answers:
+    """What a search found.
+
+    Attributes:
+        plans: that fit, the fastest first.
+        closest: the one that needs least memory, where none fits.
+        refused: how many structures each rule refused.
+        refusal: one of these problems.
+        tried: structures.
+        large: layouts that do not fit.
+    """
+
+    question: Question
+    plans: list[Plan] = field(default_factory=list)
+    closest: Plan | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+    refusal: Problem | None = None
+    tried: int = 0
+    large: int = 0
+
+    @property
+    def distinct(self) -> list[Plan]:
+        """Of each structure its fastest plan."""
+        first: dict[Candidate, Plan] = {}
+        for plan in self.plans:
+            first.setdefault(replace(plan.choice, micro_batch=1, recompute="none"), plan)
+        return list(first.values())
+
+    def consider(self, plan: Plan) -> None:
+        """Take a layout in."""
+        if plan.share <= 1:
+            self.plans.append(plan)
+            return
+        self.large += 1
+        if self.closest is None or plan.share < self.closest.share:
+            self.closest = plan
+
+
+def _says(source: Source, key: str) -> bool:
+    return get(source.values, (key,), None) is not None

@@ -1,0 +1,303 @@
+"""What one rank holds and computes of each layer: parameters, matrices, activations. From the layers' own modules.
+
+The layers are built on the meta device as this rank would have them, so that their local sizes are those of the run,
+however a kind cuts its tensors. Equal layers are built once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from megatron.config import Config
+from megatron.config.variants import options_of
+from megatron.model.block import block_counts
+from megatron.model.counts import Counts
+from megatron.model.describe import BYTES, layers
+from megatron.model.embedding_and_head import embedding_counts, head_counts
+from megatron.model.options import kind_of, layer_class
+from megatron.model.partition import stage_bounds
+from megatron.model.stack import ModelPlan
+from megatron.model.traffic import NotPredicted, TensorAxis, tensor_traffic
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import is_spread, logical_of
+from megatron.parallel.shard import Role
+from megatron.parallel.traffic import Call, Tally
+
+from .candidate import Candidate, layout_of
+
+PRODUCTS = (
+    Role.HIDDEN,
+    Role.OUTPUT,
+    Role.ROUTER,
+    Role.HEAD,
+)  # roles of the matrices that activations are multiplied by
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A product of activations with a weight on this rank: `count` of them, each [tokens * share, columns] times
+    [columns, rows]."""
+
+    rows: int
+    columns: int
+    count: int = 1
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of one rank by type and by the ranks that share their states.
+
+    Attributes:
+        low: in the compute type.
+        wide: in fp32 in every precision.
+        expert: of experts that are spread over ranks, in the compute type.
+    """
+
+    low: int = 0
+    wide: int = 0
+    expert: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.low + other.low, self.wide + other.wide, self.expert + other.expert)
+
+    @property
+    def dense(self) -> int:
+        return self.low + self.wide
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class RankLayer:
+    """One layer on one rank, per token of a micro-batch where it says so.
+
+    Attributes:
+        own: its parameters.
+        shared: parameters of modules that several blocks use, by name: a rank has them once.
+        matrices: its products.
+        other: FLOPs per token of the forward pass that are no products with weights: attention and scans.
+        attends: whether these are softmax attention, of which causal kernels compute half.
+        saved: bytes kept per token for the backward pass, by mode of recomputation.
+        whole: bytes that exist per token while the layer is computed.
+        expert_rows: bytes per token of the rows that are sent to experts and back, each way; 0 without them.
+        keys: bytes per sample of the keys and values that attention looks at, for context parallelism.
+    """
+
+    own: Weights
+    shared: Mapping[str, Weights]
+    matrices: tuple[Matrix, ...]
+    other: float
+    attends: bool
+    saved: Mapping[str, float]
+    whole: float
+    expert_rows: float = 0.0
+    keys: float = 0.0
+
+
+class Shapes:
+    """Layers of a configuration by place and cut, each built once.
+
+    Args:
+        config: resolved, with `model.vocab_size` and `training.global_batch_size`.
+        ranks: of the run.
+    """
+
+    def __init__(self, config: Config, ranks: int) -> None:
+        self.config, self.ranks, self.places = config, ranks, len(config.model.blocks) + 2
+        self._layers: dict[tuple, RankLayer] = {}
+        self._bounds: dict[tuple, list[int]] = {}
+        self._sends: dict[tuple, tuple[tuple[Call, int, int], ...]] = {}
+        self._classes = [self._class(place) for place in range(self.places)]
+        self._saved = {mode: _saved(config, mode) for mode in ("none", "selective", "full")}
+
+    def _class(self, place: int) -> str:
+        """Layers of one class are alike."""
+        blocks, model = self.config.model.blocks, self.config.model
+        if place == 0 or place == self.places - 1:
+            return "embedding" if place == 0 else "head"
+        block = blocks[place - 1]
+        indexed = any(getattr(layer_class(model, kind), "indexed", False) for kind in block.kinds)
+        side = bool(block.mixer and block.mixer.side)
+        if side:
+            return f"{block} {place}"
+        length = self.config.training.sequence_length
+        return f"{block} {block_counts(model, block, length, place - 1).parameters}" if indexed else str(block)
+
+    def bounds(self, config: Config) -> list[int]:
+        """`stage_bounds` of a candidate's configuration."""
+        parallel = config.parallel
+        key = (parallel.pipeline, str(parallel.pipeline_split))
+        if key not in self._bounds:
+            self._bounds[key] = stage_bounds(config)
+        return self._bounds[key]
+
+    def class_of(self, place: int) -> str:
+        """A word for what is alike."""
+        return self._classes[place]
+
+    def layer(self, place: int, choice: Candidate) -> RankLayer:
+        """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
+        key = (self._classes[place], choice.tensor, choice.expert, choice.sequence, place == 0 and choice.pipeline > 1)
+        if key not in self._layers:
+            self._layers[key] = self._build(place, choice)
+        return self._layers[key]
+
+    def sends(self, place: int, choice: Candidate, config: Config) -> tuple[tuple[Call, int, int], ...]:
+        """Calls on the tensor axis for one micro-batch."""
+        key = (
+            self._classes[place],
+            choice.tensor,
+            choice.sequence,
+            choice.micro_batch,
+            choice.recompute,
+            choice.context,
+        )
+        if key not in self._sends:
+            self._sends[key] = tuple(_sends(config, place, choice))
+        return self._sends[key]
+
+    def _build(self, place: int, choice: Candidate) -> RankLayer:
+        mesh = Mesh.describe(layout_of(choice, self.ranks), 0)
+        plan = ModelPlan(self.config, mesh, "meta", values=False)
+        model, size = self.config.model, BYTES[self.config.precision.compute]
+        length = self.config.training.sequence_length
+        head = place == self.places - 1
+        if place == 0:
+            counts, module = embedding_counts(model), plan.embedding()
+        elif head:
+            tied = plan.embedding().tokens.weight if model.embedding.tied else None
+            counts, module = head_counts(model), plan.head(tied)
+        else:
+            counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)
+        top_k, experts = self.experts(place)
+        own, shared, matrices, used = self._parameters(place, module, choice, top_k, experts)
+        inner, wide = self._cut(place, counts)
+        cut = choice.tensor
+        saved = {
+            mode: self._on_rank(place, self._saved[mode][place], mode, inner, choice) * size
+            for mode in ("none", "selective", "full")
+        }
+        attends, keys = self._attention(place)
+        return RankLayer(
+            own=own,
+            shared=shared,
+            matrices=matrices,
+            other=max(0.0, counts.flops - 2 * used) / cut,
+            attends=attends,
+            saved=saved,
+            whole=(inner / cut + wide) * size,
+            expert_rows=top_k * model.hidden_size * size if experts else 0.0,
+            keys=keys * size / cut,
+        )
+
+    def experts(self, place: int) -> tuple[int, int]:
+        """(experts of a token, experts) of a block; zeros without."""
+        model = self.config.model
+        if not 0 < place < self.places - 1:
+            return 0, 0
+        for kind in model.blocks[place - 1].kinds:
+            options = options_of(model, kind)
+            if experts := kind_of(model, kind).experts(options):
+                return getattr(options, "top_k", 1), experts
+        return 0, 0
+
+    def _parameters(
+        self, place: int, module: nn.Module, choice: Candidate, top_k: int, experts: int
+    ) -> tuple[Weights, dict[str, Weights], tuple[Matrix, ...], float]:
+        """(its own parameters, shared ones, products, elements of whole matrices that a token uses)."""
+        own, shared, matrices, used = Weights(), dict[str, Weights](), [], 0.0
+        prefix = f"layers.{place - 1}."
+        tied = self.config.model.embedding.tied and choice.pipeline == 1
+        for each in module.parameters():
+            logical, count = logical_of(each), each.numel()
+            if is_spread(each):
+                mine = Weights(expert=count)
+            else:
+                mine = Weights(wide=count) if logical.keep_fp32 else Weights(low=count)
+            if 0 < place < self.places - 1 and not logical.name.startswith(prefix):
+                shared[logical.name] = mine
+            elif not (tied and logical.role is Role.EMBEDDING and place):  # one stage has the tied matrix once
+                own += mine
+            product = logical.role in PRODUCTS or (place == self.places - 1 and logical.role is Role.EMBEDDING)
+            if not product or each.ndim < 2:
+                continue
+            if logical.stacked and experts:
+                spread = choice.expert if is_spread(each) else 1
+                matrices.append(Matrix(each.shape[1], each.shape[2], each.shape[0], top_k * spread / experts))
+                used += prod(logical.shape) * top_k / experts
+            else:
+                rows, columns = each.shape[0], count // each.shape[0]
+                matrices.append(Matrix(rows, columns))
+                used += prod(logical.shape)
+        return own, shared, tuple(matrices), used
+
+    def _cut(self, place: int, counts: Counts) -> tuple[float, float]:
+        """(elements per token that tensor parallel ranks share, those that each has) without recomputation."""
+        model = self.config.model
+        if not 0 < place < self.places - 1:
+            return 0.0, float(counts.activations)
+        inner = 0
+        for kind in (model.blocks[place - 1].mixer, model.blocks[place - 1].ffn):
+            if kind is not None:
+                layer = layer_class(model, kind)
+                index = (place - 1,) if getattr(layer, "indexed", False) else ()
+                length = self.config.training.sequence_length
+                inner += layer.counts(model, options_of(model, kind), length, *index).activations
+        return float(inner), float(max(0, counts.activations - inner))
+
+    def _on_rank(self, place: int, saved: int, mode: str, inner: float, choice: Candidate) -> float:
+        """Elements per token that one tensor parallel rank keeps.
+
+        Inside of layers tensors are cut; what enters them is whole on each rank (it is gathered where the stream is
+        cut along the sequence, and kept), and what the norms read is whole or cut with the stream.
+        """
+        cut = choice.tensor
+        if cut == 1:
+            return saved
+        if mode == "none":
+            around = saved - inner
+            return inner / cut + (around / 2 * (1 + 1 / cut) if choice.sequence else around)
+        width = self.config.model.hidden_size
+        products = max(0, saved - width) if mode == "selective" else 0
+        stream = saved - products
+        return products / cut + (stream / cut if choice.sequence else stream)
+
+    def _attention(self, place: int) -> tuple[bool, float]:
+        """(whether it has softmax attention, elements of keys and values per sample)."""
+        model = self.config.model
+        if not 0 < place < self.places - 1:
+            return False, 0.0
+        attends, keys = False, 0.0
+        for kind in model.blocks[place - 1].kinds:
+            if kind_of(model, kind).attends and kind is model.blocks[place - 1].mixer:
+                attends = True
+                length = self.config.training.sequence_length
+                keys += layer_class(model, kind).counts(model, options_of(model, kind), length).state
+        return attends, keys
+
+
+def _saved(config: Config, mode: str) -> list[int]:
+    """Elements saved per token and layer in a mode of recomputation."""
+    checkpointing = config.training.activation_checkpointing.model_copy(update={"mode": mode, "every": 1})
+    training = config.training.model_copy(update={"activation_checkpointing": checkpointing})
+    return [each.saved for each in layers(config.model_copy(update={"training": training}))]
+
+
+def _sends(config: Config, place: int, choice: Candidate) -> Tally:
+    """What a layer sends on the tensor axis; where its kind does not say, two sums each way of the stream."""
+    axis = TensorAxis(choice.tensor, choice.sequence)
+    try:
+        return tensor_traffic(config, [place], axis)
+    except NotPredicted:
+        training, compute = config.training, config.precision.compute
+        size = training.micro_batch_size * training.sequence_length * config.model.hidden_size * BYTES[compute]
+        passes = 2 if choice.recompute == "none" else 3
+        call = Call("forward", "", "tensor", choice.tensor, "all_reduce", compute)
+        return Tally([(call, 2 * passes, 2 * passes * size)])

@@ -1,0 +1,231 @@
+"""The time of a step in closed form: products in tiles and waves, memory traffic, messages, pipeline, optimizer.
+
+Each operation takes the longer of its arithmetic and its memory traffic. What overlaps is what DeepSpeed 0.19.8
+overlaps, not what could: sums over tensor parallel ranks and sends between stages do not; gradients of its bf16
+optimizer and of a pipeline are reduced after the last backward pass; ZeRO 2 reduces in every micro-batch; ZeRO 3
+gathers ahead of use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from megatron.config import Config
+from megatron.model.describe import BYTES
+from megatron.parallel.layout import Layout
+
+from .candidate import Candidate, layout_of
+from .devices import Cluster, Device
+from .memory import stage_weights
+from .network import Group, collective, groups
+from .shapes import Matrix, RankLayer, Shapes, Weights
+
+# Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
+# The share of its rate that a product reaches whose inner and row sizes are multiples of only so many elements: with
+# 64 (128 bytes) every access fills the tensor cores (Anthony et al. 2024); the others are estimates from its figures.
+ALIGNED = ((64, 1.0), (32, 0.95), (16, 0.9), (8, 0.85), (4, 0.65), (2, 0.5), (1, 0.35))
+BACKWARD_ATTENTION = 2.5  # times the forward pass: scores are made again (Dao 2023)
+OVERLAP = 0.8  # of the computation beside which communication runs, where it does
+OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
+KERNELS = 12  # of a layer's forward pass, beside its products
+
+
+@lru_cache(maxsize=200_000)
+def product_rate(m: float, n: int, k: int, count: int, units: int) -> float:
+    """The share of a device's best rate that `count` products of m x k with k x n reach."""
+    align = next(share for size, share in ALIGNED if n % size == 0 and k % size == 0)
+    if units == 1:
+        return 1.0
+    best = 0.0
+    for rows, columns, share in TILES:
+        tiles = ceil(m / rows) * ceil(n / columns) * count
+        waves = ceil(tiles / units)
+        best = max(best, share * m * n * count / (waves * units * rows * columns))
+    return align * best
+
+
+def product_time(device: Device, peak: float, size: int, m: float, n: int, k: int, count: int = 1) -> float:
+    """Seconds of `count` equal products, side by side."""
+    if m <= 0:
+        return 0.0
+    rate = product_rate(m, n, k, count, device.units) * device.efficiency.matrix * peak
+    moved = count * size * (m * k + k * n + m * n) / (device.bandwidth * 1e9 * device.efficiency.memory)
+    return max(2 * m * n * k * count / rate, moved) + device.launch * 1e-6
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one micro-batch on a rank, by what it is spent on."""
+
+    matrix: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    @property
+    def computing(self) -> float:
+        return self.matrix + self.attention + self.memory + self.recompute
+
+
+@dataclass(frozen=True)
+class Step:
+    """The time of a step.
+
+    Attributes:
+        seconds: of the whole step.
+        parts: seconds by what they are spent on; they add up to it.
+        bubble: the share of it that a pipeline's stages wait, on average.
+        stages: seconds of a micro-batch on each stage.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    stages: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "parts": self.parts, "stages": list(self.stages)}
+
+
+class Clock:
+    """Times candidates of one configuration on one machine.
+
+    Args:
+        config: resolved, for any layout.
+    """
+
+    def __init__(self, config: Config, shapes: Shapes, at: Cluster) -> None:
+        self.shapes, self.at, self.device = shapes, at, at.device
+        self.compute = config.precision.compute
+        self.size, self.peak = BYTES[self.compute], at.device.peak(self.compute)
+        self._work: dict[tuple, Work] = {}
+
+    def step(self, config: Config, choice: Candidate) -> Step:
+        """The time of one step of a candidate; `config` has its values (`candidate.apply`)."""
+        layout, bounds = layout_of(choice, self.shapes.ranks), self.shapes.bounds(config)
+        at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
+        works = [self._stage(config, choice, range(*pair), at) for pair in zip(bounds, bounds[1:])]
+        send = self._send(config, choice, at)
+        totals = [each.total + send for each in works]
+        slowest = max(range(len(works)), key=totals.__getitem__)
+        running = count * totals[slowest]
+        bubble = sum(totals) - totals[slowest]
+        weights = stage_weights(self.shapes, choice, range(bounds[slowest], bounds[slowest + 1]))
+        data, update = (
+            self._data(config, layout, weights, works[slowest], at, count),
+            self._update(config, layout, weights),
+        )
+        parts = {name: count * seconds for name, seconds in vars(works[slowest]).items()}
+        parts |= {"pipeline": count * send, "bubble": bubble, "data": data, "accumulate": 0.0, "optimizer": update}
+        parts["accumulate"] = count * self._accumulate(config, layout, weights)
+        seconds = running + bubble + data + update + parts["accumulate"]
+        return Step(seconds, parts, tuple(totals))
+
+    def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> Work:
+        total = Work()
+        for place in places:
+            key = (self.shapes.class_of(place), choice)
+            if key not in self._work:
+                self._work[key] = self._layer(config, choice, place, at)
+            total += self._work[key]
+        return total
+
+    def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> Work:
+        layer = self.shapes.layer(place, choice)
+        tokens = choice.micro_batch * config.training.sequence_length / choice.context
+        products = [(self._product(tokens, each), self._gradients(tokens, each)) for each in layer.matrices]
+        forward, backward = (sum(each) for each in zip(*products)) if products else (0.0, 0.0)
+        factor = 0.5 if layer.attends else 1.0  # causal kernels skip what is masked
+        attention = factor * tokens * layer.other / (self.peak * self.device.efficiency.attention)
+        moved = self._moved(layer, tokens)
+        again = 0.0
+        if 0 < place < self.shapes.places - 1:
+            full = forward + attention + moved
+            again = {"none": 0.0, "selective": moved, "full": full}[choice.recompute]
+        tensor = sum(
+            collective(self.at, at["tensor"], call.operation, size, messages)
+            for call, messages, size in self.shapes.sends(place, choice, config)
+        )
+        passes = 4 if choice.recompute == "none" else 6
+        expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
+        context = 0.0
+        if choice.context > 1 and layer.keys:
+            keys = choice.micro_batch * layer.keys
+            context = 3 * collective(self.at, at["context"], "all_gather", keys)
+        return Work(forward + backward, attention * (1 + BACKWARD_ATTENTION), 3 * moved, again, tensor, expert, context)
+
+    def _product(self, tokens: float, each: Matrix) -> float:
+        return product_time(self.device, self.peak, self.size, tokens * each.share, each.rows, each.columns, each.count)
+
+    def _gradients(self, tokens: float, each: Matrix) -> float:
+        """Of what it read, and of itself."""
+        m, n, k = tokens * each.share, each.rows, each.columns
+        mine = (self.device, self.peak, self.size)
+        return product_time(*mine, m, k, n, each.count) + product_time(*mine, n, k, max(1, round(m)), each.count)
+
+    def _moved(self, layer: RankLayer, tokens: float) -> float:
+        """What a layer's forward pass writes and reads again beside its products."""
+        rate = self.device.bandwidth * 1e9 * self.device.efficiency.memory
+        return 2 * tokens * layer.saved["none"] / rate + KERNELS * self.device.launch * 1e-6
+
+    def _send(self, config: Config, choice: Candidate, at: dict[str, Group]) -> float:
+        """A micro-batch's activations and their gradients between neighbouring stages."""
+        if choice.pipeline == 1:
+            return 0.0
+        tokens = choice.micro_batch * config.training.sequence_length / choice.context
+        cut = choice.tensor if choice.sequence else 1
+        size = 4 if config.model.residual.fp32 else self.size
+        pair = Group(2, min(2, at["pipeline"].local))
+        return 2 * collective(self.at, pair, "send", tokens * config.model.hidden_size * size / cut)
+
+    def _data(
+        self, config: Config, layout: Layout, weights: Weights, work: Work, at: dict[str, Group], count: int
+    ) -> float:
+        """Sums of gradients and gathered weights that no computation hides."""
+        mixed = self.compute != "fp32"
+        reduced = BYTES[config.precision.reduce] if mixed else 4
+        bucket = config.zero.bucket_size
+
+        def sums(operation: str, size: float) -> float:
+            pairs = (("replicas", weights.dense), ("expert_data", weights.expert))
+            return sum(
+                collective(self.at, at[axis], operation, number * size, ceil(number / bucket)) for axis, number in pairs
+            )
+
+        gather = sums("all_gather", self.size)
+        if layout.zero_stage == 3:
+            beside = OVERLAP * work.computing if config.zero.overlap else 0.0
+            return count * max(0.0, 2 * gather + sums("reduce_scatter", reduced) - beside)
+        reduce = sums("all_reduce", reduced)
+        plain = layout.pipeline == 1 and config.zero.overlap and layout.zero_stage > 0
+        hidden = OVERLAP * 2 / 3 * work.computing
+        if layout.zero_stage == 2:
+            return count * max(0.0, reduce - (hidden if plain else 0.0)) + gather
+        late = mixed and config.precision.accumulate == "fp32"  # DeepSpeed's bf16 optimizer
+        reduce = max(0.0, reduce - hidden) if plain and not late else reduce
+        return reduce + (gather if layout.zero_stage else 0.0)
+
+    def _accumulate(self, config: Config, layout: Layout, weights: Weights) -> float:
+        """A micro-batch's gradients added to the sums."""
+        if self.compute == "fp32" or layout.zero_stage > 1:
+            return 0.0
+        size = self.size + 2 * BYTES[config.precision.accumulate]
+        return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
+
+    def _update(self, config: Config, layout: Layout, weights: Weights) -> float:
+        owned = weights.dense / layout.replicas + weights.expert / layout.expert_data
+        owned = owned if layout.zero_stage else float(weights.total)
+        return owned * OPTIMIZER_BYTES / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)

@@ -1,0 +1,158 @@
+"""The answers of a search for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.rules.cost import gib
+
+from .advice import checkpoint_bytes, remarks, why_not
+from .devices import describe
+from .search import Answers, Plan
+
+SHOWN = 8
+CONVENTION = (
+    "MFU: model FLOPs without recomputation, attention over the whole square of tokens, as a share of the devices' "
+    "dense peak"
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the whole token budget takes.
+
+    Attributes:
+        days: of running, without failures.
+        hours: of devices.
+        energy: MWh of the devices alone, without hosts and cooling.
+        price: in the currency of the price per device and hour; None without one.
+    """
+
+    days: float
+    hours: float
+    energy: float
+    price: float | None
+
+    @classmethod
+    def of(cls, answers: Answers, plan: Plan, price: float | None) -> Cost:
+        question = answers.question
+        seconds = question.base.training.steps * plan.step.seconds
+        hours = seconds / 3600 * question.at.devices
+        energy = hours * question.at.device.watts / 1e6
+        return cls(seconds / 86400, hours, energy, None if price is None else hours * price)
+
+
+def document(answers: Answers, price: float | None = None, named: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One JSON document."""
+    question = answers.question
+    training, missing = question.base.training, question.missing
+    size, count = checkpoint_bytes(question.base)
+    rows = []
+    for plan in answers.plans:
+        own = {"yaml": plan.choice.lines(missing.get("precision"), missing.get("global_batch_size"))}
+        rows.append({
+            **plan.to_json(),
+            "cost": vars(Cost.of(answers, plan, price)),
+            **own,
+            "remarks": remarks(question, plan),
+        })
+    return {
+        "machine": describe(question.at),
+        "precision": question.base.precision.compute,
+        "tokens_per_step": training.global_batch_size * training.sequence_length,
+        "tokens": training.steps * training.global_batch_size * training.sequence_length,
+        "mfu_convention": CONVENTION,
+        "plans": rows,
+        "structures": answers.tried,
+        "too_large": answers.large,
+        "refused": dict(answers.refused),
+        "checkpoints": {"bytes_each": size, "kept": count, "bytes": size * count},
+        **({"why_not": why_not(question, answers, named)} if named else {}),
+    }
+
+
+def text(
+    answers: Answers,
+    price: float | None = None,
+    named: dict[str, Any] | None = None,
+    disk: float | None = None,
+    shown: int = SHOWN,
+) -> str:
+    """A ranked table, the lines of YAML of the first, and what is worth saying."""
+    question, best = answers.question, answers.plans[0]
+    at, training, missing = question.at, question.base.training, question.missing
+    tokens = training.steps * training.global_batch_size * training.sequence_length
+    hosts = f"{at.hosts} hosts of {at.per_host}" if at.hosts > 1 else "one host"
+    lines = [
+        f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}; {tokens / 1e9:,.1f} billion "
+        f"tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
+        "",
+        *grid([
+            ["", *_HEADER],
+            *[_row(answers, plan, number, price) for number, plan in enumerate(answers.distinct[:shown], 1)],
+        ]),
+        "",
+        f"{len(answers.plans)} layouts fit, {answers.large} are too large, {sum(answers.refused.values())} of "
+        f"{answers.tried} structures are refused. {CONVENTION}.",
+        "",
+        "The first, as lines of YAML:",
+        *(
+            "    " + line
+            for line in best.choice.lines(missing.get("precision"), missing.get("global_batch_size")).splitlines()
+        ),
+        "Its step: " + ", ".join(f"{name} {value / best.step.seconds:.0%}" for name, value in _shares(best)),
+        "Its memory: "
+        + ", ".join(f"{name} {gib(value)}" for name, value in best.memory.parts.items() if value >= 2**26),
+    ]
+    lines += [f"Note: {remark}." for remark in remarks(question, best)]
+    lines += _disk(answers, disk)
+    if named:
+        lines += ["", "Why not the named layout:", *("    " + line for line in why_not(question, answers, named))]
+    return "\n".join(lines)
+
+
+_HEADER = ["tensor", "pipeline", "context", "expert", "data", "ZeRO", "micro", "recompute", "step s", "tokens/s", "MFU"]
+_HEADER += ["GiB", "of memory", "days", "MWh", "cost"]
+
+
+def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
+    choice, cost = plan.choice, Cost.of(answers, plan, price)
+    data = answers.question.at.devices // choice.inner
+    sizes = [choice.tensor, choice.pipeline, choice.context, choice.expert, data, choice.zero, choice.micro_batch]
+    return [
+        str(number),
+        *map(str, sizes),
+        choice.recompute,
+        f"{plan.step.seconds:,.3f}",
+        f"{plan.tokens_per_second:,.0f}",
+        f"{plan.mfu:.1%}",
+        f"{plan.memory.total / 2**30:,.1f}",
+        f"{plan.share:.0%}" + ("!" if plan.share > 0.9 else ""),
+        f"{cost.days:,.1f}",
+        f"{cost.energy:,.1f}",
+        "" if cost.price is None else f"{cost.price:,.0f}",
+    ]
+
+
+def _shares(plan: Plan) -> list[tuple[str, float]]:
+    found = sorted(plan.step.parts.items(), key=lambda each: -each[1])
+    return [(name, value) for name, value in found if value >= 0.005 * plan.step.seconds]
+
+
+def _disk(answers: Answers, disk: float | None) -> list[str]:
+    size, count = checkpoint_bytes(answers.question.base)
+    if not count:
+        return []
+    told = f"{count:,} checkpoints of {gib(size)} are kept, {gib(size * count)} in all"
+    if disk is not None and size * count > disk:
+        fix = "give checkpoint.keep_last, or save less often"
+        return [f"Warning: {told}, more than the disk's {gib(disk)}: {fix}."]
+    return [f"Note: {told}."]
+
+
+def grid(rows: list[list[str]]) -> list[str]:
+    """Lines of a table with figures to the right; columns without any entry are left out."""
+    kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    widths = {column: max(len(row[column]) for row in rows) for column in kept}
+    return ["  ".join(row[column].rjust(widths[column]) for column in kept).rstrip() for row in rows]

@@ -1,0 +1,205 @@
+"""The search against the launcher's own rules, the step's counted bytes and the models' own sizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config import ConfigError, resolve
+from megatron.config.layers import Source
+from megatron.engine.traffic import predict
+from megatron.model.describe import totals
+from megatron.plan.advice import nothing, remarks, why_not
+from megatron.plan.candidate import Candidate, apply, layout_of, parse
+from megatron.plan.devices import cluster, known
+from megatron.plan.memory import stage_weights, states
+from megatron.plan.search import Answers, Question
+from megatron.plan.step import product_rate
+from megatron.plan.table import document, text
+from tests.paths import ROOT
+
+LLAMA = {
+    "model": {
+        "layers": "(attention/mlp) x8", "hidden_size": 512, "vocab_size": 1000,
+        "attention": {"heads": 8, "kv_heads": 4, "position": "rotary"}, "mlp": {"hidden_size": 1536, "gated": True},
+        "norm": {"type": "rmsnorm"},
+    },
+    "training": {"steps": 100, "sequence_length": 512, "global_batch_size": 32},
+    "precision": "bf16",
+    "data": {"synthetic": "copy"},
+}  # fmt: skip
+MOE = {
+    **LLAMA,
+    "model": {
+        **LLAMA["model"], "layers": "(attention/moe) x8",
+        "moe": {"experts": 8, "top_k": 2, "hidden_size": 256, "gated": True},
+    },
+}  # fmt: skip
+
+
+def question(values: dict, devices: int = 8, gpu: str = "h100", **more) -> Question:
+    return Question.from_sources([Source(json.loads(json.dumps(values)))], cluster(devices, gpu, **more))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Answers:
+    return question(LLAMA).answers()
+
+
+def legal(values: dict, choice: Candidate, devices: int) -> bool:
+    own = {**values, **choice.values()}
+    own["training"] = {**values["training"], **choice.values()["training"]}
+    try:
+        resolve(own, ranks=devices)
+        return True
+    except ConfigError:
+        return False
+
+
+@pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
+def test_structures_are_those_that_the_rules_allow(values):
+    """Against every combination of sizes up to the devices, asked one by one."""
+    devices, asked = 4, question(values, 4)
+    found = asked.answers()
+    shown = {(each.choice.tensor, each.choice.pipeline, each.choice.expert, each.choice.zero) for each in found.plans}
+    expected = set()
+    sizes = (1, 2, 4)
+    for tensor in sizes:
+        for pipeline in sizes:
+            for expert in sizes if values is MOE else (1,):
+                for zero in (0, 1, 2, 3):
+                    choice = Candidate(tensor, pipeline, 1, expert, zero, sequence=tensor > 1)
+                    if legal(values, choice, devices):
+                        expected.add((tensor, pipeline, expert, zero))
+    assert shown == expected
+    for plan in found.plans:
+        assert plan.share <= 1 and plan.mfu < 1
+        assert plan.step.seconds == pytest.approx(sum(plan.step.parts.values()))
+        assert legal(values, plan.choice, devices), plan.choice
+        asked.resolved(plan.choice)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny_llama", "tiny_mixtral", "tiny_zamba2", "tiny_rwkv7", "tiny_gpt2", "tiny_mamba2"]
+)
+def test_ranks_hold_the_whole_model(name):
+    """Weights of one rank are all parameters; those of stages add up to them, with copies of tied tables."""
+    asked = Question.of(
+        [str(ROOT / "configs" / "test" / f"{name}.yml")], ["training.global_batch_size=8"], cluster(2, "h100")
+    )
+    whole = totals(asked.base).parameters
+    places = range(asked.shapes.places)
+    assert stage_weights(asked.shapes, Candidate(), places).total == whole
+    cut = Candidate(pipeline=2)
+    bounds = asked.shapes.bounds(apply(asked.base, cut, 2))
+    parts = [stage_weights(asked.shapes, cut, range(*pair)).total for pair in zip(bounds, bounds[1:])]
+    assert len(parts) == 2 and sum(parts) >= whole
+    if not asked.base.model.embedding.tied and name != "tiny_zamba2":
+        assert sum(parts) == whole
+
+
+def test_bytes_of_the_data_axis_are_those_that_are_counted(llama):
+    """`engine.traffic` is held to counted messages; what ranks reduce and gather here has the same sizes."""
+    asked = llama.question
+    for choice in (Candidate(tensor=2, sequence=True), Candidate(tensor=2, pipeline=2, sequence=True), Candidate()):
+        resolved = asked.resolved(choice).config
+        config = apply(asked.base, choice, 8)
+        bounds = asked.shapes.bounds(config)
+        weights = stage_weights(asked.shapes, choice, range(bounds[0], bounds[1]))
+        sizes = predict(resolved, 8, 0).step.by("phase", "group", "operation")
+        assert sizes["backward", "data", "all_reduce"][1] == 4 * weights.total
+        unit = 2 * resolved.parallel.tensor * 8 * 2 * 2
+        assert 0 <= sizes["update", "data", "all_gather"][1] - 2 * weights.total < 2 * unit
+        tensor = [
+            (messages, size)
+            for place in range(bounds[0], bounds[1])
+            for _, messages, size in asked.shapes.sends(place, choice, config)
+        ]
+        if choice.tensor > 1:
+            count = config.training.accumulation
+            rows = [each for key, each in sizes.items() if key[1] == "tensor" and key[0] != "update"]
+            assert sum(size for _, size in rows) == count * sum(size for _, size in tensor)
+
+
+def test_states_have_the_published_sizes():
+    """Rajbhandari et al. 2020, with DeepSpeed's full sums in fp32 at ZeRO 1; ZeRO 3 shares everything."""
+    asked = question(LLAMA)
+    for zero, expected in ((1, 2 + (2 + 4) + 12 / 8), (2, 2 + 4 / 8 + 12 / 8), (3, (2 + 4 + 12) / 8)):
+        choice = Candidate(zero=zero)
+        config = apply(asked.base, choice, 8)
+        weights = stage_weights(asked.shapes, choice, range(asked.shapes.places))
+        layout = layout_of(choice, 8)
+        assert sum(states(config, layout, weights).values()) == pytest.approx(expected * weights.total)
+
+
+@pytest.mark.parametrize(
+    "units, tiles, share", [(108, 108, 1.0), (108, 109, 109 / 216), (132, 132, 1.0), (132, 133, 133 / 264)]
+)
+def test_waves_of_tiles(units, tiles, share):
+    """One tile more than there are units takes a second wave (no smaller tile does better here than to 8 %)."""
+    rate = product_rate(128 * tiles, 256, 4096, 1, units)
+    assert rate == 1.0 if share == 1.0 else share <= rate < 1.0
+
+
+def test_sizes_that_fill_no_access_cost():
+    assert product_rate(8192, 50304, 4096, 1, 108) > product_rate(8192, 50257, 4096, 1, 108)
+
+
+def test_what_does_not_fit_says_what_would():
+    large = json.loads(json.dumps(LLAMA))
+    large["model"] |= {"hidden_size": 16384, "layers": "(attention/mlp) x32"}
+    large["model"]["attention"] |= {"heads": 128, "kv_heads": 128}
+    large["model"]["mlp"]["hidden_size"] = 65536
+    asked = question(large, 8)
+    answers = asked.answers()
+    assert not answers.plans and answers.closest is not None
+    problem = nothing(asked, answers, dict(known()[0]))
+    assert "no layout fits" in problem.rule and "states" in problem.rule or "gradients" in problem.rule
+    (devices,) = [int(word) for word in problem.fix.split("devices")[0].split() if word.isdigit()]
+    assert question(large, devices).answers().plans and not question(large, devices // 2).answers().plans
+
+
+def test_a_batch_that_nothing_divides():
+    odd = {**LLAMA, "training": {**LLAMA["training"], "global_batch_size": 7}}
+    asked = question(odd, 32)
+    answers = asked.answers()
+    problem = nothing(asked, answers, dict(known()[0])) if not answers.plans else None
+    assert problem is None or "global_batch_size" in f"{problem.rule}{problem.fix}"
+
+
+def test_why_not(llama):
+    asked = llama.question
+    best = llama.plans[0].choice
+    assert "it is the fastest" in why_not(asked, llama, {"tensor": best.tensor, "zero": best.zero})[0]
+    assert "longer than the first" in why_not(asked, llama, {"tensor": 8})[0]
+    assert "refuses" in why_not(asked, llama, {"tensor": 1, "pipeline": 2, "zero": 3})[0]
+    assert "must be a multiple" in why_not(asked, llama, {"tensor": 3, "pipeline": 1})[0]
+
+
+@pytest.mark.parametrize(
+    "word", ["tensor", "tensor=x", "width=3", "zero=-1", "recompute=maybe", "tensor=0", "sequence=1"]
+)
+def test_broken_layouts(word):
+    with pytest.raises(ConfigError, match="must be NAME=VALUE"):
+        parse(word)
+
+
+def test_tensor_ranks_over_hosts_are_warned_of():
+    asked = question(LLAMA, 8, hosts=4)
+    plan = asked.judge(Candidate(tensor=4, sequence=True))
+    assert any("cross the network" in each for each in remarks(asked, plan))
+    apart, together = plan.step.parts["tensor"], question(LLAMA, 8).judge(plan.choice).step.parts["tensor"]
+    assert apart > together
+
+
+def test_answers_as_text_and_json(llama):
+    shown = text(llama, price=2.0, named={"tensor": 8}, disk=1e6)
+    assert "more than the disk's" in shown and "Why not" in shown and "zero: {stage:" in shown
+    found = json.loads(json.dumps(document(llama, 2.0, {"tensor": 8})))
+    best = found["plans"][0]
+    hours = best["step"]["seconds"] * 100 / 3600 * 8
+    assert best["cost"]["price"] == pytest.approx(2 * hours) and best["cost"]["energy"] == pytest.approx(hours * 7e-4)
+    assert found["tokens"] == 100 * 32 * 512
+    peak = 8 * 989e12
+    assert best["mfu"] == pytest.approx(best["tokens_per_second"] * totals(llama.question.base).training_flops / peak)
