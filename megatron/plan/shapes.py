@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import nn
 
@@ -169,6 +170,7 @@ class Shapes:
         model, size = self.config.model, BYTES[self.config.precision.compute]
         length = self.config.training.sequence_length
         head = place == self.places - 1
+        module: nn.Module
         if place == 0:
             counts, module = embedding_counts(model), plan.embedding()
         elif head:
@@ -246,7 +248,7 @@ class Shapes:
         inner = 0
         for kind in (model.blocks[place - 1].mixer, model.blocks[place - 1].ffn):
             if kind is not None:
-                layer = layer_class(model, kind)
+                layer: Any = layer_class(model, kind)
                 index = (place - 1,) if getattr(layer, "indexed", False) else ()
                 length = self.config.training.sequence_length
                 inner += layer.counts(model, options_of(model, kind), length, *index).activations
@@ -279,7 +281,8 @@ class Shapes:
             if kind_of(model, kind).attends and kind is model.blocks[place - 1].mixer:
                 attends = True
                 length = self.config.training.sequence_length
-                keys += layer_class(model, kind).counts(model, options_of(model, kind), length).state
+                layer: Any = layer_class(model, kind)
+                keys += layer.counts(model, options_of(model, kind), length).state
         return attends, keys
 
 
