@@ -148,9 +148,16 @@ def batches(
         stop: default: the end of the run, or of the set.
         split: "train", "validation" or "test".
     """
+    from megatron.data.left_out import LeftOut
     from megatron.data.loader import build_loader
+    from megatron.data.provenance import config_file
+    from megatron.report.ledger import left_out
 
     loader = build_loader(_config(source), data_rank=0, data_ranks=1, split=split)
+    if split == "train" and not isinstance(source, (Resolved, Config)):
+        found = left_out(config_file(_path(source)).with_name("ledger.jsonl"))
+        if found is not None:
+            loader.leave_out(LeftOut.of(found))
     try:
         for step in range(start, loader.steps if stop is None else stop):
             yield loader.read(step)

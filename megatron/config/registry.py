@@ -67,6 +67,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "summary": "megatron.training.hooks.summary:SummaryHook",  # comes last: ends go backwards
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
         "guard": "megatron.training.hooks.guard:GuardHook",
+        "spikes": "megatron.training.hooks.spikes:SpikesHook",
         "stop": "megatron.training.hooks.stop:StopHook",
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",

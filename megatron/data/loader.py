@@ -11,6 +11,7 @@ import torch
 from .batch import StepBatch
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
+from .left_out import LeftOut
 from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample, documents_and_positions
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 class Loader:
     """Reads one data parallel rank's part of each step.
 
-    `step(s)` depends on (configuration, s, data_rank) alone; threads only prepare the steps that are likely to follow.
+    `step(s)` depends on (configuration, batches that are left out, s, data_rank) alone; threads only prepare the steps
+    that are likely to follow.
 
     Attributes:
         plan: which sample is what.
         steps: steps of the set: of the run, or of one evaluation (which starts at 0 each time: a fixed probe).
+        left_out: batches that are not read; see `leave_out`.
     """
 
     def __init__(
@@ -46,12 +49,19 @@ class Loader:
                 f"size = {micro_batch_size} * {data_ranks}",
                 "change one of them",
             )
-        self.plan, self.steps = plan, plan.steps
+        self.plan, self.steps, self.left_out = plan, plan.steps, LeftOut()
         self.micro_batch_size, self.accumulation = micro_batch_size, plan.batch // per_pass
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self._prefetch = prefetch if workers else 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if self._prefetch else None
         self._ready: dict[int, Future[StepBatch]] = {}
+
+    def leave_out(self, left_out: LeftOut) -> None:
+        """Read other batches from now on; what was prepared is forgotten."""
+        self.left_out = left_out
+        for each in self._ready.values():
+            each.cancel()
+        self._ready.clear()
 
     def indices(self) -> np.ndarray:
         """Places of this rank's samples in the global batch, int64 [A, M]; item b of micro-step g: (g*R + r)*M + b."""
@@ -78,7 +88,7 @@ class Loader:
     def read(self, step: int) -> StepBatch:
         """`step` without preparation, in the caller's thread."""
         indices = self.indices()
-        numbers = step * self.plan.batch + indices
+        numbers = self.left_out.batch(step) * self.plan.batch + indices
         samples = [self.plan.sample(int(number)) for number in numbers.flat]
         hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1)
@@ -132,7 +142,7 @@ def build_loader(
     Raises:
         DataError: there is no such set, or its files cannot be used.
     """
-    return Loader(
+    loader = Loader(
         build_plan(config, split, name),
         micro_batch_size=config.training.micro_batch_size,
         data_rank=data_rank,
@@ -140,3 +150,6 @@ def build_loader(
         workers=config.data.workers,
         prefetch=config.data.prefetch,
     )
+    if split == "train":
+        loader.leave_out(LeftOut.given(config))
+    return loader

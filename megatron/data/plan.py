@@ -17,6 +17,7 @@ import numpy as np
 
 from .blend import Blend, normalised, weights_by_documents
 from .errors import DataError
+from .left_out import reserve
 from .sample import Infilling, Options, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
 from .synthetic import Copy
@@ -274,9 +275,14 @@ class _Builder:
             return self.config.training.steps, False
         return self.config.evaluation.batches, self.config.evaluation.batches == 0
 
+    @property
+    def reserve(self) -> int:
+        """Batches beyond the steps, for those that are left out."""
+        return reserve(self.config) if self.split == "train" else 0
+
     def asked(self) -> int:
         """Samples that GPT-NeoX would ask for; the pythia order's number of epochs follows from it."""
-        steps, _ = self.requested
+        steps = self.requested[0] + self.reserve
         if self.split == "validation" and self.config.evaluation.every:
             steps *= self.config.training.steps // self.config.evaluation.every + 1
         return steps * self.batch
@@ -419,7 +425,7 @@ class _Builder:
         ]
 
     def _planned_phases(self, parts: list, sources: list[OrderedSource], whole: bool) -> list[PlannedPhase]:
-        steps, _ = self.requested
+        steps = self.requested[0] + self.reserve
         phases: list[PlannedPhase] = []
         taken = [0] * len(sources)
         for number, (start, entries, members, weights) in enumerate(parts):

@@ -14,6 +14,7 @@ import numpy as np
 from .corpus.files import read_origin
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
+from .left_out import LeftOut
 from .manifest import read_manifest
 from .order import TokenRange
 from .plan import SamplePlan, SyntheticPlan, build_plan
@@ -111,13 +112,21 @@ class Origins:
 class Provenance:
     """Answers questions about one set of a run.
 
+    Args:
+        left_out: batches that the run did not read (`megatron.report.ledger.left_out` has a run's); by default those
+            of `data.left_out`.
+
     Attributes:
         plan: which sample is what.
         data_ranks: data parallel ranks that the run was resolved for.
     """
 
-    def __init__(self, config: Config, split: str = "train", name: str | None = None):
+    def __init__(
+        self, config: Config, split: str = "train", name: str | None = None, left_out: LeftOut | None = None
+    ) -> None:
         self.config, self.plan = config, build_plan(config, split, name)
+        found = LeftOut.given(config) if left_out is None else left_out
+        self.left_out = found if split == "train" else LeftOut()
         training = config.training
         self.data_ranks = training.global_batch_size // (training.micro_batch_size * (training.accumulation or 1))
         self._origins = lru_cache(None)(lambda source: Origins(self.plan.sources[source].file))
@@ -143,7 +152,7 @@ class Provenance:
         for index in range(self.plan.batch):
             own, pass_number = index // micro % self.data_ranks, index // micro // self.data_ranks
             if rank in (None, own):
-                number = step * self.plan.batch + index
+                number = self.left_out.batch(step) * self.plan.batch + index
                 sample = self.plan.sample(number)
                 found.append(
                     Sequence(
@@ -202,11 +211,17 @@ class Provenance:
                 "--document", f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}", "give one of these"
             )
         end = start + (int(file.sizes[document]) - start if length is None else length)
-        return sorted(divmod(number, self.plan.batch) for number in self._numbers(source, document, start, end))
+        found = []
+        for number in self._numbers(source, document, start, end):
+            batch, index = divmod(number, self.plan.batch)
+            step = self.left_out.step(batch)
+            if step is not None and step < self.plan.steps:
+                found.append((step, index))
+        return sorted(found)
 
     def _numbers(self, source: int, document: int, start: int, end: int) -> Iterator[int]:
         plan: SamplePlan = self.plan
-        below = plan.steps * plan.batch
+        below = (plan.steps + self.left_out.total) * plan.batch
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):
             if any(_overlaps(span, document, start, end) for span in order.spans(sample)):

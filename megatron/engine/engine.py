@@ -41,6 +41,7 @@ from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
+from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .optimizers import build_optimizer, set_learning_rate
 from .protocol import StepResult
@@ -201,6 +202,7 @@ class BaseEngine:
         self.form, self.context = self.plan.form, self.plan.context
         self.accumulation = accumulation_steps(config, mesh.layout)
         self.options = deepspeed_options(config, mesh.layout)
+        self.losses = LossAccumulator.zero(device)
 
     def _start(self, module, mpu) -> None:
         parameters = list(module.parameters())
@@ -209,6 +211,10 @@ class BaseEngine:
         stage = zero_stage(self.config, self.mesh.layout)
         if stage == 0:
             self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
+        self.gate = self._gate()
+        if self.gate is not None:
+            self.gate.attach(self.optimizer)
+        elif self.clipping is not None:
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
         if stage == 0 and self.mesh.replicas.size == self.mesh.expert_data.size == 1:
@@ -219,6 +225,23 @@ class BaseEngine:
         self._tell_of_reductions()
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module))
+
+    def _gate(self) -> StepGate | None:
+        """What looks at an update before it is applied, in runs that ask for it."""
+        if not watches(self.config):
+            return None
+
+        def norm() -> Tensor | float | None:
+            return self.clipping.norm if self.clipping else self.deepspeed.optimizer._global_grad_norm
+
+        losses = (lambda: self.losses) if self.reports else (lambda: None)
+        return StepGate(self.config, self.mesh, self.device, losses, norm, self.clipping)
+
+    def _begin(self, lr: float) -> None:
+        set_learning_rate(self.optimizer, lr)
+        self.losses = LossAccumulator.zero(self.device)
+        if self.gate is not None:
+            self.gate.begin()
 
     def _tell_of_reductions(self) -> None:
         """DeepSpeed reduces gradients at the end of a backward pass."""
@@ -281,15 +304,20 @@ class BaseEngine:
             dist.all_reduce(weight, group=self.mesh.data.group)
         return (factor / weight).float() if float(weight) else None
 
-    def _result(self, losses: LossAccumulator, scale: float | Tensor) -> StepResult:
+    def _result(self, scale: float | Tensor) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
-        applied = self.deepspeed.was_step_applied()
+        applied, spike = self.deepspeed.was_step_applied(), None
+        overflow = not applied and self.config.precision.compute == "fp16"
+        if self.gate is not None:
+            self.gate.finish(applied)
+            spike = self.gate.found
         return StepResult(
-            loss=losses.mean if self.reports else 0.0,
-            tokens=losses.weight / scale if self.reports else 0.0,
+            loss=self.losses.mean if self.reports else 0.0,
+            tokens=self.losses.weight / scale if self.reports else 0.0,
             grad_norm=norm,
-            skipped=not applied,
-            extras=self.experts.finish(applied),
+            skipped=overflow,
+            spike=spike,
+            extras=self.experts.finish(applied and not (spike and spike.leaves_out)),
         )
 
 
@@ -323,9 +351,9 @@ class PlainEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
-        set_learning_rate(self.optimizer, lr)
+        self._begin(lr)
         self.model.train()
-        scale, losses = self._scale(batch), LossAccumulator.zero(self.device)
+        scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
         for number, micro in enumerate(self._micro_batches(batch, scale)):
@@ -337,11 +365,11 @@ class PlainEngine(BaseEngine):
             self.beacon.at(BACKWARD, number + 1, batch.tokens.shape[0])
             with phase("backward"):
                 self.deepspeed.backward(loss)
+            self.losses.add(ce, micro.weights)  # before the update, which may depend on it
             self.beacon.at(OPTIMIZER, number + 1, batch.tokens.shape[0])
             with phase("update"):
                 self.deepspeed.step()
-            losses.add(ce, micro.weights)
-        return self._result(losses, scale)
+        return self._result(scale)
 
     @phase(EVALUATE)
     @torch.no_grad()
@@ -374,7 +402,6 @@ class PipelinedEngine(BaseEngine):
         super().__init__(config, mesh, device, values, beacon)
         from .stages import Pipeline
 
-        self.losses = LossAccumulator.zero(device)
         self.pipeline = Pipeline(self.plan)
         self.head = self.pipeline.head_stage
         if self.head is not None:
@@ -393,14 +420,13 @@ class PipelinedEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
-        set_learning_rate(self.optimizer, lr)
+        self._begin(lr)
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
-        self.losses = LossAccumulator.zero(self.device)
         with looked_into(self.deepspeed, look, self.beacon):
             self.deepspeed.train_batch(self._feed(batch, scale))
-        return self._result(self.losses, scale)
+        return self._result(scale)
 
     @phase(EVALUATE)
     @torch.no_grad()

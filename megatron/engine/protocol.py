@@ -11,6 +11,8 @@ import torch
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
+from .spikes import Spike
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -22,6 +24,7 @@ class StepResult:
             this is 0 on all but the last pipeline stage and on tensor parallel ranks above 0.
         grad_norm: norm of the whole gradient before clipping, equal on all ranks; None if it was not computed.
         skipped: the update was left out (overflow of fp16 gradients).
+        spike: what was found wrong with the step's numbers and what was done, equal on all ranks; see `engine.spikes`.
         unlabelled: no label of the global batch counts, on any rank: nothing was computed and nothing changed, neither
             weights nor the optimizer's states.
         extras: further numbers for the record, equal on all ranks.
@@ -32,6 +35,7 @@ class StepResult:
     grad_norm: torch.Tensor | float | None = None
     skipped: bool = False
     unlabelled: bool = False
+    spike: Spike | None = None
     extras: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -17,10 +18,12 @@ FEW = 25  # a running mean reaches this part of a curve to each side
 
 @dataclass
 class History:
-    """The records of a run: training lines, and the (step, loss) points of each validation set."""
+    """The records of a run: training lines, the (step, loss) points of each validation set, and the training losses of
+    steps that the run took again later, a list for each time that it went back."""
 
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    abandoned: list[Points] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: str | Path) -> History:
@@ -37,6 +40,8 @@ class History:
             for name, values in record.get("validation", {}).items():
                 if values["loss"] is not None:
                     history.validation.setdefault(name, []).append((record["step"], values["loss"]))
+        superseded = Path(path).with_suffix(".superseded.jsonl")
+        history.abandoned = list(branches(read_lines(superseded))) if superseded.exists() else []
         return history
 
     def curves(self) -> dict[str, list[tuple[float, float]]]:
@@ -49,12 +54,36 @@ class History:
         return {"training": training, **named}
 
 
+def branches(records: Iterable[Mapping[str, Any]]) -> Iterator[Points]:
+    """Losses of steps that were taken again, as (step, loss); where the steps begin again, another branch begins."""
+    branch: list[tuple[float, float]] = []
+    for record in records:
+        loss = record.get("loss")
+        if loss is None:
+            continue
+        if branch and record["step"] <= branch[-1][0]:
+            yield branch
+            branch = []
+        branch.append((record["step"], loss))
+    if branch:
+        yield branch
+
+
 def save_loss_curve(history: History, path: str | Path, title: str) -> None:
-    """Draw loss.png."""
+    """Draw loss.png; what the run went back from is grey."""
     curves = history.curves()
     marked = [name for name in curves if name != "training"]
     faint, named = smoothed({"training": curves.pop("training")})
-    save_lines(path, {**named, **curves}, title=title, x="step", y="loss (nats per token)", marked=marked, faint=faint)
+    save_lines(
+        path,
+        {**named, **curves},
+        title=title,
+        x="step",
+        y="loss (nats per token)",
+        marked=marked,
+        faint=faint,
+        grey=history.abandoned,
+    )
 
 
 def smoothed(curves: dict[str, Points]) -> tuple[dict[str, Points], dict[str, Points]]:

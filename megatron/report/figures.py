@@ -69,6 +69,7 @@ def save_lines(
     y: str,
     marked: Sequence[str] = (),
     faint: Mapping[str, Points] | None = None,
+    grey: Sequence[Points] = (),
 ) -> None:
     """Draw curves into a PNG file, which appears whole or not at all.
 
@@ -77,6 +78,7 @@ def save_lines(
         x, y: labels of the axes.
         marked: names of the curves that are drawn with a mark at each point, on top of the others.
         faint: curves to draw pale below all others, the n-th in the colour of the n-th of `series`, without a name.
+        grey: curves to draw grey below all others; the first has the name "abandoned".
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -84,6 +86,9 @@ def save_lines(
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    for number, points in enumerate(grey):
+        label = "_abandoned" if number else "abandoned"  # no legend for names that begin with an underscore
+        axes.plot([px for px, _ in points], [py for _, py in points], linewidth=0.8, color="0.7", label=label, zorder=1)
     for number, points in enumerate((faint or {}).values()):
         axes.plot([px for px, _ in points], [py for _, py in points], linewidth=0.8, alpha=0.3, color=f"C{number}")
     for number, (name, points) in enumerate(series.items()):
@@ -94,6 +99,6 @@ def save_lines(
             axes.plot(xs, ys, linewidth=1.2, label=name, color=f"C{number}")
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    if len(series) > 1:
+    if len(series) > 1 or grey:
         axes.legend()
     write_figure(figure, path)

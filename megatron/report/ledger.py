@@ -1,7 +1,7 @@
 """ledger.jsonl: what happened to a run, in order, never rewritten.
 
 Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
-checkpoint, superseded, skipped, rollback, stop, error, end. After a resume the same steps may come again: the last
+checkpoint, superseded, spike, rollback, stop, error, end. After a resume the same steps may come again: the last
 entry about a step is the one that the weights saw.
 """
 
@@ -96,3 +96,13 @@ def batch_hashes(path: str | Path) -> dict[int, str]:
         if entry["event"] == "batches":
             hashes.update(enumerate(entry["hashes"], start=entry["first_step"]))
     return hashes
+
+
+def left_out(path: str | Path) -> list[list[int]] | None:
+    """The batches that a run leaves out, as pairs (step, batches) in the order of `megatron.data.left_out`, as its last
+    start, resumption or rollback says; None if its ledger knows of none of these."""
+    found: list[list[int]] | None = None
+    for entry in read_lines(path) if Path(path).exists() else ():
+        if entry["event"] in ("start", "resume", "rollback"):
+            found = entry.get("left_out", [])
+    return found

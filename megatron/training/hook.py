@@ -68,6 +68,19 @@ class Parts:
     world: World | None = None
 
 
+@dataclass(frozen=True)
+class RollBack:
+    """A wish to go back to a checkpoint of before a step.
+
+    Attributes:
+        step: of the spike.
+        told: what was seen, in words.
+    """
+
+    step: int
+    told: str
+
+
 class Hook:
     """One concern of a run. A subclass defines the methods that it needs; each is called on all ranks.
 

@@ -15,9 +15,11 @@ from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.yaml_source import parse
 from megatron.data.hashing import sample_hash
+from megatron.data.left_out import LeftOut
 from megatron.data.plan import SampleSet
 from megatron.model.stack import DTYPES
 from megatron.report.ledger import Ledger, hash_text
+from megatron.report.ledger import left_out as left_out_of
 from megatron.worker.place import StartError
 
 from .fetch import local_path
@@ -53,11 +55,13 @@ class StartPoint:
         checkpoint: to be resumed, opened and verified.
         weights: one of which only the weights are taken, likewise.
         facts: for the ledger.
+        left_out: batches that the run does not read.
     """
 
     checkpoint: Checkpoint | None = None
     weights: Checkpoint | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    left_out: LeftOut = LeftOut()
 
     @property
     def new(self) -> bool:
@@ -105,7 +109,8 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
             "changed": changed,
             "ledger": found.checkpoint.meta.ledger,
         }
-        return StartPoint(found.checkpoint, None, facts)
+        left_out = world.communicator.broadcast(_left_out(found.checkpoint, config).pairs if world.is_main else None)
+        return StartPoint(found.checkpoint, None, facts | _fact(LeftOut.of(left_out)), LeftOut.of(left_out))
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         weights = store.weights(path)
@@ -117,8 +122,23 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
             log(f"differs from the checkpoint the weights come from: {line}")
-        return StartPoint(None, weights.checkpoint, {"initialize_from": str(weights.checkpoint.path), "changed": other})
-    return StartPoint()
+        facts = {"initialize_from": str(weights.checkpoint.path), "changed": other}
+        return StartPoint(None, weights.checkpoint, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
+    return StartPoint(None, None, _fact(LeftOut.given(config)), LeftOut.given(config))
+
+
+def _fact(left_out: LeftOut) -> dict[str, Any]:
+    """For the ledger; a run that leaves out nothing says nothing."""
+    return {"left_out": [list(pair) for pair in left_out.pairs]} if left_out else {}
+
+
+def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
+    """What the run has left out so far: as its ledger says, or as the checkpoint does where it comes from elsewhere."""
+    own = checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
+    told = left_out_of(Path(config.run.dir) / "ledger.jsonl") if own else None
+    if told is None:
+        told = checkpoint.meta.data.get("left_out")
+    return LeftOut.given(config) if told is None else LeftOut.of(told)
 
 
 def _chosen(store: Store, how: str, attempt: int) -> Resume:
@@ -175,6 +195,8 @@ def resume(checkpoint, world: World, engine) -> None:
         state.restore_counters(meta.optimizer)
     if meta.loss_scaler:
         state.restore_loss_scaler(meta.loss_scaler)
+    if engine.gate is not None:
+        engine.gate.rule.restore(meta.extra.get("spikes", {}))
     state.refresh()
 
 
@@ -220,11 +242,12 @@ def contents(
     plan: SampleSet,
     tokens: Callable[[int], int],
     ledger: Ledger | None = None,
+    left_out: LeftOut | None = None,
 ) -> Callable[[int], tuple[Any, Meta]]:
     """What the checkpoint hook saves after a step. `plan`: of the training data; `tokens`: see `tokens_read`; `ledger`:
     the run's, on rank 0, whose meta data are kept."""
     layout, state = world.mesh.layout, engine.state
-    whole = config.checkpoint.optimizer_state
+    whole, left_out = config.checkpoint.optimizer_state, left_out or LeftOut()
 
     def at(step: int) -> tuple[Any, Meta]:
         samples = step * config.training.global_batch_size
@@ -235,20 +258,30 @@ def contents(
             loss_scaler=state.loss_scaler(),
             resumable=whole,
             layout=layout.sizes,
-            data={"samples": samples, "tokens": tokens(step), "last_sample": last_sample(plan, samples)},
+            data={
+                "samples": samples,
+                "tokens": tokens(step),
+                "last_sample": last_sample(plan, samples, left_out),
+                **_fact(left_out),
+            },
             ledger={} if ledger is None else {"bytes": ledger.position()},
+            extra={} if engine.gate is None else {"spikes": engine.gate.rule.state()},
         )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 
     return at
 
 
-def last_sample(plan: SampleSet, samples: int) -> str | None:
+def last_sample(plan: SampleSet, samples: int, left_out: LeftOut | None = None) -> str | None:
     """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen."""
-    return hash_text(sample_hash(0, plan.sample(samples - 1).tokens)) if samples else None
+    if not samples:
+        return None
+    step, index = divmod(samples - 1, plan.batch)
+    number = (left_out or LeftOut()).batch(step) * plan.batch + index
+    return hash_text(sample_hash(0, plan.sample(number).tokens))
 
 
-def data_changes(meta: Meta, config: Config, plan: SampleSet) -> list[str]:
+def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
     """What a resumed run should know where it does not go on in the checkpoint's data: they are a function of the
     configuration and the step alone, so other batch sizes, files or lengths of the run may move them."""
     before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
@@ -261,7 +294,7 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet) -> list[str]:
             f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
         ]
     told = meta.data.get("last_sample")
-    if told is None or meta.step > plan.steps or told == last_sample(plan, now):
+    if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out):
         return []
     return [
         "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "

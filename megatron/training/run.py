@@ -19,7 +19,7 @@ from megatron.checkpoint.saver import Saver
 from megatron.config import Config
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
-from megatron.engine.engine import build_engine
+from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
 from megatron.kinds.common.attend_across import describe_context
 from megatron.model.compile import describe_compile
 from megatron.model.describe import totals
@@ -33,7 +33,8 @@ from megatron.worker.place import StartError, WorkerEnvironment
 
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
-from .resume import contents, data_changes, find, load, tokens_read
+from .resume import StartPoint, contents, data_changes, find, load, tokens_read
+from .rollback import roll_back
 from .sampler import sampler
 from .trainer import Outcome, Trainer
 from .vocabulary import INITIAL
@@ -77,7 +78,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     _describe_data(loader, log)
     with _mistakes(place):
         source = find(config, world, log, place.attempt)
-    for line in data_changes(source.checkpoint.meta, config, loader.plan) if source.checkpoint else ():
+    changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
+    for line in changed:
         log(line)
     # a map, and rows of new tokens, may leave tensors their initial values
     values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
@@ -85,31 +87,61 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon)
     tell(detail=b"reading the checkpoint" if source.checkpoint else b"")
     with _mistakes(place):
-        first = load(source, world, engine)
-    costs = totals(config)
+        load(source, world, engine)
+    _describe_model(config, world, log)
+    validation = _validation_sets(config, world)
+    try:
+        while True:
+            loader.leave_out(source.left_out)
+            outcome = _train(config, place, world, engine, loader, validation, source, log)
+            if outcome.back is None:
+                return outcome
+            tell(detail=b"going back to a checkpoint")
+            source = roll_back(config, world, outcome.back, source.left_out, log)
+            load(source, world, engine)
+    finally:
+        for each in (loader, *(which.loader for which in validation)):
+            each.close()
+
+
+def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
+    """What is trained, on what and by which kernels."""
     layout = world.mesh.layout
     ranks = "rank" if layout.world_size == 1 else "ranks"
     log(
-        f"{costs.parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
+        f"{totals(config).parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
         f"{layout.pipeline}, {f'context {layout.context}, ' if layout.context > 1 else ''}"
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
     log(describe_compile(config, world.device))
     for line in (*describe_kernels(config, world.device), *describe_context(config)):
         log(line)
+
+
+def _train(
+    config: Config,
+    place: WorkerEnvironment,
+    world: World,
+    engine: PlainEngine | PipelinedEngine,
+    loader: Loader,
+    validation: list[ValidationSet],
+    source: StartPoint,
+    log: Callable[[str], Any],
+) -> Outcome:
+    """From where a run starts, or has gone back to, on."""
+    first = source.checkpoint.step if source.checkpoint else 0
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
-    validation = _validation_sets(config, world)
     tokens = tokens_read(source, config)
-    inside = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger)
+    text, left_out = place.config_text, source.left_out
     hooks = hooks_of(
         Parts(
             config,
-            flops_per_token=costs.training_flops,
+            flops_per_token=totals(config).training_flops,
             validation=validation,
             saver=saver,
-            contents=inside,
+            contents=contents(config, text, world, engine, loader.plan, tokens, ledger, left_out),
             inspect=partial(faults, compute=DTYPES[config.precision.compute]),
             generate=sampler(config, engine, log),
             facts=source.facts,
@@ -132,8 +164,6 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             beacon=world.beacon,
         ).run()
     finally:
-        for each in (loader, *(which.loader for which in validation)):
-            each.close()
         sinks.close()
         if ledger is not None:
             ledger.close()

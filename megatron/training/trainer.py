@@ -21,17 +21,19 @@ from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, Beacon
 from .clock import Clock
 from .early_stop import Looks
 from .exchange import REQUESTS, Exchange, StepReport
-from .hook import Hook
+from .hook import Hook, RollBack
 from .schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: completed updates, why, and whether all of `training.steps` are done."""
+    """How a run ended: completed updates, why, whether all of `training.steps` are done, and whether it wants to go
+    back."""
 
     step: int
     reason: str
     finished: bool
+    back: RollBack | None = None
 
 
 class Batches(Protocol):
@@ -84,6 +86,7 @@ class Trainer:
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
+        self.back: RollBack | None = None
         self._requests: set[str] = set()
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
@@ -113,7 +116,7 @@ class Trainer:
                 self.beacon.at(HOOKS)
                 self._call("after_step", step, report)
                 self.beacon.done()
-                if self.stop_reason:
+                if self.stop_reason or self.back:
                     break
             self.settle()
         except BaseException as error:
@@ -179,6 +182,10 @@ class Trainer:
         """End the run after the current step. All ranks call it at the same step."""
         self.stop_reason = self.stop_reason or reason
 
+    def go_back(self, back: RollBack) -> None:
+        """End after the current step, to go on from a checkpoint of before. All ranks call it at the same step."""
+        self.back = self.back or back
+
     @contextmanager
     def aside(self, phase: int, detail: str = "") -> Iterator[None]:
         """Time inside is not part of a step: the clock stands, and the rank says that it is in another phase."""
@@ -210,6 +217,8 @@ class Trainer:
             getattr(hook, point)(self, *arguments)
 
     def _outcome(self) -> Outcome:
+        if self.back is not None:
+            return Outcome(self.completed, self.back.told, False, self.back)
         if self.completed >= self.steps:
             return Outcome(self.completed, "finished", True)
         reason = self.stop_reason or f"training.stop_at_step: {self.config.training.stop_at_step}"

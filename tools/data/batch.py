@@ -20,7 +20,7 @@ sys.path[0] = os.path.abspath(
 import argparse  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 
-from tools.data.command import run  # noqa: E402
+from tools.data.command import run, run_left_out  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.tokenizer import build_tokenizer
 
     config = run_config(given.run)
-    provenance = Provenance(config, given.split, given.name)
+    provenance = Provenance(config, given.split, given.name, run_left_out(given.run))
     if given.export:
         name = given.export if given.export.endswith(".npy") else f"{given.export}.npy"  # as np.save calls it
         read = [path for source in provenance.plan.sources for path in pair_files(source.file.prefix)]

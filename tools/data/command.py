@@ -11,6 +11,9 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.config.file_access import OutputError
 from megatron.data.errors import DataError
+from megatron.data.left_out import LeftOut
+from megatron.data.provenance import config_file
+from megatron.report.ledger import left_out
 
 
 def run(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]) -> int:
@@ -42,6 +45,16 @@ def run(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], An
     else:
         show(result)
     return 0
+
+
+def run_left_out(given: str) -> LeftOut | None:
+    """The batches that a run left out, as its ledger says; None where it says nothing.
+
+    Args:
+        given: the run's directory, or its config.yml.
+    """
+    found = left_out(config_file(given).with_name("ledger.jsonl"))
+    return None if found is None else LeftOut.of(found)
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ sys.path[0] = os.path.abspath(
 
 import argparse  # noqa: E402
 
-from tools.data.command import run  # noqa: E402
+from tools.data.command import run, run_left_out  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron.data.provenance import Provenance, run_config
 
     config = run_config(given.run)
-    provenance = Provenance(config, given.split, given.name)
+    provenance = Provenance(config, given.split, given.name, run_left_out(given.run))
     places = _document(given.document) if given.document else None
     found = []
     if places:

@@ -46,6 +46,11 @@ class FillInTheMiddle(Section):
     suffix: str = key("<|fim_suffix|>", "Token before the suffix.")
 
 
+class LeftOutSection(Section):
+    step: int = key(..., "From this step on the run reads further batches.", unit="steps", ge=0)
+    batches: int = key(..., "So many batches further than it would have.", unit="batches", gt=0)
+
+
 class DataSection(Section):
     train: list[SourceSection] = key(list, "Training sources: a path, a list of paths, or a list of {path, weight}.")
     validation: dict[str, list[SourceSection]] = key(
@@ -84,6 +89,9 @@ class DataSection(Section):
         False, "until_overflow: leave out documents of more than a sample's tokens instead of cutting them off."
     )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
+    left_out: list[LeftOutSection] = key(
+        list, "Batches that the run does not read, in the order in which they were left out (docs/reliability.md)."
+    )
     reset_attention_at_eod: bool = key(
         False, "Documents packed into one sample do not attend to each other; positions restart at each."
     )

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.config.difference import Described, described
 from megatron.config.problems import UserError
 
+from ..curve import branches
 from ..jsonl import flatten, read_lines
 
 Record = Mapping[str, Any]
@@ -165,15 +166,9 @@ def _measured(records: list[Record], kind: str) -> dict[str, dict[str, Series]]:
 
 
 def _branches(records: list[Record]) -> Iterator[Series]:
-    """Losses of abandoned steps; where the steps begin again, another branch begins."""
-    branch = Series()
-    for record in records:
-        loss = numbers(record).get("loss")
-        if loss is None:
-            continue
-        if branch.steps and record["step"] <= branch.steps[-1]:
-            yield branch
-            branch = Series()
-        branch.add(record["step"], loss)
-    if branch.steps:
+    """Losses of abandoned steps."""
+    for points in branches(records):
+        branch = Series()
+        for step, loss in points:
+            branch.add(int(step), loss)
         yield branch

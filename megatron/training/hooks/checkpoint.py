@@ -81,6 +81,8 @@ class CheckpointHook(Hook):
                 self._tell(trainer, self._saver.close())
 
     def _save_if_due(self, trainer: Trainer) -> None:
+        if trainer.back is not None:
+            return
         stopping = trainer.last and trainer.completed < trainer.steps
         reason = self._policy.due(
             trainer.completed,
@@ -91,6 +93,8 @@ class CheckpointHook(Hook):
         if reason is None or self._saved_step == trainer.completed:
             return
         trainer.settle()
+        if trainer.back is not None:  # which the numbers of the last step ask for
+            return
         with trainer.aside(SAVE):
             fragments, meta = self._contents(trainer.completed)
             fragments = list(fragments)

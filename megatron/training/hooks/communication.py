@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.engine.gate import gate_traffic
 from megatron.engine.traffic import predict
 from megatron.model.block import Block
 from megatron.model.compile import choose
@@ -106,4 +107,5 @@ def _expected(trainer: Trainer) -> dict[str, Any]:
         found = predict(trainer.config, layout.world_size, rank, weighted=bool(plan and plan.masked))
     except NotPredicted as error:
         return {"unpredicted": str(error)}
-    return {"predicted": (found.step + report_traffic(layout, rank)).rows()}
+    sent = found.step + report_traffic(layout, rank) + gate_traffic(trainer.config, layout, rank)
+    return {"predicted": sent.rows()}

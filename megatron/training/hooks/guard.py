@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from megatron.data.left_out import LeftOut
+from megatron.engine.spikes import STOP
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport
@@ -60,6 +62,8 @@ class GuardHook(Hook):
                 )
             return
         self._skipped = 0
+        if report.result.spike is not None and report.result.spike.action != STOP:
+            return  # the hook for spikes tells of it
         values = {"loss": report.loss, "gradient norm": report.grad_norm}
         bad = [f"{name} is {value}" for name, value in values.items() if value is not None and not math.isfinite(value)]
         if bad:
@@ -80,4 +84,6 @@ class GuardHook(Hook):
 
 def _samples(trainer: Trainer, step: int) -> str:
     size = trainer.config.training.global_batch_size
-    return f"samples {step * size} to {(step + 1) * size - 1}"
+    left_out = getattr(trainer.loader, "left_out", None) or LeftOut()
+    first = left_out.batch(step) * size
+    return f"samples {first} to {first + size - 1}"

@@ -46,6 +46,6 @@ class LedgerHook(Hook):
             trainer.ledger.batch(report.step, report.batch_hash)
 
     def on_end(self, trainer: Trainer) -> None:
-        if trainer.error is None:
+        if trainer.error is None and trainer.back is None:
             finished = trainer.completed >= trainer.steps
             trainer.record("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)

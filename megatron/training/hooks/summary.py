@@ -30,7 +30,7 @@ class SummaryHook(Hook):
 
     def on_end(self, trainer: Trainer) -> None:
         metrics = self._folder / "metrics.jsonl"
-        if not trainer.is_main or not metrics.exists():
+        if not trainer.is_main or trainer.back is not None or not metrics.exists():
             return
         history = History.read(metrics)
         if self._curve and history.training:

@@ -108,4 +108,10 @@ WARNED = [
         "must be true for checkpoints to resume from",
     ),
     case("profile after the end", "logging: {profile: {start: 101}}", "ends before the profile starts"),
+    case(
+        "a window that is never half full",
+        "spikes: {action: skip, window: 500}",
+        "a.yml:2: spikes.window = 500",
+        "half a window, 250 steps, must have passed",
+    ),
 ]

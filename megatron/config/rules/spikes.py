@@ -1,0 +1,93 @@
+"""Spikes: a policy that could not act is refused before the run needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..problems import Problem
+from ..rule_context import RuleContext
+
+
+def _rolling(context: RuleContext) -> str | None:
+    """The key that asks for rollbacks."""
+    spikes = context.config.spikes
+    named = {"spikes.action": spikes.action, "spikes.non_finite": spikes.non_finite}
+    return next((name for name, value in named.items() if value == "rollback"), None)
+
+
+def rollback_has_checkpoints(context: RuleContext) -> Iterator[Problem]:
+    rolling, checkpoint = _rolling(context), context.config.checkpoint
+    if rolling is None:
+        return
+    if not (checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced):
+        yield context.problem(
+            rolling,
+            "checkpoint.every",
+            rule="rollback must have checkpoints to go back to, and nothing is saved before the end",
+            fix="give checkpoint.every, or use skip",
+        )
+    if not checkpoint.optimizer_state:
+        yield context.problem(
+            rolling,
+            "checkpoint.optimizer_state",
+            rule="rollback must have checkpoints that can be resumed",
+            fix="use checkpoint.optimizer_state=true, or skip",
+        )
+
+
+def rollback_keeps_old_checkpoints(context: RuleContext) -> Iterator[Problem]:
+    """One from `back` steps before is there whenever the spike comes."""
+    rolling, checkpoint, back = _rolling(context), context.config.checkpoint, context.config.spikes.back
+    if rolling is None or not checkpoint.keep_last or not checkpoint.every or checkpoint.keep_every:
+        return
+    needed = -(-back // checkpoint.every) + 1
+    if checkpoint.keep_last < needed:
+        yield context.problem(
+            "checkpoint.keep_last",
+            "spikes.back",
+            rule=f"must be at least {needed}, so that a checkpoint from {back} steps before a spike is still there",
+            fix=f"use checkpoint.keep_last={needed}, or spikes.back of at most "
+            f"{(checkpoint.keep_last - 1) * checkpoint.every}",
+        )
+
+
+def what_is_left_out_covers_the_spike(context: RuleContext) -> Iterator[Problem]:
+    spikes = context.config.spikes
+    if _rolling(context) is not None and spikes.leave_out <= spikes.back:
+        yield context.problem(
+            "spikes.leave_out",
+            "spikes.back",
+            rule="leave_out must be above back: counted from `back` steps before the spike, it has to reach the spike",
+            fix=f"use spikes.leave_out={2 * spikes.back or 1}",
+        )
+
+
+def clipping_looks_at_the_norm(context: RuleContext) -> Iterator[Problem]:
+    spikes = context.config.spikes
+    if spikes.action == "clip" and spikes.watch == "loss":
+        yield context.problem(
+            "spikes.watch",
+            "spikes.action",
+            rule="clip must watch the gradient norm: that is what it clips",
+            fix="use spikes.watch=grad_norm, or action: skip",
+        )
+
+
+def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:
+    spikes, steps = context.config.spikes, context.config.training.steps
+    if spikes.action not in ("off", "clip") and spikes.window // 2 >= steps:
+        yield context.warning(
+            "spikes.window",
+            "training.steps",
+            rule=f"half a window, {spikes.window // 2} steps, must have passed before anything is called a spike",
+            fix="use a smaller window",
+        )
+
+
+RULES = [
+    rollback_has_checkpoints,
+    rollback_keeps_old_checkpoints,
+    what_is_left_out_covers_the_spike,
+    clipping_looks_at_the_norm,
+    window_fits_the_run,
+]

@@ -1,0 +1,34 @@
+"""What is done about losses and gradients that jump, and about those that are no numbers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .base import Section, key
+
+
+class SpikeClipSection(Section):
+    """ZClip (arXiv 2504.02507)."""
+
+    z: float = key(2.5, "action clip: gradient norms so many standard deviations above their mean are clipped.", gt=0)
+    decay: float = key(0.97, "Decay of the running mean and variance of the norms.", gt=0, lt=1)
+    warmup: int = key(25, "Norms that the first mean and variance are taken of.", unit="steps", ge=2)
+
+
+class SpikesSection(Section):
+    action: Literal["off", "report", "skip", "clip", "rollback"] = key(
+        "off",
+        "What happens at a spike. report: it is told; skip: the step's update is left out; clip: its gradient is "
+        "clipped harder (ZClip); rollback: the run goes back to a checkpoint and leaves out some batches (PaLM).",
+    )
+    non_finite: Literal["stop", "skip", "rollback"] = key(
+        "stop", "The same for a loss or gradient norm that is infinite or no number; fp16 overflows are no spikes."
+    )
+    watch: Literal["both", "loss", "grad_norm"] = key("both", "The numbers that are looked at.")
+    window: int = key(128, "Steps that the mean and the standard deviation are taken over.", unit="steps", ge=4)
+    sigma: float = key(6.0, "A value so many standard deviations above the mean is a spike.", gt=0)
+    limit: int = key(10, "Most actions within `within` steps, or most rollbacks of a run; then the run stops.", gt=0)
+    within: int = key(1000, "See limit.", unit="steps", gt=0)
+    back: int = key(100, "rollback: batches are left out from so many steps before the spike on.", unit="steps", ge=0)
+    leave_out: int = key(200, "rollback: so many batches are left out.", unit="batches", gt=0)
+    clip: SpikeClipSection = key(SpikeClipSection, "action clip.")

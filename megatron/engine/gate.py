@@ -1,0 +1,123 @@
+"""Decides just before an update whether it is applied: the last moment at which it costs nothing to leave it out.
+
+Under every ZeRO stage and in the pipeline DeepSpeed computes the gradient norm, clips, and then calls the `step` of the
+torch optimizer, once or (ZeRO 1 to 3) once for each of its parameter groups. The gate stands there. At the first call
+of a step all ranks add up their losses in one small collective, so that all decide by the same bits; where the update
+is left out, the calls do nothing. Weights, moments and the optimizer's count of updates are then those of before the
+step; what DeepSpeed does after it, making the weights of the forward pass from the masters, gives the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.parallel.account import group_name, phase
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.traffic import Call, Tally
+
+from .spikes import CLIP, NORM, Spike, SpikeRule
+
+if TYPE_CHECKING:
+    from .clipping import GlobalClipping
+    from .engine import LossAccumulator
+
+_NUMBERS = 3  # sum of losses, sum of weights, gradient norm
+
+
+def watches(config: Config) -> bool:
+    """Whether a run looks at its updates before it applies them."""
+    return config.spikes.action != "off" or config.spikes.non_finite != "stop"
+
+
+def gate_traffic(config: Config, layout: Layout, rank: int) -> Tally:
+    """What a rank sends in a step for the decision."""
+    if layout.world_size == 1 or not watches(config):
+        return Tally()
+    group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
+    call = Call("exchange", "", group, layout.world_size, "all_reduce", "fp64")
+    return Tally([(call, 1, 8 * _NUMBERS)])
+
+
+class StepGate:
+    """Stands before the `step` of an optimizer.
+
+    Args:
+        losses: this step's sums on this rank, if it reports any labels.
+        norm: the gradient norm before clipping, known when the optimizer is called.
+        clipping: ours at ZeRO 0, which then runs here.
+
+    Attributes:
+        rule: decides.
+        found: the spike of the current step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        losses: Callable[[], LossAccumulator | None],
+        norm: Callable[[], Tensor | float | None],
+        clipping: GlobalClipping | None,
+    ) -> None:
+        self.rule = SpikeRule(config.spikes)
+        self.found: Spike | None = None
+        self._config, self._mesh, self._device = config, mesh, device
+        self._losses, self._norm, self._clipping = losses, norm, clipping
+        self._decided = True
+        self._factor: float | None = None
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> StepGate:
+        """Take the place of the optimizer's `step`."""
+        update = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            if self._clipping is not None:
+                self._clipping()
+            self._decide()
+            if self.found is not None and self.found.leaves_out:
+                return None
+            if self._factor is not None:
+                grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_mul_(grads, self._factor)
+            return update(closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return self
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.found, self._decided, self._factor = None, False, None
+
+    def finish(self, applied: bool) -> None:
+        """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
+        if not applied and not self._decided and self._config.precision.compute != "fp16":
+            self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
+        self._decided = True
+
+    @phase("exchange")
+    def _decide(self) -> None:
+        if self._decided:
+            return
+        self._decided = True
+        norm, losses = self._norm(), self._losses()
+        sums = torch.zeros(_NUMBERS, dtype=torch.float64, device=self._device)
+        if losses is not None:
+            sums[0], sums[1] = losses.loss, losses.weight
+        if norm is not None and self._mesh.rank == 0:
+            sums[2] = norm
+        if self._mesh.layout.world_size > 1:
+            dist.all_reduce(sums)
+        loss, weight, size = sums.tolist()
+        self.found, bound = self.rule.judge(loss / weight, None if norm is None else size)
+        if self.found is not None and self.found.action == CLIP and bound is not None:
+            most = self._config.optimizer.gradient_clipping
+            now = min(size, most) if most > 0 else size
+            self._factor = bound / now if bound < now else None

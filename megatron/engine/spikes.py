@@ -1,0 +1,145 @@
+"""Whether a step's loss or gradient norm is a spike, from those before it: numbers in, a decision out.
+
+The mean and the standard deviation are those of the last `window` values, without the one that is judged and without
+values that are no numbers, as OLMo-core does it (`SkipStepOptimizer`); nothing is judged before half a window of them
+is there. ZClip (arXiv 2504.02507) has moving averages of its own, of the norms after clipping.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.sections.spikes import SpikeClipSection, SpikesSection
+
+LOSS, NORM = "loss", "gradient norm"
+REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop"
+
+
+@dataclass(frozen=True)
+class Spike:
+    """What was found, and what is done.
+
+    Attributes:
+        name: LOSS or NORM.
+        value: of the step.
+        limit: what it should not have exceeded; None where the value is no number.
+        action: one of the words above. All but `report` and `clip` leave the update out.
+    """
+
+    name: str
+    value: float
+    limit: float | None
+    action: str
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.value)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the update is not applied."""
+        return self.action in (SKIP, ROLLBACK, STOP)
+
+
+class Window:
+    """The last values of a number."""
+
+    def __init__(self, length: int, sigma: float) -> None:
+        self._least, self._sigma = max(2, length // 2), sigma
+        self.values: deque[float] = deque(maxlen=length)
+
+    def limit(self) -> float | None:
+        """The largest value that is no spike; None as long as there are too few."""
+        if len(self.values) < self._least:
+            return None
+        mean = math.fsum(self.values) / len(self.values)
+        squares = math.fsum((value - mean) ** 2 for value in self.values)
+        return mean + self._sigma * math.sqrt(squares / (len(self.values) - 1))
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+
+class ZClip:
+    """Bounds the gradient norm by its moving mean and variance.
+
+    With mean m and deviation s of the norms so far and z = (g - m) / s, a norm g with z > z0 is clipped to
+    m + z0 s z0 / z; then m' = d m + (1 - d) g and s'^2 = d s^2 + (1 - d) (g - m')^2 with g after clipping.
+    """
+
+    def __init__(self, options: SpikeClipSection) -> None:
+        self._options = options
+        self.first: list[float] = []  # norms of the warmup
+        self.mean = self.variance = 0.0
+
+    def bound(self, norm: float) -> float:
+        """What the norm is clipped to: itself where it is no spike."""
+        options = self._options
+        if len(self.first) < options.warmup:
+            self.first.append(norm)
+            if len(self.first) == options.warmup:
+                self.mean = math.fsum(self.first) / options.warmup
+                self.variance = statistics.pvariance(self.first, self.mean)
+            return norm
+        deviation = math.sqrt(self.variance)
+        z = (norm - self.mean) / (deviation + 1e-6)
+        bound = self.mean + options.z * deviation * options.z / z if z > options.z else norm
+        self.mean = options.decay * self.mean + (1 - options.decay) * bound
+        self.variance = options.decay * self.variance + (1 - options.decay) * (bound - self.mean) ** 2
+        return bound
+
+
+class SpikeRule:
+    """Judges one step after another; its state is that of the run."""
+
+    def __init__(self, options: SpikesSection) -> None:
+        self._options = options
+        self.windows = {name: Window(options.window, options.sigma) for name in (LOSS, NORM)}
+        self.clip = ZClip(options.clip)
+        self.acted: list[int] = []  # steps whose update was left out, as far back as `within` reaches
+
+    def judge(self, loss: float, norm: float | None) -> tuple[Spike | None, float | None]:
+        """What a step is, and what its gradient norm is to be clipped to (None: not by this rule)."""
+        options = self._options
+        for name, value in ((LOSS, loss), (NORM, norm)):
+            if value is not None and not math.isfinite(value):
+                return Spike(name, value, None, options.non_finite), None
+        if options.action == CLIP:
+            assert norm is not None
+            bound = self.clip.bound(norm)
+            return (Spike(NORM, norm, bound, CLIP), bound) if bound < norm else (None, None)
+        found = None
+        for name, value in ((LOSS, loss), (NORM, norm)):
+            if value is None:
+                continue
+            limit = self.windows[name].limit()
+            self.windows[name].add(value)
+            watched = options.watch == "both" or (options.watch == "loss") == (name == LOSS)
+            if limit is not None and value > limit and watched and found is None and options.action != "off":
+                found = Spike(name, value, limit, options.action)
+        return found, None
+
+    def state(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            LOSS: list(self.windows[LOSS].values),
+            NORM: list(self.windows[NORM].values),
+            "acted": list(self.acted),
+            CLIP: {"first": list(self.clip.first), "mean": self.clip.mean, "variance": self.clip.variance},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From `state`; nothing of it leaves the rule new. A window that has become shorter keeps the newest."""
+        for name, window in self.windows.items():
+            window.values.clear()
+            window.values.extend(map(float, state.get(name, ())))
+        self.acted = list(map(int, state.get("acted", ())))
+        clip = state.get(CLIP, {})
+        self.clip = ZClip(self._options.clip)
+        self.clip.first = list(map(float, clip.get("first", ())))
+        self.clip.mean, self.clip.variance = float(clip.get("mean", 0.0)), float(clip.get("variance", 0.0))

@@ -1,0 +1,73 @@
+"""Back to a checkpoint from before a spike, and on without some of the batches around it (PaLM, arXiv 2204.02311)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.checkpoint.store import Store
+from megatron.config import Config
+from megatron.data.left_out import LeftOut
+from megatron.report.ledger import Ledger
+
+from .hook import RollBack
+from .resume import StartPoint
+from .world import World
+
+
+class CannotRollBack(RuntimeError):
+    """There is no way back; the message says why, and what to do.
+
+    Attributes:
+        step: of the spike.
+    """
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+def roll_back(
+    config: Config, world: World, back: RollBack, left_out: LeftOut, log: Callable[[str], None]
+) -> StartPoint:
+    """Where the run goes on; all ranks call it. Later checkpoints are put aside, then the ledger has an entry.
+
+    In this order a kill between the two loses nothing: the run begins from the same checkpoint, comes to the same spike
+    and goes back again.
+
+    Args:
+        left_out: batches that the run has left out so far.
+
+    Raises:
+        CannotRollBack: no checkpoint is old enough to be of before the spike, or `spikes.limit` is reached.
+    """
+    options, done = config.spikes, len(left_out.pairs) - len(config.data.left_out)
+    if done >= options.limit:
+        raise CannotRollBack(
+            f"{back.told}, and the run has gone back {done} times already (spikes.limit). Look at the data and at "
+            "optimizer.lr",
+            back.step,
+        )
+    store = Store(config.checkpoint.dir, world.communicator)
+    wanted = max(back.step - options.back, 0)
+    found = store.resume("auto", before=wanted + 1).checkpoint or store.resume("auto", before=back.step + 1).checkpoint
+    if found is None:
+        raise CannotRollBack(
+            f"{back.told}, and there is no checkpoint from before it to go back to. Save earlier (checkpoint.every, or "
+            "checkpoint.steps=[0])",
+            back.step,
+        )
+    for line in store.set_aside(after=found.step):
+        log(line)
+    pair = (max(found.step, wanted), options.leave_out)
+    left_out = left_out + LeftOut((pair,))
+    facts = {"checkpoint": str(found.path), "left_out": [list(each) for each in left_out.pairs]}
+    if world.is_main:
+        ledger = Ledger(Path(config.run.dir) / "ledger.jsonl")
+        ledger.write("rollback", step=back.step, to=found.step, reason=back.told, **facts)
+        ledger.close()
+    log(
+        f"{back.told}: going back to {found.path}; from step {pair[0]} on the data go on {pair[1]} batches later "
+        f"(rollback {done + 1} of at most {options.limit})"
+    )
+    return StartPoint(found, None, {**facts, "ledger": found.meta.ledger}, left_out)

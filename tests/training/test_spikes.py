@@ -1,0 +1,199 @@
+"""Spikes in whole runs: a bad batch is planted in a file of tokens, and what a policy makes of it is compared with a
+run on a file that never had it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.left_out import LeftOut
+from megatron.data.provenance import Provenance, run_config, step_hash
+from megatron.data.token_writer import TokenFileWriter
+from megatron.report.curve import History
+from megatron.report.ledger import batch_hashes, left_out, read_ledger
+from megatron.training.exchange import StepReport
+from megatron.training.hook import Hook
+from megatron.training.trainer import Trainer
+from tests.training.test_run import job, tensors
+from tests.workers import run as on_ranks
+
+STEPS, BATCH, LENGTH, BAD = 20, 4, 16, 11
+YAML = """
+model: {layers: "(attention/mlp) x2", hidden_size: 16, vocab_size: 64, attention: {heads: 2}}
+training: {steps: 20, sequence_length: 16, micro_batch_size: 1, global_batch_size: 4}
+optimizer: {lr: 1e-2, gradient_clipping: 1.0}
+schedule: {type: constant, warmup_steps: 0}
+data: {order: sequential}
+tokenizer: {type: none}
+evaluation: {at_end: false}
+checkpoint: {every: 3}
+logging: {console: quiet, curve: false}
+spikes: {window: 10, sigma: 6, back: 1, leave_out: 3, limit: 2}
+"""
+
+
+def write(folder: Path, batches: list[int], bad: tuple[int, ...] = (BAD,)) -> str:
+    """A file of these batches, in which each row counts upwards from a drawn place; those of bad ones are noise of
+    tokens that no other has."""
+    rows = []
+    for batch in batches:
+        draw = np.random.default_rng(batch)
+        for start in draw.integers(0, 8, BATCH):
+            row = (start + np.arange(LENGTH + 1)) % 8
+            rows.append(draw.integers(32, 64, LENGTH + 1) if batch in bad else row)
+    path = folder / f"tokens_{len(batches)}"
+    with TokenFileWriter(path, np.uint16) as file:
+        for row in rows:
+            file.append(row.astype(np.uint16))
+    return str(path)
+
+
+def train(folder: Path, name: str, path: str, *overrides: str, ranks: int = 1) -> list[dict]:
+    (folder / "tiny.yml").write_text(YAML)
+    options = (f"run.dir={folder}/{name}", f"data.train={path}", *overrides)
+    return [line for line in on_ranks(ranks, partial(job), str(folder), ranks, *options)[0] if "loss" in line]
+
+
+def same(folder: Path, one: str, at: int, other: str, then: int) -> None:
+    """Weights and moments are equal to the last bit."""
+    ours, theirs = tensors(folder, at, one), tensors(folder, then, other)
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    assert not different
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+ROLLBACKS = {"one": (1, ()), "pipeline": (2, ("parallel.pipeline=2", "zero.stage=1")), "zero 3": (2, ("zero.stage=3",))}
+
+
+@pytest.mark.parametrize("layout", ROLLBACKS)
+def test_a_rollback_equals_data_without_these_batches(layout: str, tmp_path: Path) -> None:
+    ranks, options = ROLLBACKS[layout]
+    poisoned, clean = list(range(30)), [each for each in range(30) if not BAD - 1 <= each < BAD + 2]
+    dirty = write(tmp_path, poisoned)
+    found = train(tmp_path, "run", dirty, *options, "spikes.action=rollback", "training.stop_at_step=15", ranks=ranks)
+    found = train(tmp_path, "run", dirty, *options, "spikes.action=rollback", ranks=ranks)  # resumed after it
+    expected = train(tmp_path, "clean", write(tmp_path, clean), *options, ranks=ranks)
+    assert losses(found) == losses(expected)
+    same(tmp_path, "run", STEPS, "clean", STEPS)
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    events = {entry["event"]: entry for entry in read_ledger(ledger)}
+    assert events["spike"]["step"] == BAD and events["spike"]["action"] == "rollback"
+    assert events["rollback"]["to"] == 9 and events["rollback"]["left_out"] == [[BAD - 1, 3]] == left_out(ledger)
+    # What was trained is a function of the configuration and the ledger.
+    provenance = Provenance(run_config(tmp_path / "run"), left_out=LeftOut.of(left_out(ledger)))
+    for step, written in batch_hashes(ledger).items():
+        assert f"{step_hash(provenance.step(step)):016x}" == written
+    source = provenance.source(dirty)
+    assert provenance.seen(source, BAD * BATCH) == [] and provenance.seen(source, 13 * BATCH) == [(10, 0)]
+    # Elsewhere the configuration alone says it.
+    if ranks == 1:
+        again = train(tmp_path, "again", dirty, f"data.left_out=[{{step: {BAD - 1}, batches: 3}}]")
+        assert losses(again) == losses(expected)
+    abandoned = History.read(tmp_path / "run" / "metrics.jsonl").abandoned
+    assert [[step for step, _ in branch] for branch in abandoned] == [[9, 10, BAD]]
+
+
+SKIPS = {
+    "one": (1, ()),
+    "tensor": (2, ("parallel.tensor=2", "zero.stage=0")),
+    "pipeline": (2, ("parallel.pipeline=2", "zero.stage=0")),
+    "pipeline, zero 1": (2, ("parallel.pipeline=2", "zero.stage=1", "precision=bf16")),
+    "zero 1": (2, ("zero.stage=1",)),
+    "zero 2": (2, ("zero.stage=2",)),
+    "zero 3": (2, ("zero.stage=3",)),
+}
+
+
+@pytest.mark.parametrize("layout", SKIPS)
+def test_a_skipped_update_never_was(layout: str, tmp_path: Path) -> None:
+    ranks, options = SKIPS[layout]
+    options = (*options, "checkpoint.every=1")
+    path = write(tmp_path, list(range(STEPS)))
+    found = train(tmp_path, "run", path, *options, "spikes.action=skip", ranks=ranks)
+    same(tmp_path, "run", BAD, "run", BAD + 1)
+    clean = write(tmp_path, [each for each in range(STEPS) if each != BAD])
+    expected = train(tmp_path, "clean", clean, *options, f"training.steps={STEPS - 1}", ranks=ranks)
+    assert losses(found)[:BAD] + losses(found)[BAD + 1 :] == losses(expected)
+    same(tmp_path, "run", STEPS, "clean", STEPS - 1)
+    meta = [tmp_path / name / "checkpoints" / f"step_{at:08d}" for name, at in (("run", STEPS), ("clean", STEPS - 1))]
+    assert counters(meta[0]) == counters(meta[1]) == {"step": STEPS - 1.0}
+    if layout != "one" and "bf16" not in str(options):
+        alone = train(tmp_path, "alone", path, "spikes.action=skip")
+        assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def counters(path: Path) -> dict:
+    from megatron.checkpoint import open_checkpoint
+
+    return open_checkpoint(path).meta.optimizer
+
+
+def test_a_decision_does_not_depend_on_a_restart(tmp_path: Path) -> None:
+    """The window is part of the checkpoint: a run that is resumed just before the spike sees it as well."""
+    path = write(tmp_path, list(range(STEPS)))
+    whole = train(tmp_path, "whole", path, "spikes.action=skip", "spikes.limit=1")
+    train(tmp_path, "parts", path, "spikes.action=skip", f"training.stop_at_step={BAD - 1}")
+    assert losses(train(tmp_path, "parts", path, "spikes.action=skip")) == losses(whole)
+    same(tmp_path, "whole", STEPS, "parts", STEPS)
+    spikes = [
+        [json.loads(line) for line in (tmp_path / name / "ledger.jsonl").read_text().splitlines() if '"spike"' in line]
+        for name in ("whole", "parts")
+    ]
+    assert [[(e["step"], e["value"], e["limit"]) for e in found] for found in spikes] == [
+        [(BAD, spikes[0][0]["value"], spikes[0][0]["limit"])]
+    ] * 2
+
+
+class Nan(Hook):
+    """Makes a gradient no number in one step."""
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        if step == BAD:
+            parameter = next(trainer.engine.deepspeed.module.parameters())
+            self._handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if step == BAD:
+            self._handle.remove()
+
+
+def attempt(*arguments: str) -> str:
+    try:
+        job(arguments[0], int(arguments[1]), *arguments[2:])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "finished"
+
+
+NAN = {
+    "one": (1, ()),
+    "zero 1": (2, ("zero.stage=1",)),
+    "zero 1, bf16": (2, ("zero.stage=1", "precision=bf16")),
+    "zero 3": (2, ("zero.stage=3",)),
+    "pipeline, bf16": (2, ("parallel.pipeline=2", "zero.stage=1", "precision=bf16")),
+}
+
+
+@pytest.mark.parametrize("layout", NAN)
+def test_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
+    """DeepSpeed leaves such an update out by itself under ZeRO; here that is no overflow of fp16, and is not silent."""
+    ranks, options = NAN[layout]
+    path = write(tmp_path, list(range(STEPS)), bad=())
+    options = (*options, "hooks=['tests.training.test_spikes:Nan']")
+    found = train(tmp_path, "run", path, *options, "spikes.non_finite=skip", ranks=ranks)
+    clean = write(tmp_path, [each for each in range(STEPS) if each != BAD], bad=())
+    expected = train(tmp_path, "clean", clean, *options[:-1], f"training.steps={STEPS - 1}", ranks=ranks)
+    assert losses(found)[:BAD] + losses(found)[BAD + 1 :] == losses(expected)
+    same(tmp_path, "run", STEPS, "clean", STEPS - 1)
+    options = (f"run.dir={tmp_path}/stop", f"data.train={path}", *options)
+    said = on_ranks(ranks, attempt, str(tmp_path), str(ranks), *options)
+    assert all(text.startswith("NonFinite: ") and f"at step {BAD} " in text for text in said), said
