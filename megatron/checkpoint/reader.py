@@ -101,6 +101,10 @@ class Checkpoint:
         """(tensor name, state) -> type, of everything stored."""
         return {key: DTYPES[name] for key, name in self.index.stored().items()}
 
+    def has_weights(self, name: str) -> bool:
+        """Whether a tensor is a parameter; some optimizers keep states that are tensors of their own."""
+        return (name, WEIGHT) in self.stored or (name, MASTER) in self.stored
+
     # -- trust -----------------------------------------------------------------------------------------------------
 
     def damage(self, *, checksums: bool = True, share: tuple[int, int] = (0, 1), threads: int = 4) -> list[str]:

@@ -32,7 +32,9 @@ def describe(
         "path": str(checkpoint.path),
         **meta,
         "config_hash": checkpoint.meta.config_hash,
-        "parameters": sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+        "parameters": sum(
+            prod(tensor.shape) for name, tensor in checkpoint.tensors.items() if checkpoint.has_weights(name)
+        ),
         "files": len(checkpoint.records),
         "bytes": sum(record.size for record in checkpoint.records),
         "fragments": len(checkpoint.index.rows),

@@ -32,7 +32,7 @@ from megatron.model.stack import Model, ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.context import ContextGroup
-from megatron.parallel.mesh import Mesh, limit_groups
+from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
@@ -43,7 +43,7 @@ from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
-from .optimizers import build_optimizer, set_learning_rate
+from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .protocol import StepResult
 from .state import EngineState
 
@@ -225,6 +225,9 @@ class BaseEngine:
         self._tell_of_reductions()
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module))
+        if isinstance(self.optimizer, MatrixOptimizer):
+            held = self.state.held(lambda group: group["matrix"])
+            self.optimizer.attach(held, stage_axis(self.mesh), self.device)
 
     def _gate(self) -> StepGate | None:
         """What looks at an update before it is applied, in runs that ask for it."""

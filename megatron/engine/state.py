@@ -8,7 +8,7 @@ parameter's shard, and where it lies in which flat tensor. Checkpoints read and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.shard import LogicalTensor
 
-from .optimizers import element_states, initialize_state
+from .optimizers import MatrixOptimizer, element_states, initialize_state
+from .optimizers.whole import Held
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,29 @@ class EngineState:
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         return scaler if hasattr(scaler, "cur_iter") else None
 
+    def held(self, chosen: Callable[[Mapping[str, Any]], bool]) -> list[tuple[list[Tensor], list[Held]]]:
+        """What this rank has of the parameters of chosen optimizer groups, replicas too: the flat tensors that a group
+        has during a step of the optimizer, and what lies where in them. ZeRO 3 steps once for each of its flat tensors.
+        """
+        steps: dict[Any, list[Tensor]] = {}
+        for number, (group, flat) in enumerate(self._flats()):
+            if chosen(group):
+                steps.setdefault(number if self.stage == 3 else group["name"], []).append(flat)
+        lying: dict[Tensor, list[Owned]] = {}
+        for owned in self._owned():
+            lying.setdefault(owned.flat, []).append(owned)
+        return [
+            (
+                flats,
+                [
+                    Held(each.tensor, each.cut, each.start, each.length, number, each.place)
+                    for number, flat in enumerate(flats)
+                    for each in lying.get(flat, ())
+                ],
+            )
+            for flats in steps.values()
+        ]
+
     def _buffer_fragments(self) -> Iterator[Fragment]:
         for tensor in self.buffers:
             yield Fragment(logical_of(tensor), MASTER, 0, 1, 0, tensor.view(-1))
@@ -131,6 +155,11 @@ class EngineState:
             if replicas or not owned.replica:
                 for name, values in {MASTER: owned.flat, **states.get(owned.flat, {})}.items():
                     yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
+        if isinstance(self.optimizer, MatrixOptimizer):
+            copies = {logical_of(p).name for p in self.parameters if getattr(p, "ds_pipe_replicated", False)}
+            for tensor, name, start, values in self.optimizer.owned_states():
+                if replicas or tensor.name.removesuffix(f".{name}") not in copies:
+                    yield Fragment(tensor, name, 0, 1, start, values)
 
     def _owned(self) -> Iterator[Owned]:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)

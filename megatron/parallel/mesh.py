@@ -96,6 +96,21 @@ class Mesh:
         )
 
 
+def stage_axis(mesh: Mesh) -> Axis:
+    """The ranks of this rank's pipeline stage: those that hold parts of the same layers. All of them call it together,
+    where an optimizer needs it; a group that is none of the mesh's axes is made anew.
+    """
+    layout, at = mesh.layout, mesh.at
+    if layout.replicas * layout.tensor == 1:
+        return ALONE
+    line = [
+        replace(layout.at_replica(at, place), tensor=tensor)
+        for place in range(layout.replicas)
+        for tensor in range(layout.tensor)
+    ]
+    return _axis(layout, line, mesh.rank, mesh.timeout, (mesh.tensor, mesh.replicas))
+
+
 def new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
     """A process group, which its members alone create. torch gives a group its own timeout, whatever others have."""
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

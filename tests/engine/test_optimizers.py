@@ -13,7 +13,6 @@ from megatron.engine.optimizers import (
     build_optimizer,
     describe,
     initialize_state,
-    muon_layouts,
     parameter_groups,
     set_learning_rate,
 )
@@ -214,10 +213,11 @@ def test_muon_of_an_fp32_run_orthogonalises_in_fp32():
         assert build_optimizer(config, model()).dtype == wanted
 
 
-def test_muon_is_torchs_muon_and_adamw():
+@pytest.mark.parametrize("scale", ["original", "moonlight"])
+def test_muon_is_torchs_muon_and_adamw(scale):
     """Fused matrices are given to torch one by one; everything that is no hidden matrix goes to AdamW."""
     config = settings(
-        optimizer={"type": "muon", "lr": 0.01, "muon_lr": 0.05, "weight_decay": 0.2, "groups": {}},
+        optimizer={"type": "muon", "lr": 0.01, "muon_lr": 0.05, "muon_scale": scale, "weight_decay": 0.2, "groups": {}},
         precision={"compute": "bf16"},  # torch's iteration is in bf16 whatever the weights are
     )
     ours, theirs = model(), {p.logical.name: p for p in model()}
@@ -225,7 +225,8 @@ def test_muon_is_torchs_muon_and_adamw():
     whole = ("out", "up", "down")
     matrices = [*fused, *(theirs[name] for name in whole)]
     rest = [theirs[name] for name in ("embedding", "qkv.bias", "experts", "norm", "router", "head")]
-    muon = torch.optim.Muon(matrices, weight_decay=0.2)
+    adjust = "match_rms_adamw" if scale == "moonlight" else "original"
+    muon = torch.optim.Muon(matrices, weight_decay=0.2, adjust_lr_fn=adjust)
     adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2, fused=False)
     optimizer = build_optimizer(config, ours)
     for step, lr in enumerate(RATES):
@@ -299,25 +300,6 @@ def test_the_state_of_a_stranger_is_not_guessed():
     stranger = torch.optim.Adagrad([parameter("w", Role.HIDDEN, 2, 2)])
     with pytest.raises(TypeError, match="Adagrad"):
         initialize_state(stranger, stranger.param_groups[0])
-
-
-@pytest.mark.parametrize(
-    "sections, key",
-    [
-        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
-        ({"zero": {"stage": 3}}, "zero.stage"),
-        ({"zero": {"offload_optimizer": {"device": "cpu"}}}, "zero.offload_optimizer"),
-    ],
-)
-def test_muon_says_where_it_cannot_work(sections, key):
-    assert key in muon_layouts(settings(optimizer={"type": "muon"}, **sections))
-    assert muon_layouts(settings(**sections)) is None
-
-
-def test_muon_works_on_pipelines_and_zero_1_and_2():
-    for stage in (0, 1, 2):
-        wanted = settings(optimizer={"type": "muon"}, zero={"stage": stage}, parallel={"pipeline": 2})
-        assert muon_layouts(wanted) is None
 
 
 def test_muon_wants_a_schedule_to_follow():

@@ -24,6 +24,7 @@ from megatron.parallel.parameters import buffers_of, stored_tensors
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
+from tests.training.plain_matrices import PLAIN, PlainMatrices
 
 EVALUATION = 1000  # the step whose batch is for evaluation
 
@@ -160,7 +161,7 @@ def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
         (each.detach().float() + torch.from_numpy(noise(p.logical))).to(wide_type(dtype))
         for each, p in zip(dict.fromkeys(begun.parameters()), parameters)
     ]
-    optimizer = PlainOptimizer(config, [p.logical.role.value for p in parameters], masters)
+    optimizer = PlainOptimizer(config, [p.logical for p in parameters], masters)
     corrections = buffers_of(model)
     for tensor in corrections:
         tensor += torch.from_numpy(noise(tensor.logical))
@@ -235,15 +236,18 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
 
 
 class PlainOptimizer:
-    """SGD with momentum, written out, or torch's AdamW; norms and biases do not decay."""
+    """SGD with momentum, written out, torch's AdamW, or a rule of whole matrices; norms and biases do not decay."""
 
-    def __init__(self, config: Config, roles: list[str], masters: list[torch.Tensor]):
+    def __init__(self, config: Config, logicals: list[LogicalTensor], masters: list[torch.Tensor]):
         self.options, self.masters = config.optimizer, masters
         self.decays = [
-            0.0 if role in ("norm", "bias", "state", "decay") else self.options.weight_decay for role in roles
+            0.0 if each.role.value in ("norm", "bias", "state", "decay") else self.options.weight_decay
+            for each in logicals
         ]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
+        if self.options.type in PLAIN:
+            self.adamw = PlainMatrices(self.options, logicals, masters, self.decays)
         if self.options.type == "adamw":
             groups = [{"params": [m], "weight_decay": decay} for m, decay in zip(masters, self.decays)]
             self.adamw = torch.optim.AdamW(
@@ -251,6 +255,9 @@ class PlainOptimizer:
             )
 
     def step(self, gradients: list[torch.Tensor]) -> None:
+        if isinstance(self.adamw, PlainMatrices):
+            self.adamw.step(gradients)
+            return
         if self.adamw is not None:
             for master, gradient in zip(self.masters, gradients):
                 master.grad = gradient

@@ -96,7 +96,7 @@ def export(
     architecture, theirs = hf_config(config, name)
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     theirs.dtype = wanted
-    shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
+    shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items() if checkpoint.has_weights(key)}
     steps = plan(architecture, shapes, config.model)
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)

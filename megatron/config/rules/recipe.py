@@ -148,6 +148,7 @@ def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
         "nesterov": ("sgd",),
         "muon_lr": ("muon",),
         "muon_momentum": ("muon",),
+        "muon_scale": ("muon",),
     }
     kind = context.config.optimizer.type
     for name, kinds in users.items() if kind in INSIDE[OPTIMIZER] else ():  # another may read any of them
@@ -168,25 +169,6 @@ def nesterov_has_momentum(context: RuleContext) -> Iterator[Problem]:
             "optimizer.momentum",
             rule="Nesterov momentum must go with a momentum above 0",
             fix="use optimizer.momentum=0.9, or nesterov: false",
-        )
-
-
-def muon_is_exact(context: RuleContext) -> Iterator[Problem]:
-    """Muon orthogonalises whole matrices: no rank may hold only a part of one."""
-    config = context.config
-    if config.optimizer.type == "muon" and config.parallel.tensor > 1:
-        yield context.problem(
-            "optimizer.type",
-            "parallel.tensor",
-            rule="Muon must have whole matrices, which tensor parallelism shards",
-            fix="use parallel.tensor=1, or optimizer.type=adamw",
-        )
-    if config.optimizer.type == "muon" and config.zero.stage == 3:
-        yield context.problem(
-            "optimizer.type",
-            "zero.stage",
-            rule="Muon must have whole matrices, which ZeRO 3 partitions",
-            fix="use zero.stage=1, or optimizer.type=adamw",
         )
 
 
@@ -233,7 +215,6 @@ RULES = (
     betas_are_shares,
     options_suit_the_optimizer,
     nesterov_has_momentum,
-    muon_is_exact,
     muon_has_a_rate,
     recomputation_is_on,
     stop_comes_before_the_end,

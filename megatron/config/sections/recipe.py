@@ -114,6 +114,11 @@ class OptimizerSection(Section):
     nesterov: bool = key(False, "Nesterov momentum of sgd.")
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0, le=1000)
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)
+    muon_scale: Literal["original", "moonlight"] = key(
+        "original",
+        "Size of muon's updates: original, sqrt(max(1, rows / columns)); moonlight, 0.2 sqrt(max(rows, columns)), the "
+        "size of AdamW's, so that muon_lr can be AdamW's rate.",
+    )
     gradient_clipping: float = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down; 0 is off.", ge=0
     )

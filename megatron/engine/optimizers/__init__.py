@@ -2,7 +2,7 @@
 
 `build_optimizer` makes one torch optimizer for the parameters of this rank; `set_learning_rate` gives each of its
 groups the scheduled rate. AdamW, Lion and SGD work element by element, so ZeRO may flatten and cut their parameters
-as it likes. Muon needs whole matrices; `muon_layouts` says where it has them.
+as it likes. Muon needs whole matrices: a `MatrixOptimizer` gets them on every layout.
 """
 
 from .adamw import AdamW
@@ -10,7 +10,8 @@ from .build import build_optimizer, set_learning_rate
 from .contract import Optimizer, element_states, initialize_state, state_names
 from .groups import describe, parameter_groups
 from .lion import Lion
-from .muon import Muon, muon_layouts
+from .matrix import MatrixOptimizer
+from .muon import Muon
 from .sgd import SGD
 
 __all__ = [
@@ -19,11 +20,11 @@ __all__ = [
     "Optimizer",
     "element_states",
     "Lion",
+    "MatrixOptimizer",
     "Muon",
     "build_optimizer",
     "describe",
     "initialize_state",
-    "muon_layouts",
     "parameter_groups",
     "set_learning_rate",
     "state_names",

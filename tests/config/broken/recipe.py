@@ -66,13 +66,6 @@ RECIPE = [
         "Nesterov without momentum", "optimizer: {type: sgd, nesterov: true, momentum: 0.0}", "must go with a momentum"
     ),
     case(
-        "Muon over tensor ranks",
-        "optimizer: {type: muon}\nparallel: {tensor: 2}",
-        "a.yml:2: optimizer.type = 'muon'",
-        "parallel.tensor = 2 (a.yml:3)",
-        "whole matrices",
-    ),
-    case(
         "Muon without a rate", "optimizer: {type: muon, lr: 0}", "a.yml:2: optimizer.lr = 0.0", "which must be above 0"
     ),
     case(
@@ -81,12 +74,6 @@ RECIPE = [
         "a.yml:3: training.activation_checkpointing.mode = 'selective'",
         "zero.stage = 3 (a.yml:2)",
         "use mode: full",
-        "1 warning",
-    ),
-    case(
-        "Muon at ZeRO 3",
-        "optimizer: {type: muon}\nzero: {stage: 3}",
-        "whole matrices, which ZeRO 3 partitions",
         "1 warning",
     ),
 ]
