@@ -52,6 +52,28 @@ def test_compiled_is_plain():
 
 
 @pytest.mark.parametrize(
+    "model, kinds",
+    [
+        ({"layers": "(attention/mlp) x3"}, 1),
+        (
+            {
+                "layers": "(attention@local/mlp attention/mlp) x2",
+                "attention": {"heads": 2, "position": "alibi"},
+                "variants": {"local": {"window": 5}},
+            },
+            2,
+        ),
+    ],
+)
+def test_blocks_of_a_kind_share_one_compilation(model, kinds):
+    """torch gives up on a function that it has compiled eight times, and a model may have a hundred blocks."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    gradients(build_model(settings("layer", model=model)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == kinds
+
+
+@pytest.mark.parametrize(
     "config, device, chosen, word",
     [
         (settings("off"), "cuda", False, "off"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.options import AttentionOptions
-from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
+from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend, prepare
 from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.model.counts import Counts
@@ -102,8 +102,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
     ) -> Tensor:
-        x_BSH, call = enter(x, self.mesh), call or Call(self.dropout_key)
-        q, k, v = self._project(x_BSH, call)
+        x_BSH = enter(x, self.mesh)
+        q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
             angles = self._angles(stream, begin, x_BSH)
@@ -115,7 +115,8 @@ class Attention(nn.Module):
             k, v = self._used_heads(k), self._used_heads(v)
         dropout = None
         if self.training and self.options.dropout > 0.0:
-            dropout = Dropped(self.options.dropout, call.dropout_key, stream.samples, self.first_head)
+            key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation
+            dropout = Dropped(self.options.dropout, key, stream.samples, self.first_head)
         if self.context.size > 1:
             y = attend_across(self.context, q, k, v, self.pattern, stream, dropout, self.sinks)
         else:
@@ -134,11 +135,11 @@ class Attention(nn.Module):
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()
 
-    def _project(self, x_BSH: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x_BSH: Tensor, adapters: tuple[nn.Module, ...] | None) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, n, D] queries and [B, S, m, D] keys and values, normalised."""
         q, (k, v) = self.query(x_BSH), self.key_value(x_BSH).chunk(2, dim=-1)
-        if call.adapters is not None:
-            q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), call.adapters))
+        if adapters is not None:
+            q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), adapters))
         wide = isinstance(self.query_norm, WideRMSNorm)
         if wide:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -165,6 +166,15 @@ class Attention(nn.Module):
         """
         if self.rotary is not None:
             self._angles(stream, 0, stream.hidden)
+        prepare(
+            self.pattern,
+            stream.documents,
+            stream.hidden.shape[1],
+            self.query.weight,
+            channels=self.D,
+            sinks=self.sinks is not None,
+            remember=stream.remember,
+        )
 
     def _used_heads(self, x_BmSD: Tensor) -> Tensor:
         """Of all key/value heads, those that this rank's query heads read, one for each where they do not group."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.random import uniform
@@ -63,17 +64,32 @@ def alibi_slopes(heads: int) -> list[float]:
     return powers(base) + powers(2 * base)[0::2][: heads - base]
 
 
+FLEX_CHANNELS = 16  # the fewest per head that FlexAttention's kernels take
+
+
 def choose(
-    pattern: Pattern, *, documents: bool, keys: int, square: bool, dropout: float, device: str, sinks: bool = False
+    pattern: Pattern,
+    *,
+    documents: bool,
+    keys: int,
+    square: bool,
+    dropout: float,
+    device: str,
+    sinks: bool = False,
+    channels: int = FLEX_CHANNELS,
 ) -> tuple[str, str]:
-    """The implementation ("causal", "masked", "flex" or "math") and the reason for it."""
+    """The implementation ("causal", "masked", "flex" or "math") and the reason for it.
+
+    Args:
+        channels: of a head's queries, keys or values, whichever has the fewest.
+    """
     if dropout > 0.0:
         return "math", "attention dropout is drawn by key, which fused kernels cannot do"
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks)
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
-    if device == "cuda" and square:
+    if device == "cuda" and square and channels >= FLEX_CHANNELS:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
     if pattern.softcap or sinks:
         return "math", "softcap and sinks need the logits"
@@ -104,31 +120,70 @@ def attend(
         [B, n, Q, D].
     """
     remember = remember or (lambda key, make: make())
-    rate = dropout.rate if dropout else 0.0
     kind, _ = choose(
         pattern,
         documents=documents_BS is not None,
         keys=k.shape[2],
         square=q.shape[2] == k.shape[2],
-        dropout=rate,
+        dropout=dropout.rate if dropout else 0.0,
         device=q.device.type,
         sinks=sinks_n is not None,
+        channels=min(q.shape[-1], v.shape[-1]),
     )
     if kind == "causal":
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
+    mask = _remembered(kind, pattern, q.shape[2], k.shape[2], documents_BS, q.device, q.dtype, remember)
     if kind == "flex":
-        return _flex(q, k, v, pattern, documents_BS, sinks_n, remember)
-    mask = remember(
-        ("mask", pattern.window, pattern.slopes, q.shape[2], k.shape[2], q.device, q.dtype),
-        lambda: _mask(q.shape[2], k.shape[2], pattern, documents_BS, q.device, q.dtype),
-    )
+        return _flex(q, k, v, pattern, mask, sinks_n)
     if kind == "masked":
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return _math(q, k, v, pattern, mask, dropout, sinks_n)
+
+
+def prepare(
+    pattern: Pattern, documents_BS: Tensor | None, length: int, like: Tensor, *, channels: int, sinks: bool, remember
+) -> None:
+    """Make the mask that `attend` will ask for in training without dropout, so that a compiled block finds it there.
+
+    Args:
+        length: of the sequence.
+        like: has the device and the type of the queries.
+        channels: see `choose`.
+    """
+    documents, device = documents_BS is not None, like.device
+    kind, _ = choose(
+        pattern,
+        documents=documents,
+        keys=length,
+        square=True,
+        dropout=0.0,
+        device=device.type,
+        sinks=sinks,
+        channels=channels,
+    )
+    if kind != "causal":
+        _remembered(kind, pattern, length, length, documents_BS, device, like.dtype, remember)
+
+
+def _remembered(
+    kind: str, pattern: Pattern, queries: int, keys: int, documents_BS: Tensor | None, device, dtype, remember
+):
+    """What is masked, in the form that the implementation takes, made once for all layers of a pattern."""
+    if kind == "flex":
+        batch = None if documents_BS is None else documents_BS.shape[0]
+        allowed, _ = flex_modifiers(pattern, documents_BS, device)
+        return remember(
+            ("flex", pattern.window, queries),
+            lambda: create_block_mask(allowed, batch, None, queries, keys, device=device),
+        )
+    return remember(
+        ("mask", pattern.window, pattern.slopes, queries, keys, device, dtype),
+        lambda: _mask(queries, keys, pattern, documents_BS, device, dtype),
+    )
 
 
 def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device, dtype) -> Tensor:
@@ -182,8 +237,6 @@ def _counters(dropout: Dropped, heads: int, queries: int, keys: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled_flex():
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -207,21 +260,13 @@ def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
     return allowed, (score if pattern.softcap or slopes is not None else None)
 
 
-def _flex(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, documents_BS: Tensor | None, sinks_n: Tensor | None, remember
-) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    allowed, score = flex_modifiers(pattern, documents_BS, q.device)
-    batch = None if documents_BS is None else q.shape[0]
-    blocks = remember(
-        ("flex", pattern.window, q.shape[2]),
-        lambda: create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=q.device),
-    )
+def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: BlockMask, sinks_n: Tensor | None) -> Tensor:
+    compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex()  # it is fused in compiled blocks
+    _, score = flex_modifiers(pattern, None, q.device)
     options = {"scale": pattern.scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks_n is None:
-        return _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, **options)
-    y, normalizer = _compiled_flex()(q, k, v, score_mod=score, block_mask=blocks, return_lse=True, **options)
+        return compute(q, k, v, score_mod=score, block_mask=blocks, **options)
+    y, normalizer = compute(q, k, v, score_mod=score, block_mask=blocks, return_lse=True, **options)
     return with_sinks(y, normalizer, sinks_n)
 
 

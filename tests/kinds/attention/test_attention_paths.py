@@ -61,7 +61,8 @@ def test_flex_is_called_as_it_is_written(monkeypatch):
     for name in ("window", "all", "window"):
         q, k, v, documents = inputs()
         for sinks in (None, torch.linspace(-1.0, 2.0, HEADS, dtype=DOUBLE)):
-            found = paths._flex(q, k, v, PATTERNS[name], documents, sinks, remember)
+            blocks = paths._remembered("flex", PATTERNS[name], S, S, documents, q.device, q.dtype, remember)
+            found = paths._flex(q, k, v, PATTERNS[name], blocks, sinks)
             plain = attend(q, k, v, PATTERNS[name], documents_BS=documents, sinks_n=sinks)
             assert relative(found, plain) < EXACT
 
@@ -90,6 +91,7 @@ def test_layers_with_different_windows_do_not_share_masks():
         (Pattern(1.0, window=64), {}, "causal"),
         (Pattern(1.0, window=8), {}, "masked"),
         (Pattern(1.0, window=8), {"device": "cuda"}, "flex"),
+        (Pattern(1.0, window=8), {"device": "cuda", "channels": 8}, "masked"),
         (Pattern(1.0), {"documents": True}, "masked"),
         (Pattern(1.0), {"documents": True, "device": "cuda"}, "flex"),
         (Pattern(1.0, softcap=2.0), {}, "math"),
