@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from .options import KEYS
 
+REHEARSAL = ("--device", "--rank", "--json")  # options that mean something with --rehearse alone
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
 
 
@@ -32,6 +34,14 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
     made.add_argument(
         "--dry-run", action="store_true", help="check everything and print what would run on every host; start nothing"
     )
+    made.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="say what --ranks ranks would take: run one of each kind on tensors without values; start nothing",
+    )
+    made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
+    made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to look at")
+    made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
     made.add_argument(
         "--sbatch", action="store_true", help="write a Slurm job script from launch.batch and print its path"
     )
@@ -82,7 +92,10 @@ def main(argv: list[str], script: str | None = None) -> int:
 
 def _options_first(argv: list[str]) -> list[str]:
     """The same words, the launcher's options before all others. What follows a bare `--` is the script's own."""
-    known = parser()._option_string_actions
+    known = dict(parser()._option_string_actions)
+    if "--rehearse" not in argv:  # then these are the script's own
+        for name in REHEARSAL:
+            del known[name]
     end = argv.index("--") if "--" in argv else len(argv)
     first, rest, index = [], [], 0
     while index < end:
@@ -115,6 +128,8 @@ def _serve(options: argparse.Namespace) -> int:
 
     folder = ["-d", options.conf_dir] if options.conf_dir else []
     options.words = translated([options.words[0], *folder, *options.words[1:]])
+    if options.rehearse:
+        return _rehearse(options)
     if not (options.template or options.sbatch or options.dry_run):
         _become_a_rank(options)
     from .job_plan import make_plan
@@ -141,6 +156,28 @@ def _serve(options: argparse.Namespace) -> int:
     from .supervisor import supervise
 
     return supervise(plan)
+
+
+def _rehearse(options: argparse.Namespace) -> int:
+    """Have another process do it: it loads torch."""
+    from megatron.config.arguments import ArgumentError
+
+    from .job_plan import script_arguments
+
+    taken = script_arguments(options.words[0], options.words[1:])
+    if Path(options.words[0]).name != "train.py":
+        raise ArgumentError(f"--rehearse knows train.py, not {options.words[0]}")
+    if not (options.ranks or "").isdecimal() or int(options.ranks) < 1:
+        raise ArgumentError("--rehearse needs the number of ranks of the whole run: --ranks N")
+    named = {"--ranks": options.ranks, "--device": options.device, "--rank": options.rank}
+    words = [f"{name}={value}" for name, value in named.items() if value is not None]
+    others = [each for each in overrides_of(options) if not each.startswith("launch.ranks=")]
+    words += [*(["--json"] if options.json else []), *taken.files, *taken.overrides, *others]
+    top = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, (str(top), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "megatron.rehearsal", *words]
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _become_a_rank(options: argparse.Namespace) -> None:

@@ -1,0 +1,102 @@
+"""DeepSpeed on tensors without values, in a process group that sends nothing.
+
+torch's fake tensors have shapes, types and devices only, and its fake process group takes every message and delivers
+none. Where DeepSpeed reads a value or waits for one that another rank has sent, what it would read is put in place:
+no gradient overflows, all ranks agree, and the stage before sends a stream of the form that this stage expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.model.stack import DTYPES
+
+
+class Values(TorchDispatchMode):
+    """Gives 0 to whoever reads a value that a tensor does not have."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors that are made inside have no values, and DeepSpeed accepts it.
+
+    `torch.distributed` must have been initialised with the backend "fake".
+    """
+    import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives give, as shapes
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
+
+    def agreed(numbers: list[int]) -> None:
+        """All ranks have the same."""
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (nn.Module, "_apply", _apply),
+        (PipelineEngine, "_recv_tensor_meta", _expected_stream),
+    ]
+    for module in (partition_parameters, partitioned_param_coordinator, stage3, utils):
+        replaced.append((module, "assert_ints_same_as_other_ranks", agreed))
+    with contextlib.ExitStack() as stack:
+        for where, name, stand_in in replaced:
+            stack.enter_context(_replaced(where, name, stand_in))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Values())
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def _apply(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` as it is for tensors with values: parameters stay, their data change. For those without it
+    swaps tensors, which parameters that somebody refers to refuse."""
+    for child in self.children():
+        child._apply(change)
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = change(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = change(parameter.grad.data)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = change(buffer)
+    return self
+
+
+def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
+    """Buffers for what the stage before sends: its shapes are those of the stream at this stage's border."""
+    plan = self.module.plan
+    border = self.module.parts[plan.mesh.pipeline.rank]
+    form, config, layout = plan.form_at(border - 1), plan.config, plan.mesh.layout
+    samples, cut = config.training.micro_batch_size, layout.tensor if layout.sequence else 1
+    positions = config.training.sequence_length // layout.context
+    hidden = config.model.hidden_size
+    widths = sum((cut if each.whole else 1) * each.width for each in form.channels.values())
+    shape = [samples, positions // cut, hidden]
+    if form.channels:  # all floats of a sample are one row
+        shape = [samples, positions // cut * (hidden + widths)]
+    dtype = torch.float32 if config.model.residual.fp32 else DTYPES[config.precision.compute]
+    shapes = [(shape, dtype)]
+    for name in form.optional:
+        shapes.append(([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32))
+    return tuple(self._allocate_or_extend_buffers(index, *each) for index, each in enumerate(shapes))

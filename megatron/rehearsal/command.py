@@ -1,0 +1,95 @@
+"""`./deepy.py --rehearse --ranks N train.py a.yml ...`: what a run would take of its ranks, without its machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from megatron.config import Config, ConfigError, Problem, load
+from megatron.config.arguments import split
+from megatron.config.problems import UserError
+from megatron.parallel.layout import Layout
+from megatron.plan.devices import Device, known
+
+if TYPE_CHECKING:
+    from .rank import Seen
+
+USAGE = "./deepy.py --rehearse --ranks N [--device NAME] [--rank N,...] [--json] train.py a.yml ... key.path=value ..."
+PRELOADED = "megatron.engine.preload"  # imported once, for the processes of all ranks
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit status: 0, 1 if a rehearsed rank does not fit its device, 2 after a mistake."""
+    options = _parser().parse_args(argv)
+    try:
+        begun = time.monotonic()
+        device = _device(options.device)
+        taken = split(options.words)
+        config = load(taken.files, taken.overrides, ranks=options.ranks, check_inputs=False, here=False).config
+        layout = Layout.of(config, options.ranks)
+        ranks = _ranks(options.rank, config, layout)
+        _refuse(config)
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    from .report import document, text
+
+    seen = {rank: in_own_process(config, options.ranks, rank) for rank in ranks}
+    found = document(config, layout, seen, device, time.monotonic() - begun)
+    sys.stdout.write(json.dumps(found, indent=1) + "\n" if options.json else text(found))
+    return int(any(each["memory"]["fits"] is False for each in found["rehearsed"]))
+
+
+def in_own_process(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> Seen:
+    """`rehearse_rank` in a process of its own: DeepSpeed keeps much for the life of a process."""
+    from .rank import rehearse_rank
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(rehearse_rank, config, ranks, rank, micro_batches).result()
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="deepy.py --rehearse", usage=USAGE, allow_abbrev=False)
+    made.add_argument("--ranks", type=int, required=True)
+    made.add_argument("--device")
+    made.add_argument("--rank")
+    made.add_argument("--json", action="store_true")
+    made.add_argument("words", nargs=argparse.REMAINDER)
+    return made
+
+
+def _device(name: str | None) -> Device | None:
+    devices = known()[0]
+    if name is not None and name not in devices:
+        rule = f"must be one of {', '.join(devices)}"
+        raise ConfigError([Problem("--device", rule, "leave it out to see bytes without a verdict", name)])
+    return None if name is None else devices[name]
+
+
+def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
+    from .kinds import kinds_of_ranks
+
+    if given is None:
+        return kinds_of_ranks(config, layout)
+    words = given.split(",")
+    wrong = [word for word in words if not (word.isascii() and word.isdigit() and int(word) < layout.world_size)]
+    if wrong:
+        rule = f"must be ranks of the run, 0 to {layout.world_size - 1}, separated by commas"
+        raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _refuse(config: Config) -> None:
+    """What cannot be rehearsed."""
+    if config.precision.compute == "fp16":
+        rule = "must be bf16 or fp32 in a rehearsal: DeepSpeed refuses fp16 where there is no GPU"
+        fix = "rehearse with precision.compute=bf16, which takes the same bytes but for the loss scale"
+        raise ConfigError([Problem("precision.compute", rule, fix, config.precision.compute)])

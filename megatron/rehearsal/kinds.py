@@ -1,0 +1,51 @@
+"""Which ranks do something that others do not: one of each kind is rehearsed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import Config
+from megatron.model.partition import stage_bounds
+from megatron.parallel.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a pipeline stage holds.
+
+    Attributes:
+        stage: from 0.
+        blocks: numbers of the first block and of the one after the last.
+        embedding, head: whether the stage has them.
+    """
+
+    stage: int
+    blocks: tuple[int, int]
+    embedding: bool
+    head: bool
+
+    def __str__(self) -> str:
+        first, end = self.blocks
+        held = ["embedding"] if self.embedding else []
+        held.append(f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}")
+        return ", ".join([*held, *(["head"] if self.head else [])])
+
+
+def parts(config: Config) -> list[Part]:
+    """Of all stages, in order."""
+    bounds, blocks = stage_bounds(config), len(config.model.blocks)
+    return [
+        Part(stage, (max(first - 1, 0), min(end - 1, blocks)), first == 0, end == blocks + 2)
+        for stage, (first, end) in enumerate(zip(bounds, bounds[1:]))
+    ]
+
+
+def kinds_of_ranks(config: Config, layout: Layout) -> list[int]:
+    """One rank of each kind: of stages with the same layers the first, which keeps most micro-batches, and the last
+    stage. Ranks of the tensor and data axes do the same; the first of them has the largest shares.
+    """
+    found: dict[tuple, int] = {}
+    for part in parts(config):
+        layers = tuple(map(str, config.model.blocks[slice(*part.blocks)]))
+        found.setdefault((layers, part.embedding, part.head), part.stage)
+    return [layout.rank(Coordinates(pipeline=stage)) for stage in sorted(found.values())]

@@ -1,0 +1,153 @@
+"""A ledger of tensors: how many bytes live at each moment, what they are for, and how many FLOPs were done.
+
+Every operation passes `__torch_dispatch__`, below autograd, so that saved activations, gradients and what optimizers
+make are seen alike. A storage counts from the operation that returns it until torch frees it. The same ledger works on
+tensors with values and on those without. What a kernel takes for itself and gives back before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the program is.
+
+    Attributes:
+        phase: start, forward, recompute, backward, update, exchange.
+        layer: `embedding`, `layers.3.attention`, `head`; empty where no layer is at work.
+    """
+
+    phase: str
+    layer: str
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A storage: its bytes, where it was made, and what it is for, if somebody has said so."""
+
+    size: int
+    place: Place
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When most bytes lived: where the program was, and which operation it ran."""
+
+    place: Place
+    operation: str
+
+
+class Ledger(TorchDispatchMode):
+    """Counts while it is active.
+
+    Args:
+        place: says where the program is.
+
+    Attributes:
+        live: bytes now.
+        peak: the largest number so far; `at` says when.
+        flops: by place.
+        operations: how many torch was asked for (a GPU launches at least as many kernels).
+    """
+
+    def __init__(self, place: Callable[[], Place]) -> None:
+        super().__init__()
+        self.place = place
+        self.live = self.peak = self.operations = 0
+        self.at = Moment(Place("start", ""), "")
+        self.flops: dict[Place, int] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
+        self._present: list[Allocation] = []  # at the peak, and freed since
+        self._later: set[int] = set()  # keys of what was made after the peak
+        self._part = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        before = self.peak
+        self._see(result)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            place = self.place()
+            done = formula(*args, **(kwargs or {}), out_val=result)
+            self.flops[place] = self.flops.get(place, 0) + done
+        if self.peak > before:
+            self.at = Moment(self.place(), str(func._overloadpacket))
+            self._present.clear()
+            self._later.clear()
+        return result
+
+    def mark(self, tensor: Tensor, part: str) -> None:
+        """Say what the storage of a tensor is for."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            found[1].part = part
+
+    def part_of(self, tensor: Tensor) -> str | None:
+        """What was said of its storage; None if the ledger does not know it."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        return found[1].part if found else None
+
+    @contextmanager
+    def making(self, part: str) -> Iterator[None]:
+        """What is made inside is for this."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def at_peak(self) -> list[Allocation]:
+        """What lived when most bytes did; the sizes add up to `peak`."""
+        return [*self._present, *(allocation for key, (_, allocation) in self._known.items() if key not in self._later)]
+
+    def forget_peak(self) -> None:
+        """The peak from now on."""
+        self.peak = self.live
+        self.at = Moment(self.place(), "")
+        self._present.clear()
+        self._later.clear()
+
+    def _see(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self._add(result)
+        elif isinstance(result, (tuple, list)):
+            for each in result:
+                self._see(each)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        found = self._known.get(key)
+        if found is not None:
+            if found[1].size == size:
+                return
+            self._gone(key, found[1])  # it was resized
+        allocation = Allocation(size, self.place(), self._part)
+        self._known[key] = weakref.ref(storage, lambda _: self._gone(key, allocation)), allocation
+        self._later.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int, allocation: Allocation) -> None:
+        found = self._known.get(key)
+        if found is None or found[1] is not allocation:
+            return
+        del self._known[key]
+        self.live -= allocation.size
+        if key in self._later:
+            self._later.discard(key)
+        else:
+            self._present.append(allocation)

@@ -1,0 +1,179 @@
+"""One rank's rehearsal: its engine is built, and makes two steps, while a ledger and a recorder look on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.engine.deepspeed_options import accumulation_steps
+from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.engine.without_values import without_values
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+
+from .labels import Labels
+from .ledger import Allocation, Ledger, Moment, Place
+from .states import mark_states, watch_gradients
+
+Batches = Callable[[int], StepBatch]
+
+
+@dataclass
+class Seen:
+    """What was counted of one rank. Bytes; FLOPs, operations and messages of a step of `micro_batches`.
+
+    Attributes:
+        peak: most bytes at once while steps are made.
+        at: when that was.
+        allocations: what lived then.
+        start: most bytes at once while the engine was built, without the initial values.
+        kept: bytes that live after a step.
+        micro_batches: of each step.
+        flops: by place.
+        operations: that torch was asked for; a GPU launches about as many kernels.
+        messages: rows of an account (`Tally.rows`).
+        groups: sizes of this rank's process groups.
+        checkpoint: bytes that this rank writes into a checkpoint, by state.
+        host: bytes of the process that rehearsed, at most.
+    """
+
+    peak: int
+    at: Moment
+    allocations: list[Allocation]
+    start: int
+    kept: int
+    micro_batches: int
+    flops: dict[Place, int]
+    operations: int
+    messages: list[list[Any]]
+    groups: list[int]
+    checkpoint: dict[str, int]
+    host: int
+
+
+def enough_micro_batches(config: Config, layout: Layout) -> int:
+    """How many micro-batches show everything: one that finds gradients of another, and a pipeline that is full."""
+    wanted = 2 if layout.pipeline == 1 else layout.pipeline + 1
+    return min(accumulation_steps(config, layout), wanted)
+
+
+def shortened(config: Config, layout: Layout, micro_batches: int) -> Config:
+    """The same run with steps of that many micro-batches."""
+    size = micro_batches * config.training.micro_batch_size * layout.data
+    training = config.training.model_copy(update={"global_batch_size": size, "accumulation": micro_batches})
+    return config.model_copy(update={"training": training})
+
+
+def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> Seen:
+    """Run a rank of `ranks` on tensors without values. The process must have no process group, and gets none.
+
+    Args:
+        config: resolved for `ranks`.
+        micro_batches: of each step; None takes as many as show everything.
+    """
+    layout = Layout.of(config, ranks)
+    config = shortened(config, layout, micro_batches or enough_micro_batches(config, layout))
+    prepare_deepspeed(torch.device("cpu"))
+    with _group_of_nobody(ranks, rank), without_values():
+        return observe(config, Mesh.build(layout))
+
+
+def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> Seen:
+    """Build the engine of this process and make steps, with a ledger and a recorder.
+
+    Args:
+        batch: gives what a step reads, by its number, and then weights get their initial values; None takes blank
+            batches of the right shapes, and leaves weights as they are.
+    """
+    labels = Labels(mesh)
+    ledger = Ledger(labels.now)
+    labels.install()
+    try:
+        with ledger:
+            return _observed(config, mesh, batch, labels, ledger)
+    finally:
+        labels.remove()
+
+
+def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels, ledger: Ledger) -> Seen:
+    engine = build_engine(config, mesh, "cpu", values=batch is not None)
+    labels.of_engine(engine.deepspeed.module)
+    start = ledger.peak
+    checkpoint = _checkpoint(engine)  # as a run does before its first step, it gives the optimizer its states
+    mark_states(ledger, engine)
+    watch_gradients(ledger, engine)
+    ledger.forget_peak()
+    # Gradients may stay until the next step; where a step has several micro-batches, a later one finds them too.
+    for number in range(2 if engine.accumulation == 1 else 1):
+        ledger.flops.clear()
+        labels.tally.take()
+        before = ledger.operations
+        engine.step(batch(number) if batch else blank_batch(config, mesh.layout, engine.form), config.optimizer.lr)
+        mark_states(ledger, engine)
+    return Seen(
+        peak=ledger.peak,
+        at=ledger.at,
+        allocations=ledger.at_peak(),
+        start=start,
+        kept=ledger.live,
+        micro_batches=engine.accumulation,
+        flops=dict(ledger.flops),
+        operations=ledger.operations - before,
+        messages=labels.tally.rows(),
+        groups=[dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map],
+        checkpoint=checkpoint,
+        host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _checkpoint(engine: Any) -> dict[str, int]:
+    """Bytes that this rank writes into a checkpoint, by state."""
+    found: dict[str, int] = {}
+    for fragment in engine.state.fragments():
+        found[fragment.state] = found.get(fragment.state, 0) + fragment.data.numel() * fragment.data.element_size()
+    return found
+
+
+def blank_batch(config: Config, layout: Layout, form: Any) -> StepBatch:
+    """A step's batch of the right shapes: token 0, one document per sample, all labels count."""
+    training = config.training
+    shape = (accumulation_steps(config, layout), training.micro_batch_size)
+    length = training.sequence_length
+    places: dict[str, Tensor | None] = {"positions": None, "documents": None}
+    if form.documents:
+        places["positions"] = torch.arange(length, dtype=torch.int32).expand(*shape, length).contiguous()
+        places["documents"] = torch.zeros((*shape, length), dtype=torch.int32)
+    return StepBatch(
+        step=0,
+        tokens=torch.zeros((*shape, length + 1), dtype=torch.int64),
+        sample_ids=torch.zeros(shape, dtype=torch.int64),
+        hash=0,
+        **places,
+    )
+
+
+@contextlib.contextmanager
+def _group_of_nobody(ranks: int, rank: int) -> Iterator[None]:
+    """A process group of `ranks` in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    before = dict(os.environ)
+    os.environ.update({name: str(value) for name, value in place.items()})
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)

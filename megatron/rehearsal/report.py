@@ -1,0 +1,181 @@
+"""What a rehearsal says: bytes by what they are for, FLOPs and messages of a step; as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.config import Config
+from megatron.engine.deepspeed_options import accumulation_steps, zero_stage
+from megatron.engine.traffic import predict
+from megatron.model.describe import totals
+from megatron.model.traffic import NotPredicted
+from megatron.parallel.layout import Layout
+from megatron.parallel.traffic import Tally
+from megatron.plan.devices import Device
+from megatron.report.communication import by_group, readable, step_table, table
+
+from .kinds import parts
+from .ledger import Allocation
+from .rank import Seen
+from .states import BUCKETS, BUFFERS, GATHERED, GRADIENTS, MASTERS, MOMENTS, WEIGHTS
+
+KEPT = (WEIGHTS, GRADIENTS, MASTERS, MOMENTS, BUCKETS, GATHERED, BUFFERS)
+RUNTIME = 1.5 * 2**30  # bytes that the driver's context, libraries' workspaces and communicators take
+FRAGMENTATION = 0.06  # of all tensors: what the allocator holds and cannot give
+
+
+def memory(allocations: Sequence[Allocation]) -> dict[str, int]:
+    """Bytes by what they are for, the parts that an engine keeps first."""
+    found: dict[str, int] = {}
+    for each in allocations:
+        part = each.part or _made(each)
+        found[part] = found.get(part, 0) + each.size
+    order = {part: place for place, part in enumerate(KEPT)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), -item[1])))
+
+
+def _made(allocation: Allocation) -> str:
+    """What a tensor is for by where it was made."""
+    phase, layer = allocation.place.phase, allocation.place.layer
+    kind = layer.split(".")[2] if layer.count(".") >= 2 else "norms and stream" if "." in layer else layer
+    kind = "logits and loss" if kind == "head" else kind
+    if phase == "forward":
+        return f"activations: {kind or 'between layers and stages'}"
+    if phase == "recompute":
+        return f"recomputed activations: {kind}"
+    if phase == "backward":
+        return f"gradients of activations: {kind or 'between layers and stages'}"
+    return "temporaries of the update" if phase == "update" else "inputs and engine"
+
+
+def messages(config: Config, layout: Layout, rank: int, seen: Seen) -> tuple[Tally, str]:
+    """What a whole step sends, and how that is known."""
+    try:
+        return predict(config, layout.world_size, rank).step, "formulas"
+    except NotPredicted:
+        counted = Tally.of_rows(seen.messages)
+    full = accumulation_steps(config, layout)
+    if full == seen.micro_batches:
+        return counted, "counted"
+    each = zero_stage(config, layout) >= 2  # gradients are reduced in every micro-batch
+    scaled = Tally()
+    for call, count, size in counted:
+        passes = call.phase in ("forward", "backward", "recompute")
+        repeated = passes and (call.layer != "" or each or call.operation in ("send", "recv"))
+        factor = full if repeated else seen.micro_batches
+        scaled.add(call, count * factor // seen.micro_batches, size * factor // seen.micro_batches)
+    return scaled, f"counted over {seen.micro_batches} of {full} micro-batches"
+
+
+def describe_rank(config: Config, layout: Layout, rank: int, seen: Seen, device: Device | None) -> dict[str, Any]:
+    """All about one rank, for JSON."""
+    at, full = layout.coordinates(rank), accumulation_steps(config, layout)
+    by_part = memory(seen.allocations)
+    host = {part: by_part.pop(part) for part in offloaded(config) if part in by_part}
+    tensors = sum(by_part.values())
+    accelerator = device is not None and device.name != "cpu"
+    allowance = round(RUNTIME + FRAGMENTATION * tensors) if accelerator else 0
+    flops: dict[str, float] = {}
+    for place, done in seen.flops.items():
+        flops[place.phase] = flops.get(place.phase, 0) + done * (
+            1 if place.phase == "update" else full / seen.micro_batches
+        )
+    sent, source = messages(config, layout, rank, seen)
+    return {
+        "rank": rank,
+        "at": {axis: getattr(at, axis) for axis in ("pipeline", "data", "context", "tensor")},
+        "layers": str(parts(config)[at.pipeline]),
+        "memory": {
+            "parts": by_part,
+            "tensors": tensors,
+            "allowance": allowance,
+            "total": tensors + allowance,
+            "device": None if device is None else round(device.bytes),
+            "fits": None if device is None else tensors + allowance <= device.bytes,
+            "moment": {"phase": seen.at.place.phase, "layer": seen.at.place.layer, "operation": seen.at.operation},
+            "between_steps": seen.kept - sum(host.values()),
+            "while_building": seen.start,
+        },
+        "host_memory": {"process": seen.host, "offloaded": host},
+        "flops": {"micro_batches": full, **flops},
+        "operations": round(seen.operations * full / seen.micro_batches),
+        "communication": {"source": source, "calls": sent.rows(), "groups": by_group(sent)},
+        "checkpoint": seen.checkpoint,
+        "process_groups": {"joined": len(seen.groups), "largest": max(seen.groups, default=1)},
+    }
+
+
+def offloaded(config: Config) -> tuple[str, ...]:
+    """The parts that are in the host's memory, or on its disks."""
+    zero = config.zero
+    found = (MASTERS, MOMENTS) if zero.offload_optimizer.device != "none" else ()
+    return (*found, WEIGHTS) if zero.offload_parameters.device != "none" else found
+
+
+def document(
+    config: Config, layout: Layout, seen: dict[int, Seen], device: Device | None, seconds: float
+) -> dict[str, Any]:
+    """The whole rehearsal, for JSON."""
+    ranks = [describe_rank(config, layout, rank, each, device) for rank, each in seen.items()]
+    parameters = totals(config).parameters
+    first = next(iter(seen.values())).checkpoint
+    each = sum(first.values()) / (first.get("master", 0) / 4) if first.get("master") else 0.0
+    return {
+        "ranks": layout.world_size,
+        "layout": layout.sizes,
+        "device": None if device is None else device.name,
+        "parameters": parameters,
+        "rehearsed": ranks,
+        "checkpoint_bytes": round(parameters * each),
+        "checkpoint_files": layout.world_size,
+        "seconds": round(seconds, 1),
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """A rehearsal for people."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items())
+    lines = [
+        f"{found['parameters']:,} parameters on {found['ranks']} ranks: {sizes}; "
+        f"rehearsed ranks {', '.join(str(each['rank']) for each in found['rehearsed'])} in {found['seconds']} s"
+    ]
+    for each in found["rehearsed"]:
+        lines += ["", *_rank(each, found["device"])]
+    lines += ["", f"a checkpoint: {readable(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks"]
+    return "\n".join(lines) + "\n"
+
+
+def _rank(each: dict[str, Any], device: str | None) -> list[str]:
+    memory, moment = each["memory"], each["memory"]["moment"]
+    where = " of ".join(part for part in (moment["phase"], moment["layer"]) if part)
+    place = ", ".join(f"{axis} {index}" for axis, index in each["at"].items() if axis != "context" or index)
+    lines = [
+        f"rank {each['rank']} ({place}): {each['layers']}",
+        f"most memory: {readable(memory['tensors'])} of tensors, in {where} ({moment['operation']})",
+    ]
+    rows = [[f"  {part}", readable(size), f"{size / memory['tensors']:.1%}"] for part, size in memory["parts"].items()]
+    if memory["allowance"]:
+        rows.append(["  allocator, driver, communicators (allowance)", readable(memory["allowance"]), ""])
+    lines.append(table(["  part", "bytes", "of tensors"], rows))
+    if device is not None:
+        verdict = "fits" if memory["fits"] else "does NOT fit"
+        lines.append(f"{readable(memory['total'])} {verdict} into the {readable(memory['device'])} of {device}")
+    flops = {name: value for name, value in each["flops"].items() if name != "micro_batches" and value}
+    lines.append(
+        f"a step of {each['flops']['micro_batches']} micro-batches: "
+        + ", ".join(f"{name} {value / 1e12:.4g}" for name, value in flops.items())
+        + f" TFLOP; {each['operations']:,} operations"
+    )
+    host = each["host_memory"]
+    extra = "".join(f", {part} {readable(size)}" for part, size in host["offloaded"].items())
+    lines.append(f"on the host: process {readable(host['process'])}{extra}")
+    groups = each["process_groups"]
+    lines.append(
+        f"writes {readable(sum(each['checkpoint'].values()))} of a checkpoint; "
+        f"is in {groups['joined']} process groups, the largest of {groups['largest']} ranks"
+    )
+    calls = Tally.of_rows(each["communication"]["calls"])
+    if len(calls):
+        lines += [f"a step's messages ({each['communication']['source']}):", step_table(calls)]
+    return lines

@@ -1,0 +1,30 @@
+"""On gloo ranks: what a real engine's steps are counted to take, with the ledger of the rehearsal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.config import resolve
+from megatron.data.batch import StepBatch
+from megatron.engine.engine import prepare_deepspeed
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.rehearsal.rank import Seen, enough_micro_batches, observe, shortened
+from tests.training import runs
+
+
+def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None) -> Seen:
+    """This rank's steps on random tokens."""
+    config = resolve(values, ranks=ranks)
+    layout = Layout.of(config, ranks)
+    config = shortened(config, layout, micro_batches or enough_micro_batches(config, layout))
+    mesh = Mesh.build(layout)
+    prepare_deepspeed(torch.device("cpu"))
+
+    def batch(step: int) -> StepBatch:
+        drawn = runs.local_batch(config, step, mesh.data.rank, mesh.data.size)
+        return StepBatch(**{**vars(drawn), "loss_mask": None})
+
+    return observe(config, mesh, batch)

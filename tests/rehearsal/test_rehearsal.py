@@ -1,0 +1,158 @@
+"""What a rehearsal says is what real runs take: counted on gloo ranks with real tensors, and by formulas."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.engine.deepspeed_options import accumulation_steps
+from megatron.parallel.layout import Layout
+from megatron.rehearsal.command import in_own_process, main
+from megatron.rehearsal.kinds import kinds_of_ranks, parts
+from megatron.rehearsal.ledger import Ledger, Place
+from megatron.rehearsal.rank import Seen
+from megatron.rehearsal.report import document, memory, text
+from tests.paths import ROOT
+from tests.rehearsal.counted import counted
+from tests.training.matrix import Case, cases, merged
+from tests.workers import run
+
+BOUND = 0.05  # of the peak, which is promised; most agree to the byte
+# Small, since those of a run's size are larger than all else in models of a few thousand parameters.
+BUCKETS = {"zero": {"bucket_size": 2000}}
+
+OFTEN = {
+    "fp32: llama on one, ZeRO 0",
+    "fp32: neox on dp2, ZeRO 1, four micro-batches",
+    "bf16: llama on dp2, ZeRO 1, four micro-batches",
+    "fp32: state space on tp2, sequence parallel, selective recomputation",
+    "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
+}
+CASES = {case.name: case for case in cases()}
+
+
+def rehearsed(case: Case) -> dict[int, Seen]:
+    """The first and the last rank."""
+    config = resolve(merged(case.values, BUCKETS), ranks=case.ranks)
+    return {rank: in_own_process(config, case.ranks, rank) for rank in sorted({0, case.ranks - 1})}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in CASES]
+)
+def test_memory_and_flops_are_those_of_a_real_run(name):
+    case = CASES[name]
+    real = run(case.ranks, counted, merged(case.values, BUCKETS), case.ranks)
+    for rank, found in rehearsed(case).items():
+        wanted = real[rank]
+        assert found.peak == pytest.approx(wanted.peak, rel=BOUND), f"rank {rank}"
+        assert found.kept == pytest.approx(wanted.kept, rel=BOUND), f"rank {rank}"
+        assert sum(found.flops.values()) == pytest.approx(sum(wanted.flops.values()), rel=BOUND), f"rank {rank}"
+        assert sum(each.size for each in found.allocations) == found.peak
+        assert found.checkpoint == wanted.checkpoint
+
+
+def test_often_names_cases():
+    assert OFTEN <= CASES.keys()
+
+
+def test_a_ledger_knows_what_lives_and_what_lived_at_the_peak():
+    place = Place("forward", "layers.0.mlp")
+    with Ledger(lambda: place) as ledger:
+        a = torch.zeros(1000)  # 4000 bytes
+        b = torch.zeros(500)  # 2000
+        a.view(10, 100).add_(1)  # nothing new
+        c = a[:500] @ b  # 4, and 1000 FLOPs by no formula of torch's: a dot product is not counted
+        del b
+        d = torch.zeros(10)  # 40: after the peak
+        ledger.mark(a, "weights")
+        assert ledger.live == 4000 + 4 + 40
+        assert ledger.peak == 6004
+        assert sorted((each.size, each.part) for each in ledger.at_peak()) == [(4, ""), (2000, ""), (4000, "weights")]
+        ledger.flops.clear()
+        torch.zeros(3, 4) @ torch.zeros(4, 5)
+        assert ledger.flops == {place: 2 * 3 * 4 * 5}
+        del a, c, d
+    assert ledger.live == 0
+
+
+VALUES = {
+    "model": {"layers": "(attention/mlp) x4", "hidden_size": 32, "vocab_size": 96, "attention": {"heads": 4}},
+    "training": {"steps": 1, "sequence_length": 16, "micro_batch_size": 1, "global_batch_size": 32},
+    "precision": {"compute": "bf16", "accumulate": "fp32"},
+    "data": {"synthetic": "copy"},
+}
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[dict, Seen]:
+    """A rank of 16, of which 4 share weights, 2 hold a stage's and 4 are replicas."""
+    values = merged(VALUES, {"parallel": {"tensor": 2, "pipeline": 2}})
+    return values, in_own_process(resolve(values, ranks=16), 16, 0)
+
+
+def test_states_take_what_formulas_say(wide):
+    """bf16 with ZeRO 1: 2 bytes of weights and 4 of gradients per parameter, and 4 + 8 over the data parallel ranks."""
+    values, seen = wide
+    found, config = memory(seen.allocations), resolve(values, ranks=16)
+    layout = Layout.of(config, 16)
+    whole = seen.checkpoint["master"] * layout.data // 4  # parameters of the stage's tensor parallel rank
+    assert layout.data == 4 and found["weights"] == pytest.approx(2 * whole, rel=0.01)
+    assert found["gradients"] == pytest.approx((4 + 2) * whole, rel=0.02)  # sums in fp32, and those being made
+    assert found["masters"] == pytest.approx(4 * whole / 4, rel=0.01)
+    assert found["moments"] == pytest.approx(8 * whole / 4, rel=0.01)
+
+
+def test_a_part_of_the_micro_batches_shows_all(wide):
+    values, part = wide
+    config = resolve(values, ranks=16)
+    layout = Layout.of(config, 16)
+    full = accumulation_steps(config, layout)
+    assert part.micro_batches == 3 < full == 8
+    whole = in_own_process(config, 16, 0, full)
+    # every micro-batch's tokens and samples are there from the start: 17 and 1 numbers of 8 bytes
+    assert whole.peak - part.peak == pytest.approx((full - 3) * 18 * 8, abs=64)
+    said = [document(config, layout, {0: each}, None, 0.0)["rehearsed"][0] for each in (part, whole)]
+    assert said[0]["flops"] == said[1]["flops"]
+    assert said[0]["communication"] == said[1]["communication"]
+
+
+def test_one_rank_of_each_kind():
+    values = merged(VALUES, {"model": {"layers": "(attention/mlp) x8"}, "parallel": {"pipeline": 4, "tensor": 2}})
+    config = resolve(values, ranks=32)
+    layout = Layout.of(config, 32)
+    assert kinds_of_ranks(config, layout) == [0, 8, 24]
+    assert [str(part) for part in parts(config)] == [
+        "embedding, blocks 0-1",
+        "blocks 2-3",
+        "blocks 4-5",
+        "blocks 6-7, head",
+    ]
+
+
+def test_the_report_adds_up(wide):
+    values, seen = wide
+    config = resolve(values, ranks=16)
+    found = document(config, Layout.of(config, 16), {0: seen}, None, 1.0)
+    said = found["rehearsed"][0]["memory"]
+    assert sum(said["parts"].values()) == said["tensors"] == seen.peak
+    assert found["checkpoint_bytes"] == 12 * found["parameters"]
+    assert "most memory" in text(json.loads(json.dumps(found)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks=4", "--device=h10"], "must be one of a100"),
+        (["--ranks=4", "--rank=1,9"], "must be ranks of the run, 0 to 3"),
+        (["--ranks=6"], "must be a multiple of tensor"),
+    ],
+)
+def test_mistakes_are_told(words, said, capsys):
+    layout = ["parallel.tensor=4", "training.global_batch_size=16"]
+    assert main([*words, str(ROOT / "configs" / "test" / "tiny_llama.yml"), *layout]) == 2
+    out, error = capsys.readouterr()
+    assert said in error and "fix:" in error and not out
