@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         device = _device(options.device)
         taken = split(options.words)
         config = load(taken.files, taken.overrides, ranks=options.ranks, check_inputs=False, here=False).config
+        _refuse(config)
         layout = Layout.of(config, options.ranks)
         ranks = _ranks(options.rank, config, layout)
-        _refuse(config)
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -89,6 +89,9 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
 
 def _refuse(config: Config) -> None:
     """What cannot be rehearsed."""
+    if config.model.vocab_size is None:
+        rule = "must be known: the tokenizer, which would say it, cannot be read here"
+        raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])
     if config.precision.compute == "fp16":
         rule = "must be bf16 or fp32 in a rehearsal: DeepSpeed refuses fp16 where there is no GPU"
         fix = "rehearse with precision.compute=bf16, which takes the same bytes but for the loss scale"
