@@ -7,6 +7,7 @@
     python tools/config.py layers a.yml                            the layers with their counts
     python tools/config.py schedule a.yml                          the learning rate
     python tools/config.py convert neox1.yml neox2.yml             GPT-NeoX's flat files as native YAML
+    python tools/config.py coordinate-check a.yml --widths 64,128,256   activations over widths (or depths) and steps
     python tools/config.py diff a.yml runs/b                       the values in which two configurations differ
     python tools/config.py docs                                    write docs/configuration.md and its JSON schema
 
@@ -253,6 +254,27 @@ def convert(options: argparse.Namespace) -> None:
     _emit(options, f"wrote {options.output}" if options.output else text, {"output": options.output, "yaml": text})
 
 
+def coordinate_check(options: argparse.Namespace) -> None:
+    """How the size of activations changes with width or depth in the first steps of training, at a constant rate."""
+    from megatron.api import coordinates
+
+    axes = [("width", options.widths), ("depth", options.depths)]
+    given = [(axis, sizes) for axis, sizes in axes if sizes]
+    if len(given) != 1:
+        rule = "sizes must be given along one axis"
+        raise ConfigError([Problem("", rule, "give --widths 64,128,256, or --depths 2,4,8", where="command line")])
+    ((axis, sizes),) = given
+    files, overrides = split_arguments(options.arguments)
+    found = coordinates.check(files, overrides, axis, sizes, steps=options.steps, seeds=options.seeds)
+    if options.output:
+        keep_inputs([options.output], [each for each in options.arguments if Path(each).is_file()])
+        coordinates.picture(found, axis, options.output)
+    slopes = [{"place": each.place, "slope": each.slope, "verdict": each.verdict} for each in coordinates.slopes(found)]
+    points = [vars(each) for each in found]
+    document = {"axis": axis, "slopes": slopes, "points": points, "output": options.output}
+    _emit(options, coordinates.table(found, axis), document)
+
+
 def diff(options: argparse.Namespace) -> None:
     """The values in which two configurations differ: files, run directories, or their config.yml."""
     from megatron.config.difference import described, differences
@@ -299,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
         ("layers", layers),
         ("schedule", schedule),
         ("convert", convert),
+        ("coordinate-check", coordinate_check),
         ("diff", diff),
         ("docs", docs),
     ):
@@ -310,7 +333,13 @@ def _parser() -> argparse.ArgumentParser:
             continue
         if name == "explain":
             command.add_argument("key", help="dotted key, such as optimizer.lr, or a section")
-        if name == "convert":
+        if name == "coordinate-check":
+            command.add_argument("--widths", type=_sizes, help="values of model.hidden_size, as in 64,128,256")
+            command.add_argument("--depths", type=_sizes, help="numbers of blocks, as in 2,4,8")
+            command.add_argument("--steps", type=_count, default=4, help="updates of each model (default: 4)")
+            command.add_argument("--seeds", type=_count, default=2, help="models of each size (default: 2)")
+            command.add_argument("-o", "--output", help="write a picture (PNG) here")
+        elif name == "convert":
             command.add_argument("-o", "--output", help="write this file instead of standard output")
         else:
             command.add_argument(
@@ -323,6 +352,19 @@ def _parser() -> argparse.ArgumentParser:
             help="YAML files, merged left to right, and overrides",
         )
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [_count(each) for each in text.split(",")]
+    if len(set(sizes)) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} must have at least two different sizes")
+    return sizes
 
 
 def _ranks(text: str) -> int:

@@ -31,7 +31,9 @@ ROW = np.dtype([
 
 
 def tensor_to_dict(tensor: LogicalTensor) -> dict[str, Any]:
-    return {**asdict(tensor), "role": tensor.role.value}
+    values = {**asdict(tensor), "role": tensor.role.value}
+    del values["scales"]  # a matter of the run that trains it
+    return values
 
 
 def tensor_from_dict(values: dict[str, Any]) -> LogicalTensor:

@@ -96,6 +96,7 @@ class LayerKind:
             "attends" by `parallel.context_method`; "states" that the ranks hand on (`model/relay.py`), which its
             `new_state` makes; "" not at all.
         draws: whether, with these options, a forward pass in training draws random numbers.
+        head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
     role: Literal["mixer", "ffn", "side"]
@@ -115,6 +116,7 @@ class LayerKind:
     keeps_buffers: Callable[[Any], bool] = lambda options: False
     context: Literal["", "alone", "attends", "states"] = ""
     draws: Callable[[Any], bool] = lambda options: False
+    head_width: Callable[[Any], int] | None = None
 
     @property
     def module(self) -> Any:

@@ -52,6 +52,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
+        self.multiplier = model.residual.multiplier * init.factors.branch
         attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
@@ -150,7 +151,7 @@ class Block(nn.Module):
         return self._scaled(self.ffn_dropout(y, stream)), stream
 
     def _scaled(self, y: Tensor) -> Tensor:
-        return y if self.residual.multiplier == 1.0 else y * self.residual.multiplier
+        return y if self.multiplier == 1.0 else y * self.multiplier
 
 
 def hands_on_states(module: nn.Module) -> bool:

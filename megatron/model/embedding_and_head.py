@@ -107,7 +107,8 @@ class Head(nn.Module):
     ):
         super().__init__()
         self.mesh, self.context = make.mesh, make.context
-        self.options = LossOptions(model.head.multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
+        multiplier = model.head.multiplier * init.factors.head
+        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
         self.norm = Norm(
             make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
         )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron.config.sections.model import InitOptions
 from megatron.parallel.initial import Init
+from megatron.parallel.shard import Growth
+
+from .parametrization import Parametrization
 
 
-def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int, fan_in: int, fan_out: int) -> Init:
+def scheme_init(
+    scheme: str, options: InitOptions, hidden_size: float, layers: float, fan_in: float, fan_out: float
+) -> Init:
     """The initial distribution of a matrix [fan_out, fan_in] under a scheme.
 
     normal: N(0, std). scaled_normal: N(0, std / sqrt(2 L)) (GPT-2). single_residual_scaled_normal: N(0, std / sqrt(L)),
@@ -42,34 +48,77 @@ def scheme_init(scheme: str, options: InitOptions, hidden_size: int, layers: int
     return Init("normal", std)
 
 
+def spread(init: Init, factor: float, base: float, actual: float) -> Init:
+    """Numbers `factor` times as large as the base model's. Those of orthonormal rows or columns fall by themselves,
+    with the root of the longer side, which is `base` in the base model and `actual` here.
+    """
+    if init.kind == "orthogonal":
+        factor *= math.sqrt(actual / base)
+    return init if factor == 1.0 else replace(init, value=init.value * factor)
+
+
 class Initialisation:
     """Schemes of one model, by role; fans are those of the separate matrix, not of a fused one.
 
+    Under a parametrization a scheme says how the base model starts, and this one follows from it.
+
     Attributes:
+        factors: the parametrization.
         blocks: number of blocks.
         layers: what the schemes take for it.
         index: of the block that is made.
     """
 
-    def __init__(self, options: InitOptions, hidden_size: int, blocks: int, index: int = 0):
+    def __init__(
+        self,
+        options: InitOptions,
+        hidden_size: int,
+        blocks: int,
+        index: int = 0,
+        factors: Parametrization | None = None,
+    ):
         self.options, self.hidden_size, self.blocks, self.index = options, hidden_size, blocks, index
+        self.factors = factors or Parametrization()
         self.layers = options.layers or blocks
 
     def at(self, index: int) -> Initialisation:
         """The same for the block of this index."""
-        return Initialisation(self.options, self.hidden_size, self.blocks, index)
+        return Initialisation(self.options, self.hidden_size, self.blocks, index, self.factors)
 
-    def _of(self, scheme: str, fan_in: int, fan_out: int) -> Init:
-        return scheme_init(scheme, self.options, self.hidden_size, self.layers, fan_in, fan_out)
+    def _of(self, scheme: str, fan_in: int, fan_out: int, growth: Growth) -> Init:
+        m, of_base = self.factors.width, self.options
+        if self.factors.type == "standard":
+            return scheme_init(scheme, of_base, self.hidden_size, self.layers, fan_in, fan_out)
+        inputs = fan_in / m if growth is not Growth.OUTPUTS else fan_in
+        outputs = fan_out / m if growth in (Growth.BOTH, Growth.OUTPUTS) else fan_out
+        depth = self.layers / self.factors.depth
+        base = scheme_init(scheme, of_base, self.hidden_size / m, depth, inputs, outputs)
+        factor = {Growth.BOTH: m**-0.5, Growth.INPUTS: 1.0 / m}.get(growth, 1.0)
+        return spread(base, factor, max(inputs, outputs), max(fan_in, fan_out))
 
     def embedding(self, rows: int) -> Init:
-        return self._of(self.options.embedding, rows, self.hidden_size)
+        return self._of(self.options.embedding, rows, self.hidden_size, Growth.OUTPUTS)
 
     def head(self, rows: int) -> Init:
-        return self._of(self.options.head or self.options.embedding, self.hidden_size, rows)
+        return self._of(self.options.head or self.options.embedding, self.hidden_size, rows, Growth.HEAD)
 
     def hidden(self, fan_in: int, fan_out: int) -> Init:
-        return self._of(self.options.hidden, fan_in, fan_out)
+        return self._of(self.options.hidden, fan_in, fan_out, Growth.BOTH)
 
     def output(self, fan_in: int, fan_out: int) -> Init:
-        return self._of(self.options.output, fan_in, fan_out)
+        return self._of(self.options.output, fan_in, fan_out, Growth.BOTH)
+
+    def reads(self, fan_in: int, fan_out: int) -> Init:
+        """A matrix of the scheme `hidden` from the stream to a number of outputs that no width changes (routers)."""
+        return self._of(self.options.hidden, fan_in, fan_out, Growth.INPUTS)
+
+    def inside(self, fan_in: int, fan_out: int) -> Init:
+        """A matrix of the scheme `hidden` between sizes that no width changes."""
+        return scheme_init(
+            self.options.hidden,
+            self.options,
+            self.hidden_size / self.factors.width,
+            self.layers / self.factors.depth,
+            fan_in,
+            fan_out,
+        )

@@ -21,6 +21,7 @@ from .compile import compiled
 from .embedding_and_head import Embedding, Head, Reader
 from .initialisation import Initialisation
 from .options import kind_of
+from .parametrization import Parametrization
 from .recompute import checkpointed
 from .stream import Channel, Stream, StreamForm, live_channels
 
@@ -44,11 +45,15 @@ class ModelPlan:
     @cached_property
     def init(self) -> Initialisation:
         model = self.config.model
-        return Initialisation(model.init, model.hidden_size, len(self.blocks))
+        return Initialisation(model.init, model.hidden_size, len(self.blocks), factors=self.factors)
 
-    def factory(self, prefix: str) -> ParameterFactory:
-        dtype = self.dtype or DTYPES[self.config.precision.compute]
-        return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values)
+    @cached_property
+    def factors(self) -> Parametrization:
+        return Parametrization.of(self.config.model, self.config.optimizer.type)
+
+    def factory(self, prefix: str, factors: Parametrization | None = None) -> ParameterFactory:
+        dtype, scales = self.dtype or DTYPES[self.config.precision.compute], (factors or self.factors).scales
+        return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values, scales)
 
     @property
     def context(self) -> ContextGroup:
@@ -80,7 +85,11 @@ class ModelPlan:
     def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
         """`shared`: modules that the blocks of one rank share (see `Block`)."""
         block = Block(
-            self.factory(f"layers.{index}"), self.config.model, self.blocks[index], self.init.at(index), shared
+            self.factory(f"layers.{index}", self.factors.in_block),
+            self.config.model,
+            self.blocks[index],
+            self.init.at(index),
+            shared,
         )
         block = compiled(block, self.config, self.device)
         return checkpointed(block, index, self.config.training.activation_checkpointing)

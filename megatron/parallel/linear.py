@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .collectives import leave, sum_gradient
 from .initial import ZEROS, Init
 from .parameters import ParameterFactory
-from .shard import Role, Shard
+from .shard import Growth, Role, Shard
 
 
 class ColumnLinear(nn.Module):
@@ -32,13 +32,16 @@ class ColumnLinear(nn.Module):
         bias: bool = False,
         unit: int = 1,
         shard: bool = True,
+        growth: Growth | None = None,
     ):
         super().__init__()
         self.axis = make.mesh.tensor
         self.shard = shard
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
-        self.weight = make.parameter("weight", (outputs, inputs), role=role, init=init, shard=cut, matrices=parts)
+        self.weight = make.parameter(
+            "weight", (outputs, inputs), role=role, init=init, shard=cut, matrices=parts, growth=growth
+        )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from .context import ContextGroup
 from .initial import Init, initial_values
 from .mesh import Mesh
 from .precision import wide_type
-from .shard import LogicalTensor, Role, Shard, Span
+from .shard import UNSCALED, Growth, LogicalTensor, Role, Scales, Shard, Span, growth_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ParameterFactory:
         dtype: type of parameters that may be rounded; those marked keep_fp32 stay fp32 (float64 where this is).
         prefix: logical name of the module that asks.
         values: False leaves them out; whoever builds the model fills them in.
+        scales: how tensors that grow so are trained (`model/parametrization.py`).
     """
 
     mesh: Mesh
@@ -34,6 +36,7 @@ class ParameterFactory:
     dtype: torch.dtype = torch.float32
     prefix: str = ""
     values: bool = True
+    scales: Callable[[Growth], Scales] = lambda growth: UNSCALED
 
     @property
     def context(self) -> ContextGroup:
@@ -54,6 +57,7 @@ class ParameterFactory:
         keep_fp32: bool = False,
         matrices: tuple[int, ...] | None = None,
         experts: bool = False,
+        growth: Growth | None = None,
     ) -> nn.Parameter:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
@@ -61,9 +65,11 @@ class ParameterFactory:
             experts: dimension 0 counts experts, of which each expert parallel rank has a run; where they are folded
                 over
                 the tensor axis, `shard` cuts nothing.
+            growth: how its fans grow with the model's width, where that does not follow from its role.
         """
+        scales = self.scales(growth or growth_of(role))
         logical = LogicalTensor(
-            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices
+            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales
         )
         dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
         at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)

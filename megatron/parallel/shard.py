@@ -11,7 +11,7 @@ of experts: a run of the flattened shard, and so a fragment like those that ZeRO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -29,6 +29,35 @@ class Role(str, Enum):
     STATE = "state"  # decays, time steps and other parameters of state-space mixers
     DECAY = "decay"  # base of the decay rates of RWKV's channels, which its authors train faster than the rest
     CONVOLUTION = "convolution"  # taps of short convolutions along the sequence
+
+
+class Growth(str, Enum):
+    """Which fans of a tensor grow with the width of the model: what it reads, what it gives, both or neither."""
+
+    BOTH = "both"
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"  # or neither: vectors, tables, matrices between fixed sizes
+    HEAD = "head"  # inputs alone, and a multiplier of the logits makes up for it
+
+
+_GROWTH = {Role.HIDDEN: Growth.BOTH, Role.OUTPUT: Growth.BOTH, Role.ROUTER: Growth.INPUTS, Role.HEAD: Growth.HEAD}
+
+
+def growth_of(role: Role) -> Growth:
+    """How tensors of a role grow where their kind of layer says nothing else."""
+    return _GROWTH.get(role, Growth.OUTPUTS)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a tensor's learning rate, weight decay and epsilon are multiplied by, beside what its role says."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    epsilon: float = 1.0
+
+
+UNSCALED = Scales()
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,7 @@ class LogicalTensor:
         shard: how tensor parallel ranks cut it; None means that each holds it whole.
         keep_fp32: it stays in fp32 in every precision.
         matrices: sizes, along dim 0, of the separate matrices fused in it (Muon treats each alone).
+        scales: how it is trained beside its role; no part of what it is, so checkpoints know nothing of it.
     """
 
     name: str
@@ -89,6 +119,7 @@ class LogicalTensor:
     shard: Shard | None = None
     keep_fp32: bool = False
     matrices: tuple[int, ...] | None = None
+    scales: Scales = field(default=UNSCALED, compare=False)
 
     @property
     def stacked(self) -> bool:

@@ -107,7 +107,8 @@ def test_activations(activation, fusion, native, gated):
         ({"init_method": "orthogonal"}, "init_method"),
         ({"lr_decay_style": "exponential"}, "lr_decay_style"),
         ({"use_qk_layernorm": True}, "use_qk_layernorm"),
-        ({"use_mup": True}, "use_mup"),
+        ({"save_base_shapes": True}, "save_base_shapes"),
+        ({"coord_check": True}, "coord_check"),
         ({"train_impl": "dpo"}, "train_impl"),
         ({"pack_impl": "unpacked"}, "pack_impl"),
         ({"data_impl": "cached"}, "data_impl"),
@@ -405,3 +406,15 @@ def test_nothing_in_a_file_makes_the_reader_fail(changes):
     to_native_yaml(translation)
     for problem in translation.problems:
         assert problem.rule and problem.fix
+
+
+def test_mup_is_what_it_means_and_its_base_is_asked_for():
+    """Its multiplier and its scale of initial values go on, and attention is divided by the head dimension."""
+    found = flat(use_mup=True, mup_init_scale=2.0, mup_embedding_mult=10.0, mup_width_scale=4, base_shapes_file="b")
+    assert not found.problems
+    model = found.values["model"]
+    assert model["parametrization"] == {"type": "mup", "base_head_dim": 1}
+    assert (model["init"]["std"], model["embedding"]["multiplier"]) == (0.04, 10.0)
+    assert noted(found, "model.parametrization.base_width", "GPT-NeoX loses all three")
+    assert "mup_width_scale" in no_effect(found) and "base_shapes_file" in no_effect(found)
+    assert "mup_init_scale" in no_effect(flat(mup_init_scale=2.0))

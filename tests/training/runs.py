@@ -236,23 +236,30 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
 
 
 class PlainOptimizer:
-    """SGD with momentum, written out, torch's AdamW, or a rule of whole matrices; norms and biases do not decay."""
+    """SGD with momentum, written out, torch's AdamW, or a rule of whole matrices; norms and biases do not decay. Each
+    tensor has its scales.
+    """
 
-    def __init__(self, config: Config, logicals: list[LogicalTensor], masters: list[torch.Tensor]):
+    def __init__(self, config: Config, tensors: list[LogicalTensor], masters: list[torch.Tensor]):
         self.options, self.masters = config.optimizer, masters
+        self.rates = [self.options.lr * each.scales.lr for each in tensors]
         self.decays = [
-            0.0 if each.role.value in ("norm", "bias", "state", "decay") else self.options.weight_decay
-            for each in logicals
+            0.0
+            if each.role.value in ("norm", "bias", "state", "decay")
+            else self.options.weight_decay * each.scales.weight_decay
+            for each in tensors
         ]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
         if self.options.type in PLAIN:
-            self.adamw = PlainMatrices(self.options, logicals, masters, self.decays)
+            self.adamw = PlainMatrices(self.options, tensors, masters, self.decays)
         if self.options.type == "adamw":
-            groups = [{"params": [m], "weight_decay": decay} for m, decay in zip(masters, self.decays)]
-            self.adamw = torch.optim.AdamW(
-                groups, lr=self.options.lr, betas=self.options.betas, eps=self.options.epsilon, foreach=False
-            )
+            epsilons = [self.options.epsilon * each.scales.epsilon for each in tensors]
+            groups = [
+                {"params": [m], "lr": lr, "weight_decay": decay, "eps": epsilon}
+                for m, lr, decay, epsilon in zip(masters, self.rates, self.decays, epsilons)
+            ]
+            self.adamw = torch.optim.AdamW(groups, betas=self.options.betas, foreach=False)
 
     def step(self, gradients: list[torch.Tensor]) -> None:
         if isinstance(self.adamw, PlainMatrices):
@@ -263,9 +270,11 @@ class PlainOptimizer:
                 master.grad = gradient
             self.adamw.step()
             return
-        for master, gradient, decay, average in zip(self.masters, gradients, self.decays, self.averages):
+        for master, gradient, lr, decay, average in zip(
+            self.masters, gradients, self.rates, self.decays, self.averages
+        ):
             average.copy_(self.options.momentum * average + gradient)
-            master -= self.options.lr * (average + decay * master)
+            master -= lr * (average + decay * master)
 
 
 def initial(values: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from megatron.config.kind import kinds_of
 from megatron.config.pattern import BlockPattern, parse
 from megatron.config.registry import ARCHITECTURE, RegistryError, offered, registry_of
 from megatron.config.sections.model import ModelSection
+from megatron.model.parametrization import folded_config
 
 from ..errors import CheckpointError
 from .architecture import Architecture
@@ -123,6 +124,7 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     Raises:
         CheckpointError: none can (or the named one cannot), with the options that are in the way.
     """
+    config = folded_config(config)
     extensions = tuple(config.model.extensions)
     tried = {}
     for each in [known(name, extensions)] if name else _all(extensions):

@@ -159,14 +159,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "te_fp8_amax_compute_algo",
     ),
     "scalenorm is not available": ("scalenorm_epsilon",),
-    "pos_emb is not rpe": ("rpe_num_buckets", "rpe_max_distance"),
-    "use_mup is off": (
-        "base_shapes_file",
-        "mup_init_scale",
-        "mup_embedding_mult",
-        "mup_rp_embedding_mult",
-        "mup_width_scale",
-    ),
+    "the base model's width is a native key, model.parametrization.base_width": ("base_shapes_file", "mup_width_scale"),
+    "pos_emb is not rpe": ("rpe_num_buckets", "rpe_max_distance", "mup_rp_embedding_mult"),
     "train_impl is normal (z_loss is of reward models, not training.z_loss)": (
         "dpo_fp32",
         "dpo_reference_free",

@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any, Literal
 
 from ..catalog import ANY, catalog
-from . import architecture, corpus, layout, moe, output, recipe
+from . import architecture, corpus, layout, moe, mup, output, recipe
 from .inert import NO_EFFECT
 from .refused import REFUSED, RETIRED, RETIRED_READ
 
-TOPICS = (architecture, recipe, corpus, layout, output, moe)
+TOPICS = (architecture, recipe, corpus, layout, output, moe, mup)
 TRANSLATED: dict[str, Any] = {name: default for topic in TOPICS for name, default in topic.KEYS.items()}
 NAMES: frozenset[str] = frozenset(TRANSLATED) | frozenset(NO_EFFECT) | frozenset(REFUSED)
 

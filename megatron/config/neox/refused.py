@@ -67,9 +67,10 @@ REFUSED: dict[str, Refusal] = (
         "sparse_attention": Refusal(
             (), "block-sparse attention is not available", "remove it; sliding_window_width is"
         ),
-        "use_mup": _later("muP", OFF, False),
-        "save_base_shapes": _later("muP", OFF, False),
-        "coord_check": _later("muP", OFF, False),
+        "save_base_shapes": Refusal(
+            (False,), "shapes of a base model are not needed: model.parametrization.base_width says the same", OFF
+        ),
+        "coord_check": Refusal((False,), "a coordinate check is a command, not a way of training", OFF),
         "te_fp8_mha": Refusal((False,), "FP8 is not available (GPT-NeoX fails with it too)", OFF),
         "elasticity": Refusal((), f"{OBSOLETE}: elasticity", "remove it; a run resumes on any number of ranks"),
         "compression_training": Refusal((), f"{OBSOLETE}: compression", "remove it"),

@@ -10,6 +10,7 @@ from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from .base import Derivable, Derived, Section, key
+from .parametrization import ParametrizationOptions
 
 if TYPE_CHECKING:
     from megatron.kinds.attention.options import AttentionOptions
@@ -218,6 +219,9 @@ class ModelSection(_Kinds):
     )
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")
+    parametrization: ParametrizationOptions = key(
+        ParametrizationOptions, "How initial values, multipliers and learning rates follow from width and depth."
+    )
     kernels: Literal["auto", "torch", "mamba_ssm", "fla"] = key(
         "auto", "What computes recurrent mixers: torch, or a package of GPU kernels; auto takes one that is installed."
     )

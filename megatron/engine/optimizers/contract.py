@@ -27,7 +27,8 @@ class Optimizer(Protocol):
 
     Optionally it has the classmethod `group_settings(config, logical) -> Mapping`: further settings for the group of
     the parameter with this logical tensor, such as Muon's `matrix`. A setting `lr_scale` there multiplies that of the
-    parameter's role.
+    parameter's role, and `scales` replaces those of the logical tensor (`Scales`), which are for steps whose elements
+    do not depend on the size of gradients.
     """
 
     param_groups: list[dict[str, Any]]

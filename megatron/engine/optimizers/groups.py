@@ -31,7 +31,8 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
     Returns:
         Groups for a torch optimizer with the extra keys `name`, `roles`, `lr_scale` (the group's learning rate is
         this times the scheduled one), `moe` (experts, different ones on different data parallel ranks), and what the
-        optimizer adds (`group_settings`). `lr` is 0 until the schedule sets it.
+        optimizer adds (`group_settings`); `eps` where a parametrization changes it. `lr` is 0 until the schedule sets
+        it.
 
     Raises:
         ValueError: a parameter has no `.logical`, or the optimizer cannot train it.
@@ -46,7 +47,11 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no logical tensor, so no role")
         lr_scale, decay = _settings(config.optimizer, logical.role)
         own = dict(group_settings(kind, config, logical))
-        lr_scale *= own.pop("lr_scale", 1.0)
+        scales = own.pop("scales", logical.scales)
+        lr_scale *= own.pop("lr_scale", 1.0) * scales.lr
+        decay *= scales.weight_decay
+        if scales.epsilon != 1.0:
+            own["eps"] = config.optimizer.epsilon * scales.epsilon
         key = (*sorted(own.items()), lr_scale, decay, parameter.dtype, is_spread(parameter))
         start = {"params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "roles": []}
         group = groups.setdefault(key, {**start, **own, "moe": is_spread(parameter)})

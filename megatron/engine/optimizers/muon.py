@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.shard import LogicalTensor, Scales
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer
@@ -123,7 +123,13 @@ class Muon(MatrixOptimizer):
         options, settings = config.optimizer, super().group_settings(config, logical)
         if options.lr == 0:
             raise ValueError("optimizer.lr: muon's matrices follow the schedule of optimizer.lr, which must be above 0")
-        return settings | ({"lr_scale": options.muon_lr / options.lr} if settings["matrix"] else {})
+        if not settings["matrix"]:
+            return settings
+        # An orthogonalised step changes what a layer gives by as much at every width; moonlight's factor grows with the
+        # root of the width, and Adam's steps, which the tensor's scales are for, with the width.
+        width = logical.scales.weight_decay ** (0.5 if options.muon_scale == "moonlight" else 0.0)
+        scales = Scales(logical.scales.lr * logical.scales.weight_decay / width, width)
+        return settings | {"lr_scale": options.muon_lr / options.lr, "scales": scales}
 
     def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",)

@@ -96,7 +96,8 @@ class Attention(nn.Module):
         slopes = None
         if options.position == "alibi":
             slopes = tuple(alibi_slopes(options.heads)[self.first_head : self.first_head + self.heads])
-        self.pattern = Pattern(options.scale or D**-0.5, options.window, options.softcap, slopes)
+        scale = (options.scale or D**-0.5) * init.factors.attention(D)
+        self.pattern = Pattern(scale, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
     def forward(

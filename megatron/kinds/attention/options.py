@@ -127,6 +127,7 @@ KIND = LayerKind(
     rules=(*RULES, heads_fill(twice=False)),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
+    head_width=lambda options: options.head_dim,
     weights=_weights,
     compiles=True,
     context="attends",

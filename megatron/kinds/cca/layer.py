@@ -32,7 +32,7 @@ from megatron.parallel.initial import ONES, ZEROS, Init
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role, Shard
+from megatron.parallel.shard import Growth, Role, Shard
 
 
 @dataclass
@@ -62,12 +62,18 @@ class Convolution(nn.Module):
 
     Args:
         parts: channels of queries and of keys of all ranks, each cut by heads of `unit` channels.
+        grows: whether the inputs per output, a head's channels, grow with the model's width.
     """
 
-    def __init__(self, make: ParameterFactory, parts: tuple[int, int], unit: int, inputs: int, taps: int):
+    def __init__(
+        self, make: ParameterFactory, parts: tuple[int, int], unit: int, inputs: int, taps: int, grows: bool = False
+    ):
         super().__init__()
         cut, init = Shard(0, parts, unit), Init("uniform", (inputs * taps) ** -0.5)
-        self.weight = make.parameter("weight", (sum(parts), inputs, taps), role=Role.CONVOLUTION, init=init, shard=cut)
+        growth = Growth.BOTH if grows else Growth.OUTPUTS
+        self.weight = make.parameter(
+            "weight", (sum(parts), inputs, taps), role=Role.CONVOLUTION, init=init, shard=cut, growth=growth
+        )
         self.bias = make.parameter("bias", (sum(parts),), role=Role.BIAS, init=init, shard=cut)
 
 
@@ -97,7 +103,8 @@ class CCA(nn.Module):
             max(kv_width // 2 - first, 0), width
         )  # value channels here that come from the token itself
         self.depthwise = Convolution(make.scope("depthwise"), parts, D, 1, options.depthwise)
-        self.grouped = Convolution(make.scope("grouped"), parts, D, D, options.grouped)
+        larger = init.factors.base_head_dim is not None  # heads grow in size
+        self.grouped = Convolution(make.scope("grouped"), parts, D, D, options.grouped, larger)
         self.temperature = make.parameter(
             "temperature",
             (options.kv_heads,),

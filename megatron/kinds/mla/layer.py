@@ -68,7 +68,7 @@ class MLA(nn.Module):
             make.scope("output"), width, H, init=init.output(width, H), bias=options.bias, unit=options.value_dim
         )
         self.rotary = Rotary(options.rotary, options.rope_dim) if options.position == "rotary" else None
-        self.pattern = Pattern(options.scale)
+        self.pattern = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
     def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:

@@ -117,4 +117,5 @@ KIND = LayerKind(
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     context="attends",
+    head_width=lambda options: options.nope_dim + options.rope_dim,
 )

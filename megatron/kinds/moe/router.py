@@ -19,7 +19,7 @@ from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import ONES, ZEROS
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.precision import at_least_fp32
-from megatron.parallel.shard import Role
+from megatron.parallel.shard import Growth, Role
 
 from .choice import classes
 
@@ -32,7 +32,7 @@ class LinearRouter(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
         self.axis, H, E = make.mesh.tensor, model.hidden_size, classes(options)
-        self.weight = make.parameter("weight", (E, H), role=Role.ROUTER, init=init.hidden(H, E), keep_fp32=True)
+        self.weight = make.parameter("weight", (E, H), role=Role.ROUTER, init=init.reads(H, E), keep_fp32=True)
         self.bias = None
         if options.router.bias:
             self.bias = make.parameter("bias", (E,), role=Role.BIAS, init=ZEROS, keep_fp32=True)
@@ -55,8 +55,11 @@ class MLPRouter(nn.Module):
         R, E = options.router.width, classes(options)
 
         def matrix(name: str, rows: int, columns: int) -> nn.Parameter:
+            start, growth = init.inside(columns, rows), Growth.OUTPUTS
+            if name == "down":
+                start, growth = init.reads(columns, rows), Growth.INPUTS
             return make.parameter(
-                f"{name}.weight", (rows, columns), role=Role.ROUTER, init=init.hidden(columns, rows), keep_fp32=True
+                f"{name}.weight", (rows, columns), role=Role.ROUTER, init=start, keep_fp32=True, growth=growth
             )
 
         def bias(name: str) -> nn.Parameter:

@@ -40,7 +40,7 @@ class Gate(nn.Module):
         super().__init__()
         self.axis = make.mesh.tensor
         self.weight = make.parameter(
-            "weight", (1, hidden_size), role=Role.ROUTER, init=init.hidden(hidden_size, 1), keep_fp32=True
+            "weight", (1, hidden_size), role=Role.ROUTER, init=init.reads(hidden_size, 1), keep_fp32=True
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class RWKV7(nn.Module):
             return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain, spread))
 
         def low_rank(name: str, rank: int, activation=None) -> LowRank:
-            return LowRank(make.scope(name), H, rank, H, Init("orthogonal", 0.1), activation)
+            of_base = Init("orthogonal", 0.1 * init.factors.width**0.5)  # elements of a rank that no width changes
+            return LowRank(make.scope(name), H, rank, H, of_base, activation)
 
         def vector(name: str, init: Init, role: Role = Role.STATE) -> nn.Parameter:
             keep = role is not Role.NORM

@@ -122,4 +122,5 @@ KIND = LayerKind(
     ),
     draws=lambda options: options.dropout > 0.0,
     context="attends",
+    head_width=lambda options: options.head_dim,
 )

@@ -4,6 +4,25 @@ from tests.config.broken.case import case
 
 MODEL = [
     case(
+        "muP without a base",
+        "model: {parametrization: {type: mup}}",
+        "model.parametrization.base_width",
+        "mup must have a base model",
+        "give model.parametrization.base_width, model.hidden_size of that model",
+    ),
+    case(
+        "CompleteP without a base depth",
+        "model: {parametrization: {type: completep, base_width: 32}}",
+        "model.parametrization.base_depth",
+        "completep must have a base model",
+    ),
+    case(
+        "CompleteP under SGD",
+        "model: {parametrization: {type: completep, base_width: 32, base_depth: 2}}\noptimizer: {type: sgd}",
+        "a.yml:2: model.parametrization.type",
+        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, muon",
+    ),
+    case(
         "width of 1e15",
         f"model: {{hidden_size: {10**15}}}",
         "a.yml:2: model.hidden_size",

@@ -23,6 +23,12 @@ WARNED = [
         "give checkpoint.keep_last",
     ),
     case(
+        "base of a standard parametrization",
+        "model: {parametrization: {base_width: 32}}",
+        "a.yml:2: model.parametrization.base_width = 32",
+        "base_width must go with type: mup or completep; it has no effect here",
+    ),
+    case(
         "sequence parallel alone",
         "parallel: {sequence: true}",
         "a.yml:2: parallel.sequence = true",

@@ -10,7 +10,7 @@ from megatron.parallel.collectives import sum_gradient
 from megatron.parallel.initial import ZEROS, Init
 from megatron.parallel.linear import ColumnLinear
 from megatron.parallel.parameters import ParameterFactory
-from megatron.parallel.shard import Role
+from megatron.parallel.shard import Growth, Role
 
 
 class LowRank(nn.Module):
@@ -44,7 +44,7 @@ class Whole(nn.Module):
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int):
         super().__init__()
         self.axis = make.mesh.tensor
-        self.weight = make.parameter("weight", (outputs, inputs), role=Role.STATE, init=ZEROS)
+        self.weight = make.parameter("weight", (outputs, inputs), role=Role.STATE, init=ZEROS, growth=Growth.INPUTS)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, sum_gradient(self.weight, self.axis))
