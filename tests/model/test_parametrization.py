@@ -95,7 +95,7 @@ def test_every_kind_has_the_settings_of_completep(exponent):
 def starts(width: int, model: dict[str, Any], **parametrization: Any) -> dict[str, float]:
     """Mean square of each tensor's initial values."""
     built = build_model(config_of(model, width=width, **parametrization))
-    return {name: float(each.double().square().mean()) for name, each in named(built).items()}
+    return {name: float(each.detach().double().square().mean()) for name, each in named(built).items()}
 
 
 def test_every_kind_starts_as_the_base_model_scaled():
