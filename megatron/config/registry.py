@@ -68,6 +68,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
         "guard": "megatron.training.hooks.guard:GuardHook",
         "spikes": "megatron.training.hooks.spikes:SpikesHook",
+        "hashes": "megatron.training.hooks.hashes:HashesHook",
         "stop": "megatron.training.hooks.stop:StopHook",
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",

@@ -114,5 +114,8 @@ class Hook:
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         """The update is done. Reading a number of `report` waits for the device."""
 
+    def before_save(self, trainer: Trainer) -> None:
+        """The state is about to be saved. Who finds it wrong raises, on all ranks."""
+
     def on_end(self, trainer: Trainer) -> None:
         """The loop is over, also after an error (`trainer.error`): no collectives then. The last hook comes first."""

@@ -163,6 +163,10 @@ class Trainer:
         self._pace = report.seconds
         self._call("on_numbers", report)
 
+    def check_state(self) -> None:
+        """Have the hooks look at the state before it is saved. All ranks call it at the same step."""
+        self._call("before_save")
+
     def ask(self, step: int) -> None:
         """Have the hooks say within a step whether they request something; see `requests`."""
         self._call("during_step", step)

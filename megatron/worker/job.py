@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.config.problems import UserError
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
 
+CORRUPT = 17  # values that must be equal on several ranks differ
 CONFIG_ERROR = 2  # the exit status after a mistake of the user: starting again would not help
 
 
@@ -78,10 +80,17 @@ def check_agreement(place: WorkerEnvironment, gather: Callable[[str], Sequence[s
 def guarded(main: Callable[[], Any]) -> int:
     """Run a script's main function: mistakes of the user become a message and status 2, without a traceback.
 
-    So do data files and checkpoints that are missing, damaged or do not fit: starting again would not help.
+    So do data files and checkpoints that are missing, damaged or do not fit: starting again would not help. An
+    exception may have an exit status of its own, `status`.
     """
     try:
         return int(main() or 0)
     except (UserError, LaunchError) as error:
         sys.stderr.write(f"{error}\n")
         return CONFIG_ERROR
+    except Exception as error:
+        status = getattr(error, "status", None)
+        if not isinstance(status, int):
+            raise
+        traceback.print_exc()
+        return status

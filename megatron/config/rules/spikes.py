@@ -1,4 +1,4 @@
-"""Spikes: a policy that could not act is refused before the run needs it."""
+"""Numbers that go wrong: a policy that could not act is refused before the run needs it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,25 @@ def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
+    if context.config.training.hashes is None:
+        return
+    for name in ("offload_optimizer", "offload_parameters"):
+        if getattr(context.config.zero, name).device != "none":
+            yield context.problem(
+                "training.hashes",
+                f"zero.{name}.device",
+                rule="must be off with offloading: what is compared would have to come back to the device each time",
+                fix="leave training.hashes out",
+            )
+    if context.ranks == 1:
+        yield context.warning(
+            "training.hashes", rule="must have ranks to compare; a single one cannot tell", fix="leave it out"
+        )
+
+
 RULES = [
+    hashes_see_the_state,
     rollback_has_checkpoints,
     rollback_keeps_old_checkpoints,
     what_is_left_out_covers_the_spike,

@@ -78,6 +78,13 @@ class TrainingSection(Section):
         "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs)."
     )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
+    hashes: int | None = key(
+        None,
+        "Every n steps, and before each save, ranks that must hold equal bits compare hashes of them "
+        "(docs/reliability.md).",
+        unit="steps",
+        gt=0,
+    )
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
     stop_at_step: int | None = key(
         None, "Save and stop after this step although the schedule goes on to training.steps.", unit="steps", gt=0

@@ -95,6 +95,7 @@ class CheckpointHook(Hook):
         trainer.settle()
         if trainer.back is not None:  # which the numbers of the last step ask for
             return
+        trainer.check_state()
         with trainer.aside(SAVE):
             fragments, meta = self._contents(trainer.completed)
             fragments = list(fragments)

@@ -425,4 +425,11 @@ OUTPUT = [
         "a.yml:2: spikes.watch = 'loss'",
         "clip must watch the gradient norm",
     ),
+    case(
+        "hashes of what is offloaded",
+        "training: {hashes: 10}\nzero: {stage: 2, offload_optimizer: {device: cpu}}",
+        "a.yml:2: training.hashes = 10",
+        "zero.offload_optimizer.device = 'cpu' (a.yml:3)",
+        "must be off with offloading",
+    ),
 ]

@@ -1,0 +1,59 @@
+"""Cheap hashes of what several ranks hold: they must be equal to the last bit, and are compared by `training.hashes`.
+
+A hash is a weighted sum of the tensor's bits, read as integers, modulo 2**64. The weights are odd, so a change of one
+value always changes it; it is made in one pass over the tensor, on its device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.parameters import logical_of, shard_index, shard_start
+
+from .state import EngineState
+
+_CHUNK = 4096  # values that have one weight
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def hash_bits(values: Tensor) -> Tensor:
+    """int64, 0-d, on the tensor's device."""
+    bits = values.detach().reshape(-1)
+    bits = bits.view(_BITS[bits.element_size()])
+    whole = bits.numel() // _CHUNK * _CHUNK
+    sums = [bits[:whole].view(-1, _CHUNK).sum(1, dtype=torch.int64), bits[whole:].sum(dtype=torch.int64).view(1)]
+    total = torch.cat(sums)
+    return (total * (2 * torch.arange(len(total), device=total.device) + 1)).sum()
+
+
+def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
+    """(name for people, exact name, values) of everything that this rank holds; pieces with the same exact name are
+    the same piece of the run's state.
+
+    Under ZeRO 1 and 2 the weights of the forward pass are further pieces, beside the masters that they are made of.
+    """
+    for each in state.targets():
+        place = f"{each.tensor_rank}/{each.tensor_ranks} {each.start}+{each.data.numel()}"
+        yield f"{each.tensor.name} ({each.state})", f"{each.tensor.name} {each.state} {place}", each.data
+    if state.stage in (1, 2):
+        for parameter in state.parameters:
+            name, (index, count) = logical_of(parameter).name, shard_index(parameter)
+            place = f"{index}/{count} {shard_start(parameter)}+{parameter.numel()}"
+            yield f"{name} (weight)", f"{name} weight {place}", parameter
+
+
+def hashes(state: EngineState, device: torch.device) -> tuple[Tensor, list[str]]:
+    """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and the names
+    for people."""
+    pieces = list(named_pieces(state))
+    found = torch.stack([hash_bits(values).to(device) for _, _, values in pieces])
+    codes = torch.tensor([_code(exact) for _, exact, _ in pieces], dtype=torch.int64)
+    return torch.stack([codes.to(device), found], dim=1), [name for name, _, _ in pieces]
+
+
+def _code(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

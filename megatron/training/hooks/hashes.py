@@ -1,0 +1,123 @@
+"""Looks for bits that have changed by themselves: ranks that must hold the same compare hashes of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.communicator import Communicator
+from megatron.engine.replicas import hashes
+from megatron.engine.state import EngineState
+from megatron.worker.job import CORRUPT
+
+from ..corruption import differences, guilty
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+SHOWN = 3  # names of tensors in a message
+
+
+class Corruption(RuntimeError):
+    """Ranks that must hold equal bits do not.
+
+    Attributes:
+        step: number of the update after which it was found.
+        status: the exit status of the process.
+    """
+
+    status = CORRUPT
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+class HashesHook(Hook):
+    """Compares every n steps, and before each save, so that a checkpoint is never made of a state that differs.
+
+    Args:
+        every: n.
+        state: of the engine.
+        communicator: of all ranks.
+        hosts: of each rank.
+
+    Raises:
+        Corruption: on every rank.
+    """
+
+    def __init__(self, every: int, state: EngineState, communicator: Communicator, hosts: Sequence[str]) -> None:
+        self._every, self._state, self._communicator, self._hosts = every, state, communicator, list(hosts)
+        self._good: int | None = None  # updates after which all was equal
+
+    @classmethod
+    def of(cls, parts: Parts) -> HashesHook | None:
+        every, world, engine = parts.config.training.hashes, parts.world, parts.engine
+        if every is None or world is None or world.mesh.layout.world_size == 1:
+            return None
+        state: EngineState = getattr(engine, "state")  # noqa: B009  (the protocol does not have it)
+        return cls(every, state, world.communicator, world.communicator.gather(socket.gethostname()))
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if trainer.completed % self._every == 0:
+            self._compare(trainer)
+
+    def before_save(self, trainer: Trainer) -> None:
+        self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        if self._good == trainer.completed:
+            return
+        with trainer.clock.pause():
+            own, names = hashes(self._state, trainer.exchange.device)
+            everyone = _all_of(own, len(self._hosts))
+            found = differences(everyone)
+        if found:
+            codes = {each.code for each in found}
+            mine = sorted({name for (code, _), name in zip(own.tolist(), names, strict=True) if code in codes})
+            odd, certain = guilty(found)
+            self._raise(trainer, odd, certain, sorted({name for each in self._told(mine) for name in each}))
+        self._good = trainer.completed
+
+    def _told(self, names: list[str]) -> list[list[str]]:
+        return self._communicator.gather(names[:SHOWN])
+
+    def _raise(self, trainer: Trainer, odd: list[int], certain: bool, names: list[str]) -> None:
+        who = ", ".join(f"{rank} on {self._hosts[rank]}" for rank in odd)
+        if certain and len(odd) == 1:
+            who = f"rank {who} holds other bits than the others"
+        elif certain:
+            who = f"ranks {who} hold other bits than the others"
+        else:
+            who = f"one of ranks {who} holds wrong bits; so few cannot tell which"
+        since = "the start" if self._good is None else f"{self._good} updates"
+        shown = ", ".join(names[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
+        trainer.record(
+            "corruption",
+            step=trainer.completed - 1,
+            ranks=odd,
+            hosts=[self._hosts[rank] for rank in odd],
+            certain=certain,
+            tensors=names[:SHOWN],
+            good=self._good,
+        )
+        raise Corruption(
+            f"after {trainer.completed} updates {who}, in {shown}. All was equal after {since}, and nothing was saved "
+            "since it was not. Memory or a device of that host may be bad (tools/doctor.py); the run can be started "
+            "again from its newest checkpoint",
+            trainer.completed - 1,
+        )
+
+
+def _all_of(own: torch.Tensor, ranks: int) -> list[list[tuple[int, int]]]:
+    """The rows of all ranks, which may have different numbers of them."""
+    rows = torch.tensor([len(own)], device=own.device)
+    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
+    padded = torch.full((int(rows), 2), -1, dtype=torch.int64, device=own.device)
+    padded[: len(own)] = own
+    everyone = torch.empty(ranks, *padded.shape, dtype=torch.int64, device=own.device)
+    dist.all_gather_into_tensor(everyone, padded[None])
+    return [[(code, value) for code, value in each if code >= 0] for each in everyone.tolist()]
