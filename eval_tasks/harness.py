@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import collect_env
 
 from megatron.checkpoint.communicator import Communicator
 from megatron.config import Config
@@ -110,6 +112,12 @@ def _merge(whole: dict[str, Any], results: Mapping[str, Any]) -> None:
             whole[name] = value
 
 
+@functools.cache
+def _environment(describe: Callable[[], str] = collect_env.get_pretty_env_info) -> str:
+    """What the harness writes of this machine, asked once: it starts pip and more, seconds for each group of tasks."""
+    return describe()
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """The harness seeds every generator of the process, and talks. Afterwards all is as before."""
@@ -120,9 +128,11 @@ def undisturbed() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     forks = os.environ.get(NO_FORKS)
     os.environ[NO_FORKS] = "1"
+    describe, collect_env.get_pretty_env_info = collect_env.get_pretty_env_info, _environment
     try:
         yield
     finally:
+        collect_env.get_pretty_env_info = describe
         logger.setLevel(level)
         if forks is None:
             del os.environ[NO_FORKS]

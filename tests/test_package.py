@@ -23,7 +23,7 @@ def built(tmp_path_factory) -> Path:
     """A folder with the sdist, and with the wheel that is built from that sdist."""
     folder = tmp_path_factory.mktemp("dist")
     words = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -41,7 +41,7 @@ def installed(built, tmp_path_factory) -> Path:
     site = next(folder.glob("lib/python*/site-packages"))
     words = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps"]
     done = subprocess.run(
-        [*words, "--no-index", "--quiet", str(wheel(built))], capture_output=True, text=True, timeout=300
+        [*words, "--no-index", "--quiet", str(wheel(built))], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     here = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -52,7 +52,7 @@ def installed(built, tmp_path_factory) -> Path:
 def outside(words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Run a command outside of the repository, as somebody who has no copy of it."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(words, cwd=folder, env={**kept, **environment}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=folder, env={**kept, **environment}, capture_output=True, text=True, timeout=900)
 
 
 def test_the_installed_command_trains_a_ready_configuration(installed, tmp_path):
@@ -186,7 +186,7 @@ def megatron_core(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("core")
     words = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--only-binary=:all:", "-d", str(folder)]
     try:
-        done = subprocess.run([*words, "megatron-core==0.16.1"], capture_output=True, text=True, timeout=90)
+        done = subprocess.run([*words, "megatron-core==0.16.1"], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
         pytest.skip("pip did not download megatron-core in 90 s")
     if done.returncode:

@@ -82,7 +82,7 @@ def shell(script: str, folder: Path) -> subprocess.CompletedProcess:
         text=True,
         capture_output=True,
         env={**os.environ, "PATH": path},
-        timeout=600,
+        timeout=1200,
     )
 
 

@@ -75,7 +75,7 @@ def test_the_notebook_runs(tmp_path):
     python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
-        NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     finally:
         os.environ.pop("PYTHONPATH")
         if python_path is not None:

@@ -7,6 +7,7 @@ import random
 import re
 import sysconfig
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ WORDS = (
     "apple river stone cloud garden window mountain paper silver candle bridge forest island button ladder mirror "
     "pencil rocket saddle ticket violin wagon yellow zebra anchor basket camera dragon engine feather"
 ).split()
+
+_HOLDERS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # nodes that definitions are in
 
 
 def _split(rows: list[dict]) -> dict[str, datasets.Dataset]:
@@ -100,14 +103,23 @@ def cloze(**_) -> dict[str, datasets.Dataset]:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                found = _last_word(ast.get_docstring(node) or "")
-                if found is not None:
-                    rows.append({"path": name, "context": found[0], "word": found[1]})
+        for node in _definitions(tree):
+            found = _last_word(ast.get_docstring(node) or "")
+            if found is not None:
+                rows.append({"path": name, "context": found[0], "word": found[1]})
     draw = random.Random(22)
     draw.shuffle(rows)
     return _split(rows[:500])
+
+
+def _definitions(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """What has a documentation text, in the order of `ast.walk`; no definition is in an expression."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        waiting.extend(each for each in ast.iter_child_nodes(node) if isinstance(each, _HOLDERS))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield node
 
 
 def _last_word(text: str) -> tuple[str, str] | None:

@@ -164,7 +164,7 @@ def test_a_folder_has_one_writer(tmp_path):
     """Until its process ends, however it ends: the next start must not wait for anything."""
     script = (
         "import sys, time\nfrom megatron.checkpoint.lock import sole_writer\n"
-        f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(60)"
+        f"with sole_writer({str(tmp_path / 'x')!r}):\n print('mine', flush=True)\n time.sleep(3600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
         assert other.stdout.readline() == "mine\n"

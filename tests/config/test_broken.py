@@ -168,7 +168,7 @@ def test_in_its_own_process(case, folder):
         [sys.executable, "-c", script, str(ROOT / "tools" / "config.py"), *command(folder, case)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""

@@ -63,35 +63,36 @@ def server(tmp_path):
         running.shutdown()
 
 
-def _closed() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+@pytest.fixture
+def closed():
+    """Where nobody listens, nor anybody else can begin to."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_online_then_from_the_cache_then_offline_without_it(cache, server):
+def test_online_then_from_the_cache_then_offline_without_it(cache, server, closed, monkeypatch):
     cache(server)
     section = TokenizerSection(path="lab/words")
     assert build_tokenizer(section).size == 2
-    cache(_closed())
+    cache(closed)
     assert build_tokenizer(section).size == 2  # fetched before
-    began = time.monotonic()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is tried again"))
     with pytest.raises(DataError, match="cannot be reached") as caught:
         build_tokenizer(TokenizerSection(path="lab/others"))
-    assert time.monotonic() - began < 3 and "local cache" in str(caught.value)
+    assert "local cache" in str(caught.value)
 
 
 def test_what_does_not_answer_is_not_waited_for(monkeypatch):
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
     monkeypatch.setattr(socket, "create_connection", lambda *_: threading.Event().wait())
-    began = time.monotonic()
     assert "does not answer within 0.2 seconds" in unreachable("https://hub.example")
-    assert time.monotonic() - began < 2
 
 
-def test_a_proxy_is_asked_in_place_of_the_hub(cache, server, monkeypatch):
+def test_a_proxy_is_asked_in_place_of_the_hub(cache, server, closed, monkeypatch):
     monkeypatch.setenv("https_proxy", server)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     assert unreachable("https://hub.example") is None
-    monkeypatch.setenv("https_proxy", _closed())
+    monkeypatch.setenv("https_proxy", closed)
     assert "cannot be reached" in unreachable("https://hub.example")

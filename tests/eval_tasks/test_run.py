@@ -13,7 +13,10 @@ import yaml
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.compare import compare_tensors
+from megatron.launch.command_line import main
 from tests.paths import ROOT
+from tests.training.test_run import job
+from tests.workers import run as on_ranks
 
 MODEL = ROOT / "configs" / "test" / "tiny_neox.yml"
 TASKS = [{"name": "deepy_induction", "every": 6, "limit": 4}, {"name": "deepy_copy", "limit": 2}]
@@ -22,7 +25,7 @@ TASKS = [{"name": "deepy_induction", "every": 6, "limit": 4}, {"name": "deepy_co
 def deepy(*words: object, folder: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "deepy.py", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def configuration(folder: Path, **sections) -> Path:
@@ -46,15 +49,15 @@ def lines(run: Path, *names: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """The same run with tasks and without, on two data parallel ranks."""
-    made = {}
-    for name, evaluation in (("with", {"tasks": TASKS}), ("without", {})):
-        folder = tmp_path_factory.mktemp(name)
-        file = configuration(folder, evaluation=evaluation, run={"dir": str(folder / "run")})
-        done = deepy("--ranks", 2, ROOT / "train.py", file, folder=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        made[name] = folder / "run"
-    return made
+    """The same run with tasks, as people start it, and without, on two data parallel ranks."""
+    folder = tmp_path_factory.mktemp("with")
+    file = configuration(folder, evaluation={"tasks": TASKS}, run={"dir": str(folder / "run")})
+    done = deepy("--ranks", 2, ROOT / "train.py", file, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    other = tmp_path_factory.mktemp("without")
+    configuration(other, run={"dir": str(other / "run")}).rename(other / "tiny.yml")
+    on_ranks(2, job, str(other), 2)
+    return {"with": folder / "run", "without": other / "run"}
 
 
 def test_training_is_bitwise_the_same_with_tasks(runs):
@@ -104,11 +107,11 @@ def test_every_checkpoint_on_another_layout_scores_what_the_run_did(runs):
         ((), "--tasks"),
     ],
 )
-def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
+def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     file = configuration(tmp_path, run={"dir": str(tmp_path / "run")})
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    done = deepy(ROOT / "evaluate.py", file, *words, folder=tmp_path)
-    assert done.returncode == 2
+    assert main([str(ROOT / "evaluate.py"), str(file), *words]) == 2
     if said:
-        assert said in done.stderr
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "run" / "logs").exists()

@@ -18,7 +18,7 @@ from .slurm_cluster import Slurm
 
 pytestmark = pytest.mark.limit(1200)
 # What a machine without GPUs needs; every command goes on where the one before it has stopped.
-SCALE = {"slots=8": "slots=2", "--ranks 8": "--ranks 2", "--gpus-per-node=8": "--ntasks-per-node=2"}
+SCALE = {"slots=8": "slots=1", "--ranks 8": "--ranks 1", "--gpus-per-node=8": "--ntasks-per-node=1"}
 STOPS = (2, 4, 6)
 
 
@@ -54,11 +54,11 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
         wait_for(partial(has_ended, run, stop), 400, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
     assert [(each["event"], each["step"], each["ranks"]) for each in ledger] == [
-        ("start", 0, 4),
-        ("resume", 2, 4),
-        ("resume", 4, 4),
+        ("start", 0, 2),
+        ("resume", 2, 2),
+        ("resume", 4, 2),
     ]
-    assert len(list((run / "logs").glob("rank_*.log"))) == 4
+    assert len(list((run / "logs").glob("rank_*.log"))) == 2
 
 
 def typing(line: str) -> list[str]:

@@ -7,24 +7,22 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.paths import ROOT
+from tests.training.test_run import job as train
+from tests.workers import run as on_ranks
 
 from .host_job import DEEPY, skip_without
 from .namespaces import Cluster
 
 pytestmark = pytest.mark.limit(900)
 STEPS = 16
-TRAIN = [
-    str(ROOT / "train.py"),
-    str(ROOT / "configs/test/tiny_neox.yml"),
-    f"training.steps={STEPS}",
-    "training.global_batch_size=24",
-    "launch.environment.OMP_NUM_THREADS='1'",
-]
+SETTINGS = [f"training.steps={STEPS}", "training.global_batch_size=24", "launch.environment.OMP_NUM_THREADS='1'"]
+TRAIN = [str(ROOT / "train.py"), str(ROOT / "configs/test/tiny_neox.yml"), *SETTINGS]
 TENSOR = ["parallel.tensor=2", "checkpoint.every=null"]
 HOSTFILE = ["--hostfile", "hosts"]
 ROUNDING = {"rel": 1e-4}  # another number of ranks adds in another order
@@ -44,14 +42,19 @@ def hosts(folder: Path, number: int, slots: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(cluster, tmp_path_factory):
-    """The losses of four ranks on one host."""
-    folder = tmp_path_factory.mktemp("one")
-    done = cluster.run("login", [*DEEPY, "--ranks", "4", *TRAIN, *TENSOR, "run.dir=run"], 500, folder)
-    assert done.returncode == 0, done.stderr
-    found = losses(folder / "run")
-    assert sorted(found) == list(range(STEPS))
-    return found
+def reference(tmp_path_factory):
+    """ranks -> the losses of so many here, in pairs of tensor parallel ones."""
+
+    @cache
+    def of(ranks: int) -> dict[int, float]:
+        folder = tmp_path_factory.mktemp("here")
+        (folder / "tiny.yml").write_text(f"extends: {ROOT / 'configs/test/tiny_neox.yml'}\n")
+        on_ranks(ranks, train, str(folder), ranks, *SETTINGS, *TENSOR)
+        found = losses(folder / "run")
+        assert sorted(found) == list(range(STEPS))
+        return found
+
+    return of
 
 
 def started_by(way: str) -> list[str]:
@@ -122,16 +125,8 @@ def test_whatever_starts_the_ranks_the_losses_are_those_of_one_host(request, clu
     for job in started:
         status, _, error = job.finish()
         assert status == 0, error
-    assert losses(tmp_path / "run") == reference
+    assert losses(tmp_path / "run") == reference(4)
     assert started[0].nothing_left()
-
-
-def test_tensor_parallel_across_hosts(cluster, reference, tmp_path, jobs):
-    hosts(tmp_path, 2, 1)
-    job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, *TRAIN, *TENSOR, "run.dir=run"])
-    status, _, error = job.finish()
-    assert status == 0, error
-    assert losses(tmp_path / "run") == pytest.approx(reference, **ROUNDING)
 
 
 def first_checkpoint(job, run: Path) -> None:
@@ -148,19 +143,20 @@ def restart_of(run: Path) -> dict:
 
 
 def test_a_killed_rank_and_a_restart_change_nothing(cluster, reference, tmp_path, jobs):
-    hosts(tmp_path, 2, 2)
+    """Of two tensor parallel ranks on two hosts."""
+    hosts(tmp_path, 2, 1)
     again = ["parallel.tensor=2", "checkpoint.every=2", "launch.restart_delay=0", "run.dir=run"]
     job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, "--restarts", "1", *TRAIN, *again])
     run = tmp_path / "run"
     first_checkpoint(job, run)
-    log = (run / "logs" / "rank_0003.log").read_text()
+    log = (run / "logs" / "rank_0001.log").read_text()
     cluster.run("node2", ["kill", "-9", log.split("started as process ")[1].split(":")[0]])
     status, _, error = job.finish()
     assert status == 0, error
-    assert "first failure: rank 3 on node2" in error and "SIGKILL (137)" in error
-    assert losses(run) == reference, "every loss, to the last digit"
+    assert "first failure: rank 1 on node2" in error and "SIGKILL (137)" in error
+    assert losses(run) == reference(2), "every loss, to the last digit"
     restart = restart_of(run)
-    assert (restart["attempt"], restart["rank"], restart["host"], restart["status"]) == (1, 3, "node2", 137)
+    assert (restart["attempt"], restart["rank"], restart["host"], restart["status"]) == (1, 1, "node2", 137)
     assert job.nothing_left()
 
 
@@ -190,6 +186,6 @@ def test_the_run_goes_on_with_the_hosts_that_are_left(hosts_work, reference, tmp
         assert status == 0, error
         ranks = slots * number
         assert f"going on without {lost}: {ranks - slots} ranks in place of {ranks}" in error
-        assert losses(run) == pytest.approx(reference, **ROUNDING) and len(losses(run)) == STEPS
+        assert losses(run) == pytest.approx(reference(4), **ROUNDING) and len(losses(run)) == STEPS
         assert lost not in restart_of(run)["hosts"] and restart_of(run)["attempt"] == 1
         assert job.nothing_left(*(name for name in cluster.inits if name != lost))

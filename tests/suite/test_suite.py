@@ -164,8 +164,11 @@ def test_results_over_seeds(folder, capsys):
 
 
 def test_a_suite_trained_for_real(folder, capsys, monkeypatch):
-    """Two at a time; then nothing is left to do, and another value is refused before anything starts."""
+    """One by a job of an array and the others here, two at a time; then nothing is left to do, and another value is
+    refused before anything starts.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    by_a_job_of_an_array(capsys)
     assert main(["small.yml", "launch", "--jobs", "2"]) == 0
     assert "4 of 4 runs are finished" in capsys.readouterr().out
     assert main(["small.yml", "manifest"]) == 0
@@ -183,7 +186,7 @@ def test_a_suite_trained_for_real(folder, capsys, monkeypatch):
     assert "was made with other values of optimizer.lr" in capsys.readouterr().err
 
 
-def test_an_array_of_jobs_trains_one_member_each(folder, capsys):
+def by_a_job_of_an_array(capsys):
     assert main(["small.yml", "launch", "--slurm", "--sbatch=--time=5:00"]) == 0
     capsys.readouterr()
     script = Path("runs/small/array.sh")

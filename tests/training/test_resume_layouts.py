@@ -87,6 +87,12 @@ MATRICES = [
     ("untied", "llama", ADAMW, MATRIX, 1e-5),
     ("muon", "qwen3", MUON, MUON_MATRIX, 1e-5),
 ]
+# Whatever is loaded into, from every layout: what is loaded by other code. The others wait for `-m slow`.
+TARGETS = {
+    "tied": ["dp2 ZeRO 3", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"],
+    "untied": [],
+    "muon": ["dp2 ZeRO 1", "pp3 of 1, 3 and 1"],
+}
 SAME = [
     ("gpt2", ADAMW, "dp2 ZeRO 1"),
     ("gpt2", merged(ADAMW, BF16), "dp2 ZeRO 3"),
@@ -124,8 +130,17 @@ def one_after_the_other(values: dict[str, Any], ranks: int, sources: list[str]) 
     return found
 
 
+def either(chosen: bool) -> list:
+    return [] if chosen else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    ("matrix", "target"), [pytest.param(each, to, id=f"{each[0]}-{to}") for each in MATRICES for to in each[3]]
+    ("matrix", "target"),
+    [
+        pytest.param(each, to, id=f"{each[0]}-{to}", marks=either(to in TARGETS[each[0]]))
+        for each in MATRICES
+        for to in each[3]
+    ],
 )
 def test_from_any_layout(matrix, target, saved):
     _, architecture, recipe, layouts, bound = matrix
@@ -225,7 +240,42 @@ def name_of(case) -> str:
     return f"{case[0]} {kind} {precision}, {' to '.join(case[2:4])}"
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=name_of)
+# Each kind of optimizer, architecture, precision and expert layout on both sides once.
+OFTEN = {
+    "qwen3 muon fp32, dp2 ZeRO 1 to one",
+    "qwen3 muon bf16, dp2 ZeRO 2 to pp2 of 1 and 4",
+    "neox adamw bf16, tp2 pp2 to tp2",
+    "state space adamw fp32, tp2 pp2 to dp2 ZeRO 3",
+    "state space adamw bf16, dp2 ZeRO 3 to dp2 ZeRO 1",
+    "zamba2 adamw fp32, pp4 of 1, 2, 1, 1 to tp2 pp2",
+    "zamba2 adamw bf16, dp2 ZeRO 3 to pp2 of 1 and 4",
+    "rwkv7 adamw fp32, tp2 pp2 to dp2 ZeRO 3",
+    "moe adamw bf16, dp2 ZeRO 1 to pp2 of 1 and 4",
+    "moe muon fp32, dp4 ep2 ZeRO 1 to dp2 ep2 ZeRO 0",
+    "moe adamw fp32, dp2 ep2 ZeRO 1 to tp2 ep2",
+    "moe adamw fp32, dp4 ep4 ZeRO 2 to dp2 ZeRO 3",
+    "moe, even vocabulary adamw fp32, tp2 ep4 folded to tp2 ep2 folded ZeRO 2",
+    "moe, even vocabulary adamw bf16, dp2 ep2 ZeRO 1 to tp2 ep4 folded",
+    "gpt2 adamw fp32, dp2 ZeRO 1 to dp2 ZeRO 1",
+    "llama adamw fp32, dp2 ZeRO 0 to dp2 ZeRO 0",
+    "qwen3 adamw fp32, pp4 of 1, 2, 1, 1 to pp4 of 1, 2, 1, 1",
+    "neox adamw bf16, tp2 pp2 to tp2 pp2",
+    "qwen3 adamw bf16, dp2 ZeRO 2 to dp2 ZeRO 2",
+    "state space adamw bf16, dp2 ZeRO 3 to dp2 ZeRO 3",
+    "moe, even vocabulary adamw bf16, tp2 ep4 folded to tp2 ep4 folded",
+}
+
+
+def named(cases: list) -> list:
+    """The cases with their names, those that wait for `-m slow` marked."""
+    return [pytest.param(case, id=name_of(case), marks=either(name_of(case) in OFTEN)) for case in cases]
+
+
+def test_what_runs_often_is_there():
+    assert {name_of(case) for case in [*PAIRS, *((*case, case[2]) for case in SAME)]} >= OFTEN
+
+
+@pytest.mark.parametrize("case", named(PAIRS))
 def test_resumed_on_another_layout(case, saved):
     architecture, recipe, source, target, error = case
     first, checkpoint, unbroken = saved(architecture, recipe, source)
@@ -236,9 +286,9 @@ def test_resumed_on_another_layout(case, saved):
     np.testing.assert_allclose(resumed.norms, unbroken.norms[BEFORE:], rtol=5 * error)
 
 
-@pytest.mark.parametrize("case", SAME, ids=lambda case: name_of((*case, case[2])))
+@pytest.mark.parametrize("case", named([(*case, case[2]) for case in SAME]))
 def test_resumed_on_the_same_layout(case, saved):
-    architecture, recipe, layout = case
+    architecture, recipe, layout, _ = case
     first, checkpoint, unbroken = saved(architecture, recipe, layout)
     values, ranks = values_of(architecture, recipe, layout)
     resumed = together(values, ranks, AFTER, checkpoint, None)

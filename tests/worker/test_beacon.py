@@ -32,13 +32,14 @@ def test_what_is_written_is_read():
     memory = mmap.mmap(-1, SIZE)
     beacon = Beacon(memory)
     assert read(memory) is None, "nothing was said yet"
+    before = time.monotonic()
     beacon.begin(3)
     beacon.at(FORWARD, 2, 4, b"layer 7")
     slot = beacon.group("k", "the data group", "0-6:2")
     beacon.enter(slot, b"all_reduce", 1000)
     place = read(memory)
     assert (place.pid, place.step, place.phase, place.part, place.parts) == (os.getpid(), 3, "forward", 2, 4)
-    assert place.detail == "layer 7" and 0 <= time.monotonic() - place.since < 5
+    assert place.detail == "layer 7" and before <= place.since <= time.monotonic()
     (call,) = place.calls
     assert (call.name, call.members, call.operation, call.elements) == ("the data group", "0-6:2", "all_reduce", 1000)
     assert (call.number, call.inside) == (1, True)
@@ -130,7 +131,7 @@ def test_a_rank_that_is_stopped_at_any_moment_has_a_whole_place_and_a_running_on
         assert seen == sorted(seen) and seen[-1] > seen[0]
         assert place.stacks
         rank.send_signal(signal.SIGRTMIN + 9)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 300
         while b'File "<string>"' not in os.pread(stacks, 4096, 0) and time.monotonic() < end:
             time.sleep(0.01)
         assert b"most recent call first" in os.pread(stacks, 4096, 0)
