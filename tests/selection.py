@@ -85,29 +85,48 @@ class Meter:
         self.before = cpu_seconds(os.getpid())
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self):
+    def pytest_runtest_makereport(self, item: pytest.Item):
         report = yield
         now = cpu_seconds(os.getpid())
         report.cpu, self.before = max(0.0, now - self.before), now  # what a dead host has used is lost
+        report.shared = shared_fixtures(item)
         return report
 
 
+def shared_fixtures(item: pytest.Item) -> list[str]:
+    """Names of a test's fixtures that are made once for several tests, by this suite."""
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return sorted(name for name, each in known.items() if each[-1].scope != "function" and each[-1].baseid)
+
+
 class Stopwatch:
-    """Adds up what each file and each function's longest case took, set-up included."""
+    """Adds up what each file and each function's longest case took, set-up included.
+
+    What tests share is made for the first of them, but would be made for any other that is chosen without it.
+    """
 
     def __init__(self) -> None:
         self.cpu: dict[str, float] = defaultdict(float)
         self.clock: dict[str, float] = defaultdict(float)
+        self.made: dict[tuple[str, str], float] = defaultdict(float)  # by file and fixture, for the dearest test
+        self.shared: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.cpu[report.nodeid] += report.cpu
         self.clock[report.nodeid] += report.duration
+        if report.when == "setup":
+            self.shared[report.nodeid] = report.shared
+            for name in report.shared:
+                key = report.nodeid.partition("::")[0], name
+                self.made[key] = max(self.made[key], report.cpu)
 
     def pytest_sessionfinish(self) -> None:
         files: dict[str, float] = defaultdict(float)
         functions: dict[str, float] = defaultdict(float)
         for nodeid, seconds in self.cpu.items():
-            files[nodeid.partition("::")[0]] += seconds
+            file = nodeid.partition("::")[0]
+            files[file] += seconds
+            seconds = max([seconds, *(self.made[file, name] for name in self.shared.get(nodeid, ()))])
             if self.clock[nodeid] >= WAITS:
                 seconds = max(seconds, LONG)
             functions[function_of(nodeid)] = max(functions[function_of(nodeid)], seconds)
