@@ -5,6 +5,10 @@
     python tools/plan.py a.yml --gpus 512 --gpu a100 --network ib200 --price 1.8
     python tools/plan.py a.yml --gpus 64 --gpu h100 --why-not tensor=8,pipeline=2
     python tools/plan.py a.yml --gpus 64 --gpu mine --machine mine.yml   a device of your own
+    python tools/plan.py a.yml --gpus 64..1024 --plot scaling.png        weak and strong scaling
+    python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
+    python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
+    python tools/plan.py score                                           predictions against published runs
 
 `--json` prints one JSON document. Exit status 2: nothing fits, or the configuration or the command line is wrong.
 """
@@ -17,12 +21,16 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.config import ConfigError, Problem, split_arguments  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.plan.search import Question
 
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "pb": 1e15}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
@@ -32,21 +40,140 @@ def search(options: argparse.Namespace) -> None:
     """Layouts that fit, the fastest first."""
     from megatron.plan.advice import nothing
     from megatron.plan.candidate import parse
-    from megatron.plan.devices import cluster, known
-    from megatron.plan.search import Question
+    from megatron.plan.devices import known
     from megatron.plan.table import document, text
 
-    files, overrides = _files(options)
-    at = cluster(options.gpus, options.gpu, options.hosts, options.network, options.machine)
     named = parse(options.why_not) if options.why_not else None
-    question = Question.of(files, overrides, at)
+    question = _question(options)
     answers = question.answers()
     if not answers.plans:
         raise ConfigError([nothing(question, answers, dict(known(options.machine)[0]))])
     if options.json:
-        print(json.dumps(document(answers, options.price, named), indent=2))
+        found = document(answers, options.price, named)
+        found["failures"] = _failures(options, question.at.devices)
+        print(json.dumps(found, indent=2))
     else:
         print(text(answers, options.price, named, options.disk, options.top))
+        lost = _failures(options, question.at.devices)
+        if lost:
+            print(
+                f"With {options.failures:g} failures of a device in a day the run takes {lost['factor'] - 1:.1%} "
+                f"longer, if it saves every {lost['interval'] / 60:,.0f} minutes (Daly 2006)."
+            )
+
+
+def _failures(options: argparse.Namespace, devices: int) -> dict[str, float] | None:
+    from megatron.plan.scaling import failures
+
+    if options.failures is None:
+        return None
+    return vars(failures(devices, options.failures, options.save_seconds, options.restart_seconds))
+
+
+def _question(options: argparse.Namespace) -> Question:
+    from megatron.plan.devices import cluster
+    from megatron.plan.search import Question
+
+    files, overrides = _files(options)
+    first = options.gpus[0]
+    return Question.of(files, overrides, cluster(first, options.gpu, options.hosts, options.network, options.machine))
+
+
+def scaling(options: argparse.Namespace) -> None:
+    """Weak and strong scaling over numbers of devices."""
+    from megatron.plan.scaling import curve, draw
+    from megatron.plan.table import grid
+
+    question, (first, last) = _question(options), options.gpus
+    curves = {"strong": curve(question, first, last, weak=False), "weak": curve(question, first, last, weak=True)}
+    if not any(curves.values()):
+        rule = "no layout fits on any of these numbers of devices"
+        raise ConfigError([Problem("--gpus", rule, "ask for one number alone to see why", f"{first}..{last}")])
+    if options.plot:
+        draw(curves["strong"], curves["weak"], options.plot, f"{question.at.device.name}, predicted")
+    if options.json:
+        print(json.dumps({name: [each.to_json() for each in points] for name, points in curves.items()}, indent=2))
+        return
+    rows = [["", "devices", "batch", "step s", "tokens/s", "MFU", "efficiency", "layout"]]
+    for name, points in curves.items():
+        for each in points:
+            plan = each.plan
+            own = [f"{plan.step.seconds:,.3f}", f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}"]
+            rows.append([name, str(each.devices), str(each.batch), *own, f"{each.efficiency:.0%}", str(plan.choice)])
+    print("\n".join(grid(rows)))
+
+
+def budget(options: argparse.Namespace) -> None:
+    """Sizes of the model that a budget trains."""
+    from megatron.plan.scaling import proposals
+    from megatron.plan.table import grid
+
+    question = _question(options)
+    lost = _failures(options, question.at.devices)
+    hours = options.budget / (lost["factor"] if lost else 1.0)
+    found = proposals(question, hours, options.tokens_per_parameter)
+    if not found:
+        rule = (
+            "no size of this architecture can be trained; stacks of softmax attention and dense networks can be scaled"
+        )
+        raise ConfigError([Problem("--budget", rule, "give more hours, or another architecture", options.budget)])
+    if options.json:
+        print(json.dumps({"device_hours": options.budget, "proposals": [each.to_json() for each in found]}, indent=2))
+        return
+    rows = [["parameters", "blocks", "hidden", "tokens", "gpu-hours", "days", "MFU", "layout"]]
+    for each in found:
+        shape = [f"{each.parameters / 1e9:,.2f} B", str(each.layers), str(each.hidden), f"{each.tokens / 1e9:,.1f} B"]
+        days = each.hours / 24 / question.at.devices
+        plan = each.plan
+        rows.append([*shape, f"{each.hours:,.0f}", f"{days:,.1f}", f"{plan.mfu:.1%}", str(plan.choice)])
+    print("\n".join(grid(rows)))
+
+
+def lint(options: argparse.Namespace) -> None:
+    """What is wrong with the model's shape for a layout: the one that is named, or the fastest."""
+    from megatron.plan.advice import nothing
+    from megatron.plan.candidate import Candidate, parse
+    from megatron.plan.devices import known
+    from megatron.plan.lint import lint as findings
+
+    question = _question(options)
+    if options.layout:
+        named = parse(options.layout)
+        choice = Candidate(**{"sequence": named.get("tensor", 1) > 1, **named})
+        question.resolved(choice)  # a layout that the launcher refuses is refused here
+    else:
+        answers = question.answers()
+        if not answers.plans:
+            raise ConfigError([nothing(question, answers, dict(known(options.machine)[0]))])
+        choice = answers.plans[0].choice
+    found = findings(question, choice)
+    if options.json:
+        print(json.dumps({"layout": vars(choice), "findings": [vars(each) for each in found]}, indent=2))
+    else:
+        print(f"layout: {choice}")
+        print("\n".join(map(str, found)) or "nothing to say: the shape fits the device")
+
+
+def score(options: argparse.Namespace) -> None:
+    """Predictions against published runs."""
+    from megatron.plan.score import fit, markdown, summary
+    from megatron.plan.score import score as scored
+
+    if options.fit:
+        print(json.dumps(fit(), indent=2))
+        return
+    found = scored()
+    sums = {
+        "fitted": summary([each for each in found if each.run.fitted]),
+        "scored": summary([each for each in found if not each.run.fitted]),
+    }
+    if options.json:
+        rows = [{**each.run.values, "predicted": each.predicted, "error": each.error} for each in found]
+        print(json.dumps({"runs": rows, **sums}, indent=2))
+        return
+    print(markdown(found))
+    for name, own in sums.items():
+        print(f"{name}: median error {own['median']:.0%}, largest {own['worst']:.0%}")
 
 
 def _files(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -58,8 +185,23 @@ def _files(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def _count(word: str) -> int:
     if not (word.isascii() and word.isdigit() and 0 < int(word) <= 10**6):
-        raise argparse.ArgumentTypeError(f"must be a number of devices from 1 to 1,000,000, not {word!r}")
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 1,000,000, not {word!r}")
     return int(word)
+
+
+def _devices(word: str) -> tuple[int, int]:
+    first, dots, last = word.partition("..")
+    counts = _count(first), _count(last) if dots else _count(first)
+    if counts[0] > counts[1]:
+        raise argparse.ArgumentTypeError(f"must be FEWEST..MOST, not {word!r}")
+    return counts
+
+
+def _hours(word: str) -> float:
+    number, _, unit = word.strip().partition(" ")
+    if unit.strip() not in ("", "gpu-hours", "device-hours", "gpu-days"):
+        raise argparse.ArgumentTypeError(f"must be in gpu-hours (or gpu-days), not {word!r}")
+    return _positive(number) * (24 if unit.strip() == "gpu-days" else 1)
 
 
 def _positive(word: str) -> float:
@@ -84,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=Path(sys.argv[0]).name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("arguments", nargs="+", metavar="a.yml [key.path=value]", help="configuration of the run")
-    parser.add_argument("--gpus", type=_count, required=True, help="devices in all")
+    parser.add_argument("--gpus", type=_devices, default=(8, 8), help="devices in all, or FEWEST..MOST (default: 8)")
     parser.add_argument("--gpu", default="h100", help="device: h100, a100, h200, b200, mi250x, mi300x, cpu, ...")
     parser.add_argument("--hosts", type=_count, help="hosts that have them (default: as few as can)")
     parser.add_argument("--network", help="between hosts: ib400 (default), ib200, roce, slingshot, ethernet")
@@ -93,6 +235,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--disk", type=_bytes, help="room for checkpoints, such as 500TB")
     parser.add_argument("--why-not", metavar="tensor=8,...", help="what speaks against this layout")
     parser.add_argument("--top", type=_count, default=8, help="layouts to show")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the scaling over FEWEST..MOST devices")
+    parser.add_argument("--budget", type=_hours, help='propose sizes of the model: "20000 gpu-hours"')
+    parser.add_argument("--tokens-per-parameter", type=_positive, default=20.0, help="with --budget (default: 20)")
+    parser.add_argument("--failures", type=_positive, help="of a device in a day (Llama 3's run: 0.00047)")
+    parser.add_argument("--save-seconds", type=_positive, default=30.0, help="that a checkpoint stops a run")
+    parser.add_argument("--restart-seconds", type=_positive, default=300.0, help="from a failure to the next new step")
+    parser.add_argument("--layout", metavar="tensor=4,...", help="of lint (default: the fastest)")
+    parser.add_argument("--fit", action="store_true", help="score: what the devices' efficiencies would be fitted to")
     parser.add_argument("--json", action="store_true", help="one JSON document with all of them")
     return parser
 
@@ -104,8 +254,16 @@ def main(arguments: list[str] | None = None) -> int:
     if any(each.startswith("-") for each in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.arguments += rest  # files and overrides after an option
+    words = {"lint": lint, "score": score}
+    action = words.get(options.arguments[0], search)
+    if action is not search:
+        del options.arguments[0]
+    elif options.budget is not None:
+        action = budget
+    elif options.gpus[0] != options.gpus[1]:
+        action = scaling
     try:
-        search(options)
+        action(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         if options.json:

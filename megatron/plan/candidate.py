@@ -41,13 +41,14 @@ class Candidate:
         """As nested values of a configuration."""
         parallel: dict[str, Any] = {"tensor": self.tensor, "pipeline": self.pipeline}
         parallel |= {"context": self.context, "expert": self.expert, "sequence": self.sequence}
+        every = {"every": 1} if self.recompute == "full" else {"every": None}
         return {
             "parallel": parallel,
             "zero": {"stage": self.zero},
             "training": {
                 "micro_batch_size": self.micro_batch,
                 "accumulation": None,
-                "activation_checkpointing": {"mode": self.recompute, "every": 1},
+                "activation_checkpointing": {"mode": self.recompute, **every},
             },
         }
 

@@ -1,0 +1,187 @@
+"""What is wrong with a model's shape on a device: the rules of co-design, each with the nearest better values.
+
+Anthony et al. 2024 (arXiv 2401.14489): matrices are fast where their sizes are multiples of 64 elements (128 bytes),
+where tiles fill the last wave of the device's units, and where as little as possible is cut. A finding names, where
+there is one, a change that keeps the number of parameters within 2 %, and the gain that is predicted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ConfigError
+from megatron.config.layers import Source
+from megatron.config.variants import options_of
+from megatron.model.describe import totals
+
+from .candidate import Candidate
+from .search import Plan, Question
+
+UNIT = 64  # elements of 16 bits: beyond it alignment gains nothing
+SAME = 0.02  # of the parameters: what a change may add or take away
+WORTH = 0.002  # of a step: gains below it are not shown
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A breach of a rule.
+
+    Attributes:
+        rule: its name.
+        key: of the configuration.
+        value: that it has.
+        text: what is wrong.
+        better: values by key; empty where only the text helps.
+        gain: the share of the step that these would save, as predicted.
+        parameters: the relative change of the number of parameters.
+    """
+
+    rule: str
+    key: str
+    value: Any
+    text: str
+    better: dict[str, Any]
+    gain: float = 0.0
+    parameters: float = 0.0
+
+    def __str__(self) -> str:
+        values = " ".join(f"{key}={value}" for key, value in self.better.items())
+        fix = f"\n    better: {values} ({self.parameters:+.1%} parameters, {self.gain:.1%} less time)" if values else ""
+        return f"{self.rule}: {self.key} = {self.value}\n    {self.text}{fix}"
+
+
+def lint(question: Question, choice: Candidate) -> list[Finding]:
+    """All findings for a layout, those with the largest gain first."""
+    checker = _Checker(question, choice)
+    found = [
+        *checker.vocabulary(),
+        *checker.heads(),
+        *checker.widths(),
+        *checker.layers(),
+        *checker.batch(),
+        *checker.tensor(),
+    ]
+    return sorted(found, key=lambda each: -each.gain)
+
+
+class _Checker:
+    def __init__(self, question: Question, choice: Candidate) -> None:
+        self.question, self.choice, self.base = question, choice, question.base
+        self.plan = question.judge(choice)
+        self.parameters = totals(question.base).parameters
+
+    def tried(self, values: dict[str, Any]) -> tuple[float, float] | None:
+        """(share of the step saved, change of parameters) with other values; None where they are not legal."""
+        nested: dict[str, Any] = {}
+        for key, value in values.items():
+            at = nested
+            *path, last = key.split(".")
+            for part in path:
+                at = at.setdefault(part, {})
+            at[last] = value
+        question = self.question
+        try:
+            other = Question.from_sources([*question.sources, Source(nested)], question.at)
+            if other.refusal(self.choice) is not None:
+                return None
+            plan: Plan = other.judge(self.choice)
+        except (ConfigError, ValueError):
+            return None
+        return 1 - plan.step.seconds / self.plan.step.seconds, totals(other.base).parameters / self.parameters - 1
+
+    def best(self, options: list[dict[str, Any]]) -> tuple[dict[str, Any], float, float]:
+        """Of some changes the one that saves most at an equal number of parameters."""
+        found: tuple[dict[str, Any], float, float] = ({}, 0.0, 0.0)
+        for values in options:
+            result = self.tried(values)
+            if result is not None and abs(result[1]) <= SAME and result[0] > max(found[1], WORTH):
+                found = (values, *result)
+        return found
+
+    def finding(self, rule: str, key: str, value: Any, text: str, options: list[dict[str, Any]]) -> Finding:
+        return Finding(rule, key, value, text, *self.best(options))
+
+    def vocabulary(self) -> Iterator[Finding]:
+        vocab, unit = self.base.model.vocab_size, UNIT * self.choice.tensor
+        if vocab % unit:
+            above = -(-vocab // unit) * unit
+            times = f" times tensor parallel {self.choice.tensor}" if self.choice.tensor > 1 else ""
+            text = f"the head's rows must be a multiple of {UNIT}{times} = {unit} for full speed"
+            yield self.finding("vocabulary-alignment", "model.vocab_size", vocab, text, [{"model.vocab_size": above}])
+
+    def heads(self) -> Iterator[Finding]:
+        model, hidden = self.base.model, self.base.model.hidden_size
+        for kind in dict.fromkeys(kind for block in model.blocks for kind in block.kinds):
+            options = options_of(model, kind)
+            heads, size = getattr(options, "heads", None), getattr(options, "head_dim", None)
+            if not heads or not size or kind.variant is not None:
+                continue
+            key, groups = f"model.{kind.name}", getattr(options, "kv_heads", None)
+            if size % UNIT:
+                counts = [each for each in range(1, heads * 2) if hidden % each == 0 and (hidden // each) % UNIT == 0]
+                near = sorted(counts, key=lambda each: abs(each - heads))[:3]
+                changes = [{f"{key}.heads": each, f"{key}.head_dim": hidden // each} for each in near]
+                if groups == heads:
+                    changes = [{**each, f"{key}.kv_heads": each[f"{key}.heads"]} for each in changes]
+                text = f"the size of a head must be a multiple of {UNIT} (best 128): products inside attention have it"
+                yield self.finding("head-size", f"{key}.head_dim", size, text, changes)
+            batch = self.choice.micro_batch * heads
+            if batch % self.choice.tensor:
+                text = "micro-batch times heads must be a multiple of the tensor parallel size"
+                yield Finding("heads-over-ranks", f"{key}.heads", heads, text, {})
+
+    def widths(self) -> Iterator[Finding]:
+        """Hidden sizes: of the model, and of feed-forward networks, whose 8/3 h is seldom aligned."""
+        model, tensor = self.base.model, self.choice.tensor
+        hidden = model.hidden_size
+        if hidden % (UNIT * tensor):
+            text = f"hidden_size must be a multiple of {UNIT} times the tensor parallel size = {UNIT * tensor}"
+            yield Finding("hidden-alignment", "model.hidden_size", hidden, text, {})
+        for kind in dict.fromkeys(kind for block in model.blocks for kind in block.kinds):
+            width = getattr(options_of(model, kind), "hidden_size", None)
+            if not isinstance(width, int) or kind.variant is not None:
+                continue
+            unit, key = UNIT * tensor, f"model.{kind.name}.hidden_size"
+            near = [width // unit * unit + step * unit for step in range(-4, 6)]
+            values = [{key: each} for each in near if each > 0 and each != width and abs(each / width - 1) < 4 * SAME]
+            if width % unit:
+                text = f"a rank's part of it must be a multiple of {UNIT}: {width} / {tensor} is not"
+                yield self.finding("ffn-alignment", key, width, text, values)
+            else:
+                better, gain, change = self.best(values)
+                if gain + change > 0.01:  # more than what a smaller network saves by itself
+                    text = "tiles of its products leave units of the device idle in the last wave"
+                    yield Finding("wave-quantisation", key, width, text, better, gain, change)
+
+    def layers(self) -> Iterator[Finding]:
+        blocks, stages = len(self.base.model.blocks), self.choice.pipeline
+        if stages > 1 and blocks % stages:
+            text = f"{blocks} blocks do not divide over {stages} stages: the longest stage sets the pace"
+            yield Finding("stages-even", "model.layers", blocks, text, {})
+
+    def batch(self) -> Iterator[Finding]:
+        tokens = self.choice.micro_batch * self.base.training.sequence_length
+        if tokens % UNIT:
+            text = f"tokens of a micro-batch ({tokens}) must be a multiple of {UNIT}: rows of every product"
+            yield Finding("token-alignment", "training.sequence_length", self.base.training.sequence_length, text, {})
+
+    def tensor(self) -> Iterator[Finding]:
+        """As little as possible is cut: a smaller tensor parallel size that fits and is faster."""
+        if self.choice.tensor == 1:
+            return
+        faster = [
+            plan
+            for plan in self.question.answers().plans
+            if plan.choice.tensor < self.choice.tensor and plan.step.seconds < self.plan.step.seconds
+        ]
+        if faster:
+            gain = 1 - faster[0].step.seconds / self.plan.step.seconds
+            better = {
+                "parallel.tensor": faster[0].choice.tensor,
+                "parallel.pipeline": faster[0].choice.pipeline,
+                "zero.stage": faster[0].choice.zero,
+            }
+            text = "cutting matrices makes their products small and adds sums; cut as little as memory allows"
+            yield Finding("tensor-small", "parallel.tensor", self.choice.tensor, text, better, gain)
