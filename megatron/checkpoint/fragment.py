@@ -15,6 +15,7 @@ from ..parallel.shard import LogicalTensor
 
 WEIGHT = "weight"  # in the type that the forward pass uses
 MASTER = "master"  # the fp32 copy that the optimizer updates
+AVERAGE = "average"  # fp32, of the weights over steps
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -18,7 +19,7 @@ from .communicator import SOLO, Communicator
 from .container import DTYPES
 from .durable import read_fully
 from .errors import CheckpointError, by_layer
-from .fragment import MASTER, WEIGHT, Fragment, FragmentSpec
+from .fragment import AVERAGE, MASTER, WEIGHT, Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
 from .names import META_NAME, wrong_name
@@ -76,6 +77,7 @@ class Checkpoint:
         if not path.is_dir():
             raise CheckpointError(path, "there is no such checkpoint")
         self.path = path
+        self._averaged = False
         self.records, parts = read_manifest(path)
         for name, part in parts.items():
             _check_part(
@@ -100,6 +102,18 @@ class Checkpoint:
     def stored(self) -> dict[tuple[str, str], torch.dtype]:
         """(tensor name, state) -> type, of everything stored."""
         return {key: DTYPES[name] for key, name in self.index.stored().items()}
+
+    def averaged(self) -> Checkpoint:
+        """The same checkpoint with the average of the weights in their place.
+
+        Raises:
+            CheckpointError: it has none.
+        """
+        if not any(state == AVERAGE for _, state in self.stored):
+            raise CheckpointError(self.path, "it has no average of the weights: its run had no training.weight_average")
+        found = copy.copy(self)
+        found._averaged = True
+        return found
 
     def has_weights(self, name: str) -> bool:
         """Whether a tensor is a parameter; some optimizers keep states that are tensors of their own."""
@@ -279,6 +293,8 @@ class Checkpoint:
     def source(self, spec: FragmentSpec, dtype: torch.dtype | None = None) -> str | None:
         """The stored state to read a wanted one (in this type) from: itself, or what can stand for it, or None."""
         name, state = spec.tensor.name, spec.state
+        if self._averaged and state == WEIGHT and (name, AVERAGE) in self.stored:
+            return AVERAGE
         stand_in = STAND_INS.get(state)
         has_stand_in = (name, stand_in) in self.stored
         if (name, state) not in self.stored:

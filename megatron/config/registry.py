@@ -54,6 +54,10 @@ INSIDE: dict[str, dict[str, str]] = {
         "lion": "megatron.engine.optimizers.lion:Lion",
         "sgd": "megatron.engine.optimizers.sgd:SGD",
         "muon": "megatron.engine.optimizers.muon:Muon",
+        "soap": "megatron.engine.optimizers.soap:SOAP",
+        "jorge": "megatron.engine.optimizers.jorge:Jorge",
+        "adafactor": "megatron.engine.optimizers.adafactor:Adafactor",
+        "ademamix": "megatron.engine.optimizers.ademamix:AdEMAMix",
     },
     SCHEDULE: {  # see megatron.training.schedule
         "constant": "megatron.training.schedule:constant",
@@ -74,6 +78,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "communication": "megatron.training.hooks.communication:CommunicationHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
+        "average": "megatron.training.hooks.average:AverageHook",
         "evaluate": "megatron.training.hooks.evaluate:EvaluateHook",
         "tasks": "eval_tasks.hook:TasksHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",

@@ -224,7 +224,10 @@ class BaseEngine:
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self._tell_of_reductions()
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
-        self.state = EngineState(self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module))
+        average = self.config.training.weight_average is not None
+        self.state = EngineState(
+            self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
+        )
         if isinstance(self.optimizer, MatrixOptimizer):
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -285,6 +288,15 @@ class BaseEngine:
         self.deepspeed.global_steps = step
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
         return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
+
+    def begin_average(self) -> None:
+        self.state.begin_average()
+
+    def advance_average(self, coefficient: float) -> None:
+        self.state.advance_average(coefficient)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return self.state.averaged()
 
     def _micro_batches(self, batch: StepBatch, scale: Tensor | float) -> Iterator[MicroBatch]:
         return micro_batches(batch, self.form, scale, self.device, self.context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,3 +73,12 @@ class Engine(Protocol):
 
         No gradient is computed and no dropout applied. Batches may have any size and length that the layout can cut.
         """
+
+    def begin_average(self) -> None:
+        """The average of the weights (`training.weight_average`) becomes what the weights are."""
+
+    def advance_average(self, coefficient: float) -> None:
+        """average = coefficient * average + (1 - coefficient) * weights, in fp32."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """While this is open, the engine evaluates with the average; afterwards the weights are back, bit for bit."""

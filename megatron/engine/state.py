@@ -8,6 +8,7 @@ parameter's shard, and where it lies in which flat tensor. Checkpoints read and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.fragment import MASTER, WEIGHT, Fragment
+from megatron.checkpoint.fragment import AVERAGE, MASTER, WEIGHT, Fragment
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.shard import LogicalTensor
@@ -51,6 +52,7 @@ class EngineState:
         optimizer: the torch optimizer that it was given.
         parameters: this rank's parameters, each once.
         buffers: tensors that are saved and no optimizer sees (`ParameterFactory.buffer`).
+        average: whether an average of the weights is kept too.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class EngineState:
         mesh: Mesh,
         stage: int,
         buffers: Sequence[Tensor] = (),
+        average: bool = False,
     ):
+        self._averages: dict[Tensor, Tensor] = {}  # by flat tensor, of its shape
+        self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
 
@@ -72,11 +77,13 @@ class EngineState:
             yield from self._buffer_fragments()
 
     def weights(self, dtype: torch.dtype) -> Iterator[Fragment]:
-        """What this rank saves of the weights alone, made of the masters."""
+        """What this rank saves of the weights alone, made of the masters, and of their average."""
         for fragment in self.fragments():
             if fragment.state == MASTER:
                 data = fragment.data if fragment.tensor.keep_fp32 else fragment.data.to(dtype)
                 yield replace(fragment, state=WEIGHT, data=data)
+            elif fragment.state == AVERAGE:
+                yield fragment
 
     def targets(self) -> list[Fragment]:
         """Everything that this rank must fill to resume, replicas included; the data are the engine's own tensors."""
@@ -92,6 +99,38 @@ class EngineState:
             self._refresh_partitioned()
         elif self.stage > 0:
             self.engine.optimizer.update_lp_params()
+
+    def begin_average(self) -> None:
+        """The average is what the weights are."""
+        for _, flat in self._flats():
+            self._average_of(flat).copy_(flat.detach())
+
+    def advance_average(self, coefficient: float) -> None:
+        """average = coefficient * average + (1 - coefficient) * weights."""
+        for _, flat in self._flats():
+            self._average_of(flat).lerp_(flat.detach(), 1 - coefficient)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While this is open, the engine computes with the average; afterwards all is as it was, to the last bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for _, flat in self._flats():
+            average = self._average_of(flat)
+            weights = flat.detach().clone()
+            flat.data.copy_(average)
+            average.copy_(weights)
+        self.refresh()
+
+    def _average_of(self, flat: Tensor) -> Tensor:
+        if flat not in self._averages:
+            self._averages[flat] = flat.detach().clone()
+        return self._averages[flat]
 
     def counters(self) -> dict[str, Any]:
         """What the optimizer counts besides tensors: updates done (equal for all parameters)."""
@@ -151,9 +190,13 @@ class EngineState:
         """Masters and states of what this rank owns, with or without what others save too."""
         self._create_states()
         states = {flat: element_states(self.optimizer, group, flat) for group, flat in self._flats()}
+
+        def averages(flat: Tensor) -> dict[str, Tensor]:
+            return {AVERAGE: self._average_of(flat)} if self._averaging else {}
+
         for owned in self._owned():
             if replicas or not owned.replica:
-                for name, values in {MASTER: owned.flat, **states.get(owned.flat, {})}.items():
+                for name, values in {MASTER: owned.flat, **averages(owned.flat), **states.get(owned.flat, {})}.items():
                     yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
         if isinstance(self.optimizer, MatrixOptimizer):
             copies = {logical_of(p).name for p in self.parameters if getattr(p, "ds_pipe_replicated", False)}

@@ -26,6 +26,8 @@ from megatron.parallel.traffic import Call, Tally
 
 from .deepspeed_options import accumulation_steps, zero_stage
 from .optimizers.groups import parameter_groups
+from .optimizers.matrix import MatrixOptimizer
+from .optimizers.named import optimizer_class
 
 FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
@@ -85,7 +87,7 @@ def _refuse(config: Config, layout: Layout) -> None:
         "ZeRO 3": zero_stage(config, layout) == 3,
         "an offloaded optimizer": zero.offload_optimizer.device != "none",
         "keys of `deepspeed`": bool(config.deepspeed),
-        "Muon": config.optimizer.type == "muon",
+        "optimizers of whole matrices": issubclass(optimizer_class(config), MatrixOptimizer),
         "bf16 with gradients that are accumulated in bf16": compute == "bf16" and config.precision.accumulate != "fp32",
         "bf16 with parameters in fp32 at ZeRO 2": compute == "bf16" and zero_stage(config, layout) == 2,
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),

@@ -11,6 +11,7 @@ from megatron.checkpoint.store import Store
 from megatron.config import Config
 from megatron.config.variants import used
 from megatron.engine.engine import build_engine
+from megatron.engine.optimizers.matrix import keeps_owner_states
 
 from .fetch import local_path
 from .resume import resume
@@ -36,6 +37,12 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
             target,
             f"native files of layout {layout} do not say how tensors are cut, or have no fp32 "
             "masters; use parallel.tensor=1 parallel.pipeline=1 zero.stage=1, or to_deepspeed.py",
+        )
+    if keeps_owner_states(config):
+        raise CheckpointError(
+            target,
+            f"native files of DeepSpeed have no place for the states that {config.optimizer.type} keeps of whole "
+            "matrices; take the weights by to_hf.py",
         )
     if layout.spreads_experts:
         raise CheckpointError(

@@ -42,7 +42,89 @@ class PlainMuon:
         return size * (left * values) @ right
 
 
-PLAIN = {"muon": PlainMuon}
+class PlainSOAP:
+    """Algorithms 3 and 4 of the paper, the first step left out as in the authors' program."""
+
+    def __init__(self, options) -> None:
+        own = options.options
+        self.rate, self.betas, self.epsilon = options.lr, options.betas, options.epsilon
+        self.beta, self.frequency = own.get("beta", options.betas[1]), own.get("frequency", 10)
+
+    def start(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"average": torch.zeros_like(matrix), "square": torch.zeros_like(matrix), "step": 0}
+
+    def direction(self, state: dict, gradient: torch.Tensor) -> torch.Tensor:
+        grams = [gradient @ gradient.T, gradient.T @ gradient]
+        state["step"] += 1
+        t = state["step"] - 1
+        if t == 0:
+            state["factors"] = [(1 - self.beta) * gram for gram in grams]
+            state["bases"] = [_eigenvectors(gradient), _eigenvectors(gradient.T)]
+            return torch.zeros_like(gradient)
+        left, right = state["bases"]
+        beta1, beta2 = self.betas
+        state["average"] = beta1 * state["average"] + (1 - beta1) * gradient
+        state["square"] = beta2 * state["square"] + (1 - beta2) * (left.T @ gradient @ right) ** 2
+        mean = left.T @ state["average"] @ right / (1 - beta1**t)
+        step = (
+            left @ (mean / ((state["square"] / (1 - beta2**t)).sqrt() + self.epsilon / (1 - beta2**t) ** 0.5)) @ right.T
+        )
+        state["factors"] = [self.beta * f + (1 - self.beta) * gram for f, gram in zip(state["factors"], grams)]
+        if t % self.frequency == 0:
+            state["square"], state["bases"][0] = _iterate(state["factors"][0], left, state["square"])
+            turned, state["bases"][1] = _iterate(state["factors"][1], right, state["square"].T)
+            state["square"] = turned.T
+        return step
+
+
+def _eigenvectors(matrix: torch.Tensor) -> torch.Tensor:
+    """Of the gradient times its transpose, the largest eigenvalue first; the null space has the project's basis."""
+    values, vectors = torch.linalg.eigh(matrix.double() @ matrix.double().T)
+    if values[-1] == 0:
+        vectors = vectors[:, :0]
+    known = vectors[:, values > 1e-10 * values[-1]].flip(1) if vectors.numel() else vectors
+    rows = len(matrix)
+    if known.shape[1] < rows:
+        draw = torch.Generator().manual_seed(rows)
+        fixed = torch.randn(rows, rows - known.shape[1], generator=draw, dtype=torch.float64)
+        known = torch.cat([known, torch.linalg.qr(fixed - known @ known.T @ fixed)[0]], 1)
+    return known.to(matrix.dtype)
+
+
+def _iterate(factor: torch.Tensor, basis: torch.Tensor, square: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = (basis.T @ factor @ basis).diagonal().argsort(descending=True)
+    shifted = factor + 1e-6 * factor.trace().clamp(min=1e-30) * torch.eye(len(factor), dtype=factor.dtype)
+    return square[order], torch.linalg.qr(shifted @ basis[:, order])[0]
+
+
+class PlainJorge:
+    """The paper's algorithm with the coefficient that makes its series converge."""
+
+    def __init__(self, options) -> None:
+        self.rate, self.momentum = options.options.get("lr", options.lr), options.momentum
+        self.frequency, self.begin = options.options.get("frequency", 10), options.options.get("start", 1e-6)
+
+    def start(self, matrix: torch.Tensor) -> dict:
+        roots = [torch.eye(size, dtype=matrix.dtype) * self.begin**-0.25 for size in matrix.shape]
+        return {"roots": roots, "plain": torch.zeros_like(matrix), "average": torch.zeros_like(matrix), "step": 0}
+
+    def direction(self, state: dict, gradient: torch.Tensor) -> torch.Tensor:
+        if state["step"] % self.frequency == 0 and gradient.any():
+            for side, gram in enumerate((gradient @ gradient.T, gradient.T @ gradient)):
+                root = state["roots"][side]
+                x = torch.linalg.matrix_power(root, 4) @ gram
+                beta = x.norm() / (x.norm() + 1)
+                a = (1 - beta) / beta * x
+                root = beta**-0.25 * root @ (torch.eye(len(a), dtype=a.dtype) - a / 4 + 5 / 32 * a @ a)
+                state["roots"][side] = (root + root.T) / 2
+        state["step"] += 1
+        state["plain"] = self.momentum * state["plain"] + gradient
+        new = state["roots"][0] @ gradient @ state["roots"][1]
+        state["average"] = self.momentum * state["average"] + (1 - self.momentum) * new
+        return state["average"] * (state["plain"].norm() / state["average"].norm().clamp(min=1e-30))
+
+
+PLAIN = {"muon": PlainMuon, "soap": PlainSOAP, "jorge": PlainJorge}
 
 
 class PlainMatrices:

@@ -47,6 +47,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
 MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
+SOAP = {"optimizer": {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}}}
+JORGE = {"optimizer": {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}}}
 BF16 = {"precision": "bf16"}
 MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
@@ -66,6 +68,9 @@ PAIRS = [
     *[("moe", merged(ADAMW, MOE), "tp2 pp2", to, 1e-5) for to in ("one", "dp2 ZeRO 3")],
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-5),
+    ("llama", SOAP, "dp2 ZeRO 1", "tp2 pp2", 1e-5),
+    ("moe", merged(SOAP, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
+    ("qwen3", JORGE, "tp2 dp2 ZeRO 3", "dp2 ZeRO 1", 1e-5),
     *[("moe", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", to, 1e-5) for to in ("one", "dp4 ep4 ZeRO 2", "tp2 ep2")],
     *[("moe", merged(ADAMW, MOE), "dp4 ep4 ZeRO 2", to, 1e-5) for to in ("dp2 ep2 ZeRO 0", "dp2 ZeRO 3")],
     *[("moe", merged(MUON, MOE), "dp4 ep2 ZeRO 1", to, 1e-5) for to in ("dp2 ep2 ZeRO 0", "tp2 ep2")],

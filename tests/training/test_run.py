@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import open_checkpoint
+from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
 from megatron.worker.place import LaunchError, StartError
@@ -272,6 +272,32 @@ def test_a_folder_and_a_run_stand_for_their_newest_checkpoint(tmp_path: Path) ->
         assert event["changed"] == ["model.attention.rotary.base: 10000.0 -> 5000.0"]
         gone_on = start(tmp_path, 1, f"run.dir={tmp_path}/all{number}", f"checkpoint.resume={source}")
         assert gone_on[0]["step"] == 4
+
+
+def test_an_average_of_the_weights_is_evaluated_saved_and_gone_on_with(tmp_path: Path) -> None:
+    lines = start(tmp_path, 2, "training.weight_average=0.5", "checkpoint.every=1")
+    for line in (line["validation"] for line in lines if "validation" in line):
+        assert line.keys() == {"validation", "validation (average)"}
+        assert line["validation"]["loss"] != line["validation (average)"]["loss"]
+    saved = {step: tensors(tmp_path, step) for step in range(1, 7)}
+    names = [name for name, state in saved[1] if state == "average"]
+    assert names == [name for name, state in saved[1] if state == "master"]
+    for step in range(2, 7):
+        for name in names:
+            wanted = (saved[step - 1][name, "average"] + saved[step][name, "master"]) / 2
+            torch.testing.assert_close(saved[step][name, "average"], wanted)
+    path = tmp_path / "run" / "checkpoints" / "step_00000003"
+    start(tmp_path, 1, "training.weight_average=0.5", f"run.dir={tmp_path}/other", f"checkpoint.resume={path}")
+    for name in names:
+        torch.testing.assert_close(
+            tensors(tmp_path, 6, "other")[name, "average"], saved[6][name, "average"], rtol=0, atol=1e-5
+        )
+    checkpoint = open_checkpoint(path).averaged()
+    read = checkpoint.read(FragmentSpec.whole(checkpoint.tensors[names[0]], "weight"), torch.float32)
+    assert torch.equal(read.data, saved[3][names[0], "average"])
+    start(tmp_path, 1, f"run.dir={tmp_path}/none", "training.stop_at_step=2")
+    with pytest.raises(CheckpointError, match="training.weight_average"):
+        open_checkpoint(tmp_path / "none" / "checkpoints" / "step_00000002").averaged()
 
 
 def test_what_does_not_fit_is_told_in_a_few_lines(tmp_path: Path) -> None:

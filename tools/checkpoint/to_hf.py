@@ -41,6 +41,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=sorted(TYPES), help="type of the weights; float32 takes the masters (default: as trained)"
     )
+    parser.add_argument(
+        "--average", action="store_true", help="the average of the weights (training.weight_average) in their place"
+    )
     parser.add_argument("--shard-size", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (default 5)")
     parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -51,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         checkpoint = open_checkpoint(find_checkpoint(options.checkpoint), verify="checksums")
+        if options.average:
+            checkpoint = checkpoint.averaged()
         tell = now_and_then(quiet=options.json)
         done = export(
             checkpoint,

@@ -14,7 +14,14 @@ from ..problems import Problem
 from ..rule_context import RuleContext
 
 LARGEST_GPU = 288 * 2**30  # bytes: AMD MI355X and NVIDIA B300
-MOMENTS = {"adamw": 8, "lion": 4, "muon": 4}  # bytes per parameter, at least; sgd may have none
+MOMENTS = {
+    "adamw": 8,
+    "lion": 4,
+    "muon": 4,
+    "soap": 8,
+    "jorge": 8,
+    "ademamix": 12,
+}  # bytes per parameter, at least; sgd may have none
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
 
 

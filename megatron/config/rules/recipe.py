@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .. import machine
 from ..kernels import installed
+from ..optimizer_options import OPTIONS
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
@@ -138,13 +139,20 @@ def betas_are_shares(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(
             "optimizer.betas", rule="both betas must be in [0, 1)", fix="AdamW for language models uses [0.9, 0.95]"
         )
+    for role, group in context.config.optimizer.groups.items():
+        if group.betas is not None and not all(0 <= beta < 1 for beta in group.betas):
+            yield context.problem(
+                f"optimizer.groups.{role}.betas",
+                rule="both betas must be in [0, 1)",
+                fix="remove it, or use [0.9, 0.95]",
+            )
 
 
 def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
     users = {
-        "betas": ("adamw", "lion", "muon"),
-        "epsilon": ("adamw", "muon"),
-        "momentum": ("sgd",),
+        "betas": ("adamw", "lion", "muon", "soap", "jorge", "adafactor", "ademamix"),
+        "epsilon": ("adamw", "muon", "soap", "jorge", "adafactor", "ademamix"),
+        "momentum": ("sgd", "jorge"),
         "nesterov": ("sgd",),
         "muon_lr": ("muon",),
         "muon_momentum": ("muon",),
@@ -158,6 +166,30 @@ def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
                 "optimizer.type",
                 rule=f"{name} must go with {', '.join(kinds)}; it has no effect here",
                 fix="remove it, or change optimizer.type",
+            )
+
+
+def options_are_the_optimizers(context: RuleContext) -> Iterator[Problem]:
+    """`optimizer.options` of an optimizer inside the tree; one of a package checks its own."""
+    optimizer = context.config.optimizer
+    if optimizer.type not in INSIDE[OPTIMIZER]:
+        return
+    known = OPTIONS.get(optimizer.type, {})
+    for name, value in optimizer.options.items():
+        problem = known[name].problem(value) if name in known else None
+        if name not in known:
+            yield context.problem(
+                "optimizer.options",
+                "optimizer.type",
+                rule=f"the options of {optimizer.type} must be among {', '.join(known) or 'none'}; {name} is not",
+                fix="remove it, or change optimizer.type",
+            )
+        elif problem is not None:
+            yield context.problem(
+                "optimizer.options",
+                "optimizer.type",
+                rule=f"{name} {problem}",
+                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].default:g}"),
             )
 
 
@@ -214,6 +246,7 @@ RULES = (
     loss_scale_needs_fp16,
     betas_are_shares,
     options_suit_the_optimizer,
+    options_are_the_optimizers,
     nesterov_has_momentum,
     muon_has_a_rate,
     recomputation_is_on,

@@ -74,6 +74,13 @@ class TrainingSection(Section):
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing, "Trade computation for activation memory."
     )
+    weight_average: float | None = key(
+        None,
+        "Coefficient of an exponential moving average of the weights over steps, such as 0.999. It is evaluated beside "
+        "the weights, saved, and exported by to_hf.py --average.",
+        gt=0,
+        lt=1,
+    )
     compile: Literal["auto", "off", "layer"] = key(
         "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs)."
     )
@@ -99,6 +106,10 @@ class ParameterGroup(Section):
         derived=Derived("optimizer.weight_decay", _group_weight_decay, ("optimizer.weight_decay",)),
         ge=0,
     )
+    betas: tuple[float, float] | None = key(
+        None, "Averaging coefficients of this role; null: optimizer.betas.", strict=False
+    )
+    epsilon: float | None = key(None, "Epsilon of this role; null: optimizer.epsilon.", gt=0)
 
 
 ParameterRole = Literal[
@@ -109,15 +120,14 @@ ParameterRole = Literal[
 class OptimizerSection(Section):
     type: str = key(
         "adamw",
-        "Optimizer; muon updates hidden matrices (orthogonalised in bf16, in fp32 runs in fp32) and leaves the rest to "
-        "AdamW.",
+        "Optimizer (docs/optimizers.md); muon, soap and jorge update hidden matrices and leave the rest to AdamW.",
         role=OPTIMIZER,
     )
     lr: float = key(3e-4, "Peak learning rate.", ge=0, le=1000)
     betas: tuple[float, float] = key((0.9, 0.95), "Averaging coefficients of AdamW and Lion.", strict=False)
     epsilon: float = key(1e-8, "Added to AdamW's denominator.", gt=0)
     weight_decay: float = key(0.1, "Decoupled weight decay.", ge=0)
-    momentum: float = key(0.9, "Momentum of sgd.", ge=0, lt=1)
+    momentum: float = key(0.9, "Momentum of sgd and jorge.", ge=0, lt=1)
     nesterov: bool = key(False, "Nesterov momentum of sgd.")
     muon_lr: float = key(0.02, "Peak learning rate of muon's matrices.", ge=0, le=1000)
     muon_momentum: float = key(0.95, "Momentum of muon's matrices.", ge=0, lt=1)
@@ -134,7 +144,9 @@ class OptimizerSection(Section):
         lambda: {role: ParameterGroup(weight_decay=0.0) for role in ("norm", "bias", "state", "decay")},
         "Settings by role of a parameter, merged with the default; roles not named use the optimizer's own.",
     )
-    options: dict[str, Any] = key(dict, "Further options, for an optimizer from a package of yours.")
+    options: dict[str, Any] = key(
+        dict, "Further options of the optimizer (docs/optimizers.md), or of one from a package of yours."
+    )
 
 
 class ScheduleSection(Section):

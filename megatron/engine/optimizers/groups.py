@@ -20,9 +20,9 @@ from .named import optimizer_class
 def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """Put each trainable parameter of this rank into exactly one group.
 
-    Parameters with the same settings (multiplier of the learning rate, weight decay, algorithm), the same type and the
-    same ranks share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so fewer are
-    better.
+    Parameters with the same settings (multiplier of the learning rate, weight decay, betas, algorithm), the same type
+    and the same ranks share a group, in the order in which they come: ZeRO lays a group out as one flat buffer, so
+    fewer are better.
 
     Args:
         config: a resolved `Config`.
@@ -46,12 +46,12 @@ def parameter_groups(config: Config, parameters: Iterable[nn.Parameter]) -> list
         if logical is None:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no logical tensor, so no role")
         lr_scale, decay = _settings(config.optimizer, logical.role)
-        own = dict(group_settings(kind, config, logical))
+        own = {**_averaging(config.optimizer, logical.role), **group_settings(kind, config, logical)}
         scales = own.pop("scales", logical.scales)
         lr_scale *= own.pop("lr_scale", 1.0) * scales.lr
         decay *= scales.weight_decay
         if scales.epsilon != 1.0:
-            own["eps"] = config.optimizer.epsilon * scales.epsilon
+            own["eps"] = own.get("eps", config.optimizer.epsilon) * scales.epsilon
         key = (*sorted(own.items()), lr_scale, decay, parameter.dtype, is_spread(parameter))
         start = {"params": [], "lr": 0.0, "lr_scale": lr_scale, "weight_decay": decay, "roles": []}
         group = groups.setdefault(key, {**start, **own, "moe": is_spread(parameter)})
@@ -69,6 +69,13 @@ def _settings(optimizer: OptimizerSection, role: Role) -> tuple[float, float]:
     if options is None:
         return 1.0, optimizer.weight_decay
     return options.lr_scale, optimizer.weight_decay if options.weight_decay is None else options.weight_decay
+
+
+def _averaging(optimizer: OptimizerSection, role: Role) -> dict[str, Any]:
+    """The betas and the epsilon that a role has of its own, by the names that torch's optimizers give them."""
+    options = optimizer.groups.get(role.value)
+    own = {} if options is None else {"betas": options.betas, "eps": options.epsilon}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def describe(config: Config, groups: list[dict[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from megatron.parallel.parameters import logical_of
 from megatron.parallel.shard import LogicalTensor, Role
 
 from .contract import STEP, initialize_state
+from .named import optimizer_class
 from .whole import Held, Unit, WholeTensors
 
 # Matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
@@ -31,6 +32,18 @@ MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
 def is_matrix(logical: LogicalTensor) -> bool:
     """Whether a tensor is a matrix inside a block, several of them fused, or a stack of experts' matrices."""
     return logical.role in MATRIX_ROLES and (len(logical.shape) == 2 or logical.stacked)
+
+
+def sizes(logical: LogicalTensor) -> list[tuple[int, int]]:
+    """(rows, columns) of the matrices that are fused in a tensor; of each of its experts, where it has some."""
+    rows, columns = logical.shape[-2:]
+    return [(each, columns) for each in logical.matrices or (rows,)]
+
+
+def blocks(unit: Unit, whole: Tensor) -> list[Tensor]:
+    """Views [experts or 1, rows, columns] of the matrices that are fused in a whole of the unit's shape."""
+    stack = whole.view(-1, *unit.shape[-2:])
+    return list(stack.split([rows for rows, _ in sizes(unit.tensor)], dim=1))
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -227,3 +240,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def keeps_owner_states(config: Config) -> bool:
+    """Whether the run's optimizer keeps states of whole matrices, which formats of DeepSpeed do not know."""
+    kind: Any = optimizer_class(config)
+    return issubclass(kind, MatrixOptimizer) and kind.owner_states is not MatrixOptimizer.owner_states

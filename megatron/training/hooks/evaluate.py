@@ -44,15 +44,21 @@ class EvaluateHook(Hook):
     Args:
         sets: what to evaluate.
         every: n, None for never.
+        average: evaluate them with the average of the weights too, as "<set> (average)".
     """
 
-    def __init__(self, sets: Sequence[ValidationSet], *, every: int | None, at_start: bool, at_end: bool) -> None:
+    def __init__(
+        self, sets: Sequence[ValidationSet], *, every: int | None, at_start: bool, at_end: bool, average: bool = False
+    ) -> None:
+        self._average = average
         self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
 
     @classmethod
     def of(cls, parts: Parts) -> EvaluateHook:
-        options = parts.config.evaluation
-        return cls(parts.validation, every=options.every, at_start=options.at_start, at_end=options.at_end)
+        options, average = parts.config.evaluation, parts.config.training.weight_average is not None
+        return cls(
+            parts.validation, every=options.every, at_start=options.at_start, at_end=options.at_end, average=average
+        )
 
     def on_start(self, trainer: Trainer) -> None:
         if self._at_start and trainer.start == 0:
@@ -71,6 +77,11 @@ class EvaluateHook(Hook):
         for each in self._sets:
             with trainer.aside(EVALUATE, each.name):
                 found[each.name] = evaluate(trainer.engine, trainer.exchange, each)
+        if self._average:
+            with trainer.engine.averaged():
+                for each in self._sets:
+                    with trainer.aside(EVALUATE, each.name):
+                        found[f"{each.name} (average)"] = evaluate(trainer.engine, trainer.exchange, each)
         if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():

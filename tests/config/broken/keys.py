@@ -118,7 +118,7 @@ TYPES = [
         "choice misspelt",
         "optimizer: {type: adamW2}",
         "a.yml:2: optimizer.type = 'adamW2'",
-        "must be one of adamw, lion, sgd, muon",
+        "must be one of adamw, lion, sgd, muon, soap, jorge, adafactor, ademamix",
         "did you mean adamw?",
     ),
     case("choice unknown", "precision: fp8", "a.yml:2: precision.compute = 'fp8'", "must be one of fp32, bf16, fp16"),

@@ -66,6 +66,24 @@ RECIPE = [
         "Nesterov without momentum", "optimizer: {type: sgd, nesterov: true, momentum: 0.0}", "must go with a momentum"
     ),
     case(
+        "beta of one for a role",
+        "optimizer: {groups: {hidden: {betas: [0.9, 1.0]}}}",
+        "optimizer.groups.hidden.betas = [0.9, 1.0]",
+        "in [0, 1)",
+    ),
+    case(
+        "SOAP with Muon's option",
+        "optimizer: {type: soap, options: {momentum: 0.9}}",
+        "a.yml:2: optimizer.options",
+        "the options of soap must be among frequency, largest, beta; momentum is not",
+    ),
+    case(
+        "a coefficient of one",
+        "optimizer: {type: ademamix, options: {slow: 1.0}}",
+        "slow must be a number from 0 to below 1",
+        "use 0.9999",
+    ),
+    case(
         "Muon without a rate", "optimizer: {type: muon, lr: 0}", "a.yml:2: optimizer.lr = 0.0", "which must be above 0"
     ),
     case(

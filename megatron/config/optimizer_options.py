@@ -1,0 +1,59 @@
+"""What `optimizer.options` may say for the optimizers inside the tree that read it. No torch here: rules check it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number: its default (None: another key's value), the least and the largest one, and what it is.
+
+    Attributes:
+        below: the largest value itself is not allowed.
+        whole: it must be a whole number.
+    """
+
+    default: float | None
+    least: float
+    largest: float
+    about: str
+    below: bool = False
+    whole: bool = False
+
+    def problem(self, value: Any) -> str | None:
+        """What a value must be, if it is not."""
+        kind = "a whole number" if self.whole else "a number"
+        good = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
+        if good and self.least <= value and (value < self.largest if self.below else value <= self.largest):
+            return None
+        return f"must be {kind} from {self.least:g} to {'below ' if self.below else ''}{self.largest:g}"
+
+
+OPTIONS: dict[str, dict[str, Option]] = {
+    "soap": {
+        "frequency": Option(10, 1, 10**9, "steps between two refreshes of the eigenbases", whole=True),
+        "largest": Option(10_000, 0, 10**9, "a side that is longer is left in its own basis", whole=True),
+        "beta": Option(None, 0, 1, "average of the factors; the second of optimizer.betas by default", below=True),
+    },
+    "jorge": {
+        "frequency": Option(10, 1, 10**9, "steps between two updates of the preconditioners", whole=True),
+        "start": Option(1e-6, 1e-30, 1e6, "the factors begin as this times the identity"),
+        "lr": Option(None, 0, 1000, "peak rate of the matrices, of SGD's size; optimizer.lr by default"),
+    },
+    "adafactor": {
+        "decay": Option(0.8, 0, 10, "the average of squares at step t has the coefficient 1 - t^-decay"),
+        "clip": Option(1.0, 1e-6, 1e6, "largest root mean square of an update"),
+    },
+    "ademamix": {
+        "slow": Option(0.9999, 0, 1, "coefficient of the slow average", below=True),
+        "alpha": Option(5.0, 0, 1000, "weight of the slow average"),
+        "warmup": Option(None, 0, 10**12, "steps until both are reached; training.steps by default", whole=True),
+    },
+}
+
+
+def options_of(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """All options of an optimizer: those given, and defaults."""
+    return {key: given.get(key, option.default) for key, option in OPTIONS[name].items()}

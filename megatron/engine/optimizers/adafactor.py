@@ -1,0 +1,70 @@
+"""Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): squares of gradients by row and column; no momentum.
+
+With the rate of the schedule and without the multiplication by the weights' own size, as most use it for language
+models. All matrices are its own, embeddings and the head too; vectors are AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.config.optimizer_options import options_of
+from megatron.parallel.shard import LogicalTensor
+
+from .groups import use_fused
+from .matrix import MatrixOptimizer, blocks, sizes
+from .whole import Unit
+
+TINY = torch.finfo(torch.float32).eps
+
+
+class Adafactor(MatrixOptimizer):
+    """With row means r and column means c of G^2, averaged with b = 1 - t^-decay: U = G / sqrt(r c / mean(r)), and the
+    step is U / max(1, rms(U) / clip).
+
+    State, at the owner of a matrix: `row`, `column`.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, decay: float = 0.8, clip: float = 1.0, **adamw: Any
+    ) -> None:
+        super().__init__(groups, {"decay": decay, "clip": clip}, **adamw)
+
+    @classmethod
+    def build(cls, config: Config, groups: list[dict[str, Any]]) -> Adafactor:
+        common, own = config.optimizer, options_of("adafactor", config.optimizer.options)
+        return cls(groups, **{k: own[k] for k in ("decay", "clip")}, betas=common.betas, eps=common.epsilon,
+                   fused=use_fused(config, groups))  # fmt: skip
+
+    @classmethod
+    def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
+        matrix = len(logical.shape) == 2 or logical.stacked
+        return {"matrix": matrix, "algorithm": "adafactor" if matrix else "adamw"}
+
+    def matrix_states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("step",)
+
+    def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
+        return {"row": sum(rows for rows, _ in sizes(logical)), "column": sum(columns for _, columns in sizes(logical))}
+
+    def direction(
+        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+    ) -> Tensor:
+        share, places, steps = (done + 1.0) ** -group["decay"], [0, 0], []
+        for gradient in blocks(unit, whole.float()):
+            squares, means = gradient.square(), []
+            for side, name in enumerate(("row", "column")):
+                begin, places[side] = places[side], places[side] + gradient.size(1 + side)
+                mean = states[name][:, begin : places[side]]
+                means.append(mean.lerp_(squares.mean(2 - side), share))
+            row, column = means
+            estimate = row.unsqueeze(2) * column.unsqueeze(1) / row.mean(1).clamp(min=TINY)[:, None, None]
+            update = gradient * estimate.clamp(min=TINY**2).rsqrt()
+            size = update.square().mean((1, 2), keepdim=True).sqrt()
+            steps.append(update / (size / group["clip"]).clamp(min=1.0))
+        return torch.cat(steps, dim=1).view(unit.shape)

@@ -1,0 +1,32 @@
+"""An exponential moving average of the weights, over steps."""
+
+from __future__ import annotations
+
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+
+class AverageHook(Hook):
+    """After each update: average = c average + (1 - c) weights, in fp32, element by element.
+
+    It begins with the weights that the run begins with. Checkpoints have it as the state "average" of each parameter.
+
+    Args:
+        coefficient: c; None is no average.
+    """
+
+    def __init__(self, coefficient: float | None) -> None:
+        self._coefficient = coefficient
+
+    @classmethod
+    def of(cls, parts: Parts) -> AverageHook:
+        return cls(parts.config.training.weight_average)
+
+    def on_start(self, trainer: Trainer) -> None:
+        if self._coefficient is not None and trainer.start == 0:
+            trainer.engine.begin_average()
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if self._coefficient is not None and not (report.result.skipped or report.result.unlabelled):
+            trainer.engine.advance_average(self._coefficient)

@@ -1,0 +1,68 @@
+"""The moving average of the weights: its values, its evaluation, and that nothing else notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.testing.ranks import on_ranks
+from tests.training import runs
+from tests.training.matrix import merged, read
+
+COEFFICIENT = 0.7
+LAYOUTS = {
+    "one, ZeRO 0": {"ranks": 1, "zero": {"stage": 0}},
+    "dp2, ZeRO 3": {"ranks": 2, "zero": {"stage": 3, "persistent_size": 100}},
+    "tp2 · pp2, ZeRO 1, bf16": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}, "precision": "bf16"},
+}
+
+
+def averaged(values: dict[str, Any], ranks: int) -> tuple[list[list], tuple, tuple, tuple]:
+    """On every rank: fragments before and after each of two steps; evaluations with the weights, with the average, and
+    with the weights again.
+    """
+    config, engine = runs.start(values, ranks)
+    engine.state.begin_average()
+    data = engine.mesh.data
+    batch = runs.local_batch(config, runs.EVALUATION, data.rank, data.size)
+    seen = [runs.portable(engine.state.fragments())]
+    for step in range(2):
+        runs.steps(config, engine, step, 1)
+        engine.state.advance_average(COEFFICIENT)
+        seen.append(runs.portable(engine.state.fragments()))
+    before = runs.mean(*engine.evaluate(batch))
+    with engine.state.averaged():
+        inside = runs.mean(*engine.evaluate(batch))
+        masters = runs.portable(f for f in engine.state.fragments() if f.state == "master")
+    seen.append(masters)
+    after = runs.mean(*engine.evaluate(batch))
+    seen.append(runs.portable(engine.state.fragments()))
+    return seen, before, inside, after
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_average_is_the_formulas_and_leaves_no_trace(layout):
+    matrix = read()
+    own = {k: v for k, v in LAYOUTS[layout].items() if k != "ranks"}
+    model = {k: v for k, v in matrix["architectures"]["llama"].items() if k != "about"}
+    settings = {
+        "training": {"weight_average": COEFFICIENT, "micro_batch_size": 2},
+        "optimizer": {"type": "adamw", "lr": 0.05},
+    }
+    ranks = LAYOUTS[layout]["ranks"]
+    found = on_ranks(ranks, averaged, merged(matrix["common"], model, settings, own), ranks)
+    start, first, second, inside, end = (runs.assemble([each[0][i] for each in found]) for i in range(5))
+    for name, state in list(start):
+        if state != "master":
+            continue
+        wanted = start[name, "master"].astype(np.float64)
+        for stage in (first, second):
+            wanted = COEFFICIENT * wanted + (1 - COEFFICIENT) * stage[name, "master"]
+        np.testing.assert_allclose(second[name, "average"], wanted, rtol=1e-5, atol=1e-7)
+        assert not np.array_equal(second[name, "average"], second[name, "master"]), name
+        assert np.array_equal(inside[name, "master"], second[name, "average"]), name
+    assert end.keys() == second.keys() and all(np.array_equal(end[key], second[key]) for key in end)
+    for _, before, during, after in found:
+        assert before == after and abs(before[0] - during[0]) > 1e-4
