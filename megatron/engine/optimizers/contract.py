@@ -23,7 +23,7 @@ class Optimizer(Protocol):
     """A `torch.optim.Optimizer` whose state can be cut and put together anywhere, so that checkpoints have no layout.
 
     Its update must work element by element: ZeRO flattens the parameters of a group into one tensor and gives each rank
-    a part of it. One that needs more than its own elements has to collect them itself, as Muon does.
+    a part of it. One that needs whole matrices is a `matrix.MatrixOptimizer`, which gets them on every layout.
 
     Optionally it has the classmethod `group_settings(config, logical) -> Mapping`: further settings for the group of
     the parameter with this logical tensor, such as Muon's `matrix`. A setting `lr_scale` there multiplies that of the
