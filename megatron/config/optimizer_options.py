@@ -31,6 +31,8 @@ class Option:
         return f"must be {kind} from {self.least:g} to {'below ' if self.below else ''}{self.largest:g}"
 
 
+WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor")  # those that need them, inside the tree
+
 OPTIONS: dict[str, dict[str, Option]] = {
     "soap": {
         "frequency": Option(10, 1, 10**9, "steps between two refreshes of the eigenbases", whole=True),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.arguments import split
+from megatron.config.optimizer_options import WHOLE_MATRICES
 from megatron.config.problems import UserError
 from megatron.parallel.layout import Layout
 from megatron.plan.devices import Device, known
@@ -92,6 +93,10 @@ def _refuse(config: Config) -> None:
     if config.model.vocab_size is None:
         rule = "must be known: the tokenizer, which would say it, cannot be read here"
         raise ConfigError([Problem("model.vocab_size", rule, "give the number: model.vocab_size=50304", None)])
+    if config.optimizer.type in WHOLE_MATRICES:
+        rule = "must work element by element in a rehearsal: owners of whole matrices are agreed on by messages"
+        fix = "rehearse with optimizer.type=adamw; docs/optimizers.md says what else is sent and kept"
+        raise ConfigError([Problem("optimizer.type", rule, fix, config.optimizer.type)])
     if config.precision.compute == "fp16":
         rule = "must be bf16 or fp32 in a rehearsal: DeepSpeed refuses fp16 where there is no GPU"
         fix = "rehearse with precision.compute=bf16, which takes the same bytes but for the loss scale"

@@ -7,10 +7,14 @@ import math
 import pytest
 import torch
 
-from megatron.engine.optimizers import build_optimizer, set_learning_rate
+from megatron.config.optimizer_options import WHOLE_MATRICES
+from megatron.config.registry import INSIDE, OPTIMIZER
+from megatron.engine.optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from megatron.engine.optimizers.jorge import follow
+from megatron.engine.optimizers.named import optimizer_class
 from megatron.engine.optimizers.soap import first_basis
 from megatron.parallel.shard import Role
+from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train
 from tests.training.plain_matrices import PlainMatrices
 from tests.training.settings import settings
@@ -140,6 +144,20 @@ def test_a_role_has_betas_and_an_epsilon_of_its_own():
     reference = torch.optim.AdamW([own, {"params": rest}], betas=(0.9, 0.95), weight_decay=0.2)
     for a, b in zip(train(build_optimizer(config, ours), ours, RATES), train(reference, theirs, RATES)):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_what_needs_whole_matrices_is_known_without_torch():
+    found = {
+        kind
+        for kind in INSIDE[OPTIMIZER]
+        if issubclass(optimizer_class(settings(optimizer={"type": kind})), MatrixOptimizer)
+    }
+    assert found == set(WHOLE_MATRICES)
+
+
+def test_a_rehearsal_says_that_it_cannot(capsys):
+    assert main(["--ranks", "2", "configs/test/tiny_llama.yml", "optimizer.type=soap"]) == 2
+    assert "optimizer.type" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon", "soap", "jorge", "adafactor", "ademamix"])
