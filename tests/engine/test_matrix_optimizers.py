@@ -16,6 +16,7 @@ from megatron.engine.optimizers.soap import first_basis
 from megatron.parallel.shard import Role
 from megatron.rehearsal.command import main
 from tests.engine.test_optimizers import RATES, gradients, model, parameter, train
+from tests.paths import ROOT
 from tests.training.plain_matrices import PlainMatrices
 from tests.training.settings import settings
 
@@ -156,7 +157,7 @@ def test_what_needs_whole_matrices_is_known_without_torch():
 
 
 def test_a_rehearsal_says_that_it_cannot(capsys):
-    assert main(["--ranks", "2", "configs/test/tiny_llama.yml", "optimizer.type=soap"]) == 2
+    assert main(["--ranks", "2", str(ROOT / "configs/test/tiny_llama.yml"), "optimizer.type=soap"]) == 2
     assert "optimizer.type" in capsys.readouterr().err
 
 

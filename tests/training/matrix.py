@@ -39,6 +39,7 @@ class Case:
     values: dict[str, Any]  # the configuration
     plain: dict[str, Any]  # the same without the layout
     bounds: Bounds
+    slow: bool = False  # `make test` leaves it out, whatever it adds
 
     @property
     def name(self) -> str:
@@ -92,6 +93,7 @@ def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
                             merged(plain, cut),
                             plain,
                             bounds,
+                            group.get("slow", False),
                         )
                     )
     return sorted(found, key=lambda case: case.ranks)

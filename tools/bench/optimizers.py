@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, WARMUP, BATCH, LENGTH, LOOK = 60, 6, 16, 64, 6
+STEPS, WARMUP, BATCH, LENGTH, LOOK = 60, 6, 8, 64, 10
 MODEL = {
     "layers": "(attention/mlp) x2",
     "hidden_size": 64,
@@ -93,7 +93,7 @@ def run(kind: str, rate: float, seed: int, data: tuple[Any, Any]) -> dict[str, A
         logits = model.head.logits(model.stream(tokens[:, :-1]))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    held, spent, curve = drawn(data[1], 0, 128), 0.0, []
+    held, spent, curve = drawn(data[1], 0, 64), 0.0, []
     for step in range(STEPS):
         share = min(
             (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * max(step - WARMUP, 0) / (STEPS - WARMUP)))
