@@ -332,7 +332,7 @@ class BaseEngine:
             grad_norm=norm,
             skipped=overflow,
             spike=spike,
-            extras=self.experts.finish(applied and not (spike and spike.leaves_out)),
+            extras=self.experts.finish(applied and (self.gate is None or self.gate.applies)),
         )
 
 

@@ -22,6 +22,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.traffic import Call, Tally
 
+from .replicas import hash_bits
 from .spikes import CLIP, NORM, Spike, SpikeRule
 
 if TYPE_CHECKING:
@@ -31,14 +32,19 @@ if TYPE_CHECKING:
 _NUMBERS = 3  # sum of losses, sum of weights, gradient norm
 
 
-def watches(config: Config) -> bool:
+def judges(config: Config) -> bool:
     """Whether a run looks at its updates before it applies them."""
     return config.spikes.action != "off" or config.spikes.non_finite != "stop"
 
 
+def watches(config: Config) -> bool:
+    """Whether a run has a gate: because it looks at updates, or computes steps twice."""
+    return judges(config) or config.training.audit is not None
+
+
 def gate_traffic(config: Config, layout: Layout, rank: int) -> Tally:
     """What a rank sends in a step for the decision."""
-    if layout.world_size == 1 or not watches(config):
+    if layout.world_size == 1 or not judges(config):
         return Tally()
     group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
     call = Call("exchange", "", group, layout.world_size, "all_reduce", "fp64")
@@ -71,8 +77,10 @@ class StepGate:
         self.found: Spike | None = None
         self._config, self._mesh, self._device = config, mesh, device
         self._losses, self._norm, self._clipping = losses, norm, clipping
-        self._decided = True
+        self._judges, self._decided = judges(config), True
         self._factor: float | None = None
+        self._trial = self._next = False
+        self._prints: list[Tensor] | None = None
 
     def attach(self, optimizer: torch.optim.Optimizer) -> StepGate:
         """Take the place of the optimizer's `step`."""
@@ -81,6 +89,10 @@ class StepGate:
         def step(closure: Any = None) -> Any:
             if self._clipping is not None:
                 self._clipping()
+            if self._prints is not None:
+                self._take_prints(optimizer)
+            if self._trial:
+                return None
             self._decide()
             if self.found is not None and self.found.leaves_out:
                 return None
@@ -92,19 +104,42 @@ class StepGate:
         optimizer.step = step  # type: ignore[method-assign]
         return self
 
+    def prepare(self, *, trial: bool) -> None:
+        """Of the next step, keep a hash of the gradients; and with `trial` leave its update out, whatever they are."""
+        self._next, self._prints = trial, []
+
+    def gradients(self) -> int:
+        """A hash of the gradients that this rank's optimizer got in the last step that was prepared for."""
+        total = 0
+        for number, each in enumerate(self._prints or []):
+            total += (2 * number + 1) * int(each)
+        self._prints = None
+        return total % 2**64
+
+    @property
+    def applies(self) -> bool:
+        """Whether the current step's update is applied, as far as the gate is concerned."""
+        return not self._trial and not (self.found is not None and self.found.leaves_out)
+
     def begin(self) -> None:
         """A step begins."""
         self.found, self._decided, self._factor = None, False, None
+        self._trial, self._next = self._next, False
 
     def finish(self, applied: bool) -> None:
         """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
-        if not applied and not self._decided and self._config.precision.compute != "fp16":
+        if not applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
             self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
         self._decided = True
 
+    def _take_prints(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        assert self._prints is not None
+        self._prints += [hash_bits(each) for each in grads]
+
     @phase("exchange")
     def _decide(self) -> None:
-        if self._decided:
+        if self._decided or not self._judges:
             return
         self._decided = True
         norm, losses = self._norm(), self._losses()

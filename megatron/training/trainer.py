@@ -22,6 +22,7 @@ from .clock import Clock
 from .early_stop import Looks
 from .exchange import REQUESTS, Exchange, StepReport
 from .hook import Hook, RollBack
+from .replay import Replay
 from .schedule import Schedule
 
 
@@ -82,7 +83,7 @@ class Trainer:
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
-        self.tokens = tokens
+        self.tokens, self.replay = tokens, Replay.of(config, engine)
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None
@@ -133,7 +134,11 @@ class Trainer:
         lr = self.schedule.lr(step)
         begin = time.monotonic()
         self.beacon.at(FORWARD)
-        result = self.engine.step(batch, lr, Looks(self, step, self._pace))
+        look = Looks(self, step, self._pace)
+        if self.replay is None:
+            result = self.engine.step(batch, lr, look)
+        else:
+            result = self.replay.step(self, step, batch, lr, look)
         self.beacon.at(EXCHANGE)
         requests, self._requests = self._requests, set()
         report = self.exchange.report(step, lr, result, batch.hash, requests, time.monotonic() - begin)

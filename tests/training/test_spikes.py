@@ -197,3 +197,40 @@ def test_gradients_that_are_no_numbers(layout: str, tmp_path: Path) -> None:
     options = (f"run.dir={tmp_path}/stop", f"data.train={path}", *options)
     said = on_ranks(ranks, attempt, str(tmp_path), str(ranks), *options)
     assert all(text.startswith("NonFinite: ") and f"at step {BAD} " in text for text in said), said
+
+
+CLIPS = {"tensor, zero 0": (2, ("parallel.tensor=2", "zero.stage=0")), "zero 2": (2, ("zero.stage=2",))}
+
+
+def test_clipping_is_that_of_one_process(tmp_path: Path) -> None:
+    """A gradient enters with the norm that the rule says: with plain gradient descent, the weights move by it times the
+    learning rate."""
+    path = write(tmp_path, list(range(STEPS)))
+    clip = ("spikes.action=clip", "spikes.clip.warmup=6", "spikes.clip.z=1.0", "checkpoint.every=1")
+    descent = ("optimizer.type=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "optimizer.lr=0.5")
+    clip = (*clip, "optimizer.gradient_clipping=100.0")
+    alone = train(tmp_path, "alone", path, *clip, *descent)
+    spikes = {e["step"]: e for e in read_ledger(tmp_path / "alone" / "ledger.jsonl") if e["event"] == "spike"}
+    assert spikes
+    for step, spike in spikes.items():
+        assert spike["limit"] < spike["value"]
+        before, after = (tensors(tmp_path, each, "alone") for each in (step, step + 1))
+        moved = sum(float((after[key] - before[key]).double().square().sum()) for key in before) ** 0.5
+        assert moved == pytest.approx(0.5 * spike["limit"], rel=1e-4)
+    for name, (ranks, options) in CLIPS.items():
+        found = train(tmp_path, name, path, *clip, *descent, *options, ranks=ranks)
+        assert losses(found) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_policy_gives_up(tmp_path: Path) -> None:
+    """More spikes than the limit allows, and a rollback without a checkpoint of before."""
+    (tmp_path / "tiny.yml").write_text(YAML)
+    path = write(tmp_path, list(range(40)), bad=(8, 13))
+    options = (f"data.train={path}", "spikes.limit=1", "spikes.window=8", f"run.dir={tmp_path}")
+    (said,) = on_ranks(1, attempt, str(tmp_path), "1", *options[:-1], f"run.dir={tmp_path}/a", "spikes.action=skip")
+    assert said.startswith("TooManySpikes: step 13") and "spikes.limit = 1" in said
+    (said,) = on_ranks(1, attempt, str(tmp_path), "1", *options[:-1], f"run.dir={tmp_path}/b", "spikes.action=rollback")
+    assert said.startswith("CannotRollBack: step 1") and "has gone back 1 times already" in said
+    late = ("spikes.action=rollback", "checkpoint.every=19")
+    (said,) = on_ranks(1, attempt, str(tmp_path), "1", *options[:-1], f"run.dir={tmp_path}/c", *late)
+    assert said.startswith("CannotRollBack: step 8") and "no checkpoint from before" in said

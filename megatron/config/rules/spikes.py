@@ -101,7 +101,19 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def confirmation_has_an_action(context: RuleContext) -> Iterator[Problem]:
+    spikes = context.config.spikes
+    if spikes.confirm and spikes.action not in ("skip", "rollback") and spikes.non_finite == "stop":
+        yield context.problem(
+            "spikes.confirm",
+            "spikes.action",
+            rule="confirm must go with skip or rollback: elsewhere the update is applied, and cannot be computed again",
+            fix="use spikes.action=skip, or training.audit to compute steps twice",
+        )
+
+
 RULES = [
+    confirmation_has_an_action,
     hashes_see_the_state,
     rollback_has_checkpoints,
     rollback_keeps_old_checkpoints,

@@ -85,6 +85,12 @@ class TrainingSection(Section):
         "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs)."
     )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
+    audit: int | None = key(
+        None,
+        "Compute every n-th step twice, and say whether losses and gradients agree to the last bit.",
+        unit="steps",
+        gt=0,
+    )
     hashes: int | None = key(
         None,
         "Every n steps, and before each save, ranks that must hold equal bits compare hashes of them "

@@ -31,4 +31,7 @@ class SpikesSection(Section):
     within: int = key(1000, "See limit.", unit="steps", gt=0)
     back: int = key(100, "rollback: batches are left out from so many steps before the spike on.", unit="steps", ge=0)
     leave_out: int = key(200, "rollback: so many batches are left out.", unit="batches", gt=0)
+    confirm: bool = key(
+        False, "skip and rollback: compute the step of a spike again; what the second time says counts."
+    )
     clip: SpikeClipSection = key(SpikeClipSection, "action clip.")

@@ -450,4 +450,10 @@ OUTPUT = [
         "zero.offload_optimizer.device = 'cpu' (a.yml:3)",
         "must be off with offloading",
     ),
+    case(
+        "confirmation of spikes about which nothing is done",
+        "spikes: {confirm: true, action: report}",
+        "a.yml:2: spikes.confirm = true",
+        "confirm must go with skip or rollback",
+    ),
 ]

@@ -1,0 +1,126 @@
+"""Steps that are computed twice, to see whether the machine repeats itself: every n-th, and those of a spike.
+
+The first time the update is left out, so that the second one begins from the same weights, with the same batch and the
+same draws. Where two results differ in a bit, hardware has failed for a moment, or a kernel does not repeat itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.config import Config
+from megatron.data.batch import StepBatch
+from megatron.engine.gate import StepGate
+from megatron.engine.protocol import StepResult
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+Look = Callable[[int, int], None]
+SHOWN = 8  # ranks in a message
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a step was on this rank: the sum of its labels' losses, before any rank has heard of another, and the
+    gradients that the optimizer was given, after they were reduced."""
+
+    loss: float
+    gradients: int
+
+
+class Replay:
+    """Has an engine do steps, and some of them twice.
+
+    Args:
+        every: `training.audit`.
+        confirm: `spikes.confirm`.
+        engine: one with a `gate`.
+    """
+
+    def __init__(self, every: int | None, confirm: bool, engine: Any) -> None:
+        self._every, self._confirm, self._engine = every, confirm, engine
+        self._gate: StepGate = engine.gate
+
+    @classmethod
+    def of(cls, config: Config, engine: Any) -> Replay | None:
+        """What a run asks for, if it does."""
+        wanted = config.training.audit is not None or config.spikes.confirm
+        return cls(config.training.audit, config.spikes.confirm, engine) if wanted else None
+
+    def step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
+        """As the engine's `step`; all ranks call it."""
+        if self._every is not None and (step + 1) % self._every == 0:
+            self._run(batch, lr, None, trial=True)
+            first = self._print()
+            result = self._run(batch, lr, look)
+            self._audit(trainer, step, first)
+        elif self._confirm:
+            before = self._gate.rule.state()
+            result = self._run(batch, lr, look)
+        else:
+            return self._engine.step(batch, lr, look)
+        if self._confirm and result.spike is not None and result.spike.leaves_out:
+            if self._every is not None and (step + 1) % self._every == 0:
+                return result  # the audit has replayed it
+            return self._again(trainer, step, batch, lr, before, result)
+        return result
+
+    def _again(
+        self, trainer: Trainer, step: int, batch: StepBatch, lr: float, before: dict[str, Any], first: StepResult
+    ) -> StepResult:
+        """The step of a spike once more: what it says now counts."""
+        was = self._print()
+        self._gate.rule.restore(before)
+        result = self._run(batch, lr, None)
+        losses, gradients = self._different(trainer, was)
+        if result.spike is None:
+            cause = "transient: it was not there again, and the update is applied"
+        elif losses or gradients:
+            cause = "transient, but it was there again with other numbers"
+        else:
+            cause = "of the data or the model: it is the same to the last bit"
+        assert first.spike is not None
+        trainer.record(
+            "replay", step=step, name=first.spike.name, repeated=result.spike is not None, losses=losses,
+            gradients=gradients,
+        )  # fmt: skip
+        where = f" ({_ranks(losses)} had another loss)" if losses else ""
+        trainer.log(f"step {step}: the {first.spike.name} of {first.spike.value:.4g} is {cause}{where}")
+        return result
+
+    def _audit(self, trainer: Trainer, step: int, first: Fingerprint) -> None:
+        losses, gradients = self._different(trainer, first)
+        trainer.record("audit", step=step, equal=not (losses or gradients), losses=losses, gradients=gradients)
+        if losses or gradients:
+            what = f"{_ranks(losses)} computed another loss" if losses else f"{_ranks(gradients)} got other gradients"
+            trainer.log(f"audit of step {step}: computed twice, {what}")
+
+    def _run(self, batch: StepBatch, lr: float, look: Look | None, trial: bool = False) -> StepResult:
+        scaler = self._engine.state.loss_scaler() if trial else {}
+        self._gate.prepare(trial=trial)
+        result = self._engine.step(batch, lr, look)
+        if trial:
+            self._engine.state.restore_loss_scaler(scaler)
+        return result
+
+    def _print(self) -> Fingerprint:
+        return Fingerprint(float(self._engine.losses.loss), self._gate.gradients())
+
+    def _different(self, trainer: Trainer, first: Fingerprint) -> tuple[list[int], list[int]]:
+        """Ranks whose own loss differs from what it was, and those whose gradients do."""
+        now, ranks, own = self._print(), trainer.mesh.layout.world_size, trainer.mesh.rank
+        flags = [0.0] * (2 * ranks)
+        # A nan is equal to itself here.
+        flags[own] = float(repr(now.loss) != repr(first.loss))
+        flags[ranks + own] = float(now.gradients != first.gradients)
+        found = trainer.exchange.sum(list(flags)).tolist()
+        losses, gradients = found[:ranks], found[ranks:]
+        return [r for r in range(ranks) if losses[r]], [r for r in range(ranks) if gradients[r]]
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (" and others" if len(ranks) > SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
