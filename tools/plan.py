@@ -9,6 +9,7 @@
     python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
     python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
     python tools/plan.py score                                           predictions against published runs
+    python tools/plan.py recommend                                       write docs/recommended_layouts.md
 
 `--json` prints one JSON document. Exit status 2: nothing fits, or the configuration or the command line is wrong.
 """
@@ -176,6 +177,13 @@ def score(options: argparse.Namespace) -> None:
         print(f"{name}: median error {own['median']:.0%}, largest {own['worst']:.0%}")
 
 
+def recommend(options: argparse.Namespace) -> None:
+    """Write docs/recommended_layouts.md."""
+    from megatron.plan.recommend import page
+
+    (ROOT / "docs" / "recommended_layouts.md").write_text(page(ROOT / "configs"), encoding="utf-8")
+
+
 def _files(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     files, overrides = split_arguments(options.arguments)
     if not files:
@@ -254,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(each.startswith("-") for each in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.arguments += rest  # files and overrides after an option
-    words = {"lint": lint, "score": score}
+    words = {"lint": lint, "score": score, "recommend": recommend}
     action = words.get(options.arguments[0], search)
     if action is not search:
         del options.arguments[0]

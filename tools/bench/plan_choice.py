@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Compare the plan's first choice with the best layout found by running them all, on this machine's CPU.
+
+    python tools/bench/plan_choice.py [--ranks 2] [--steps 8] [--output choice.json]
+
+Five small models are trained on every layout that the plan finds for two ranks of the device `cpu`. For each the result
+has the predicted and the measured time of a step of every layout, and how much slower than the best the plan's first
+choice is. Run it on a quiet machine: times on a busy one say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from statistics import median  # noqa: E402
+from typing import Any  # noqa: E402
+
+from megatron.plan.devices import cluster  # noqa: E402
+from megatron.plan.search import Plan, Question  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Large enough that a step is more than messages of a few bytes.
+COMMON = [
+    "training.sequence_length=128",
+    "training.global_batch_size=8",
+    "data.synthetic=copy",
+    "data.train=null",
+    "schedule.warmup_steps=1",
+    "checkpoint.every=null",
+    "logging.every=1",
+    "launch.device=cpu",
+]
+CASES = {
+    "llama": ("tiny_llama", ["model.layers=(attention/mlp) x4"]),
+    "neox": ("tiny_neox", ["model.layers=(attention/mlp) x4"]),
+    "mixtral": ("tiny_mixtral", []),
+    "mamba2": ("tiny_mamba2", []),
+    "rwkv7": ("tiny_rwkv7", []),
+}
+
+
+def measured(path: Path, overrides: list[str], plan: Plan, ranks: int, steps: int) -> float | None:
+    """Seconds of a step, as the run's own records have it; None where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        layout = Path(folder, "layout.yml")
+        layout.write_text(plan.choice.lines(), encoding="utf-8")
+        words = [str(path), str(layout), *overrides, f"training.steps={steps}", f"run.dir={folder}/run"]
+        command = [sys.executable, str(ROOT / "deepy.py"), "--ranks", str(ranks), str(ROOT / "train.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            print(done.stderr[-2000:], file=sys.stderr)
+            return None
+        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
+    tokens = rows[0]["tokens"] / max(1, rows[0]["step"])
+    return tokens / median(rates[len(rates) // 2 :])
+
+
+def case(name: str, ranks: int, steps: int) -> dict[str, Any]:
+    """All layouts of a case, and how the plan's first does among them."""
+    file, own = CASES[name]
+    path, overrides = ROOT / "configs" / "test" / f"{file}.yml", [*COMMON, *own]
+    answers = Question.of([str(path)], overrides, cluster(ranks, "cpu")).answers()
+    rows: list[dict[str, Any]] = []
+    for plan in answers.distinct:
+        seconds = measured(path, overrides, plan, ranks, steps)
+        rows.append({"layout": str(plan.choice), "predicted": plan.step.seconds, "measured": seconds})
+        print(f"{name}: {plan.choice}: predicted {plan.step.seconds:.4f} s, measured {seconds}", file=sys.stderr)
+    times = [row["measured"] for row in rows if row["measured"] is not None]
+    first = rows[0]["measured"] if rows else None
+    slower = None if first is None else first / min(times) - 1
+    return {"case": name, "layouts": rows, "first_is_slower_by": slower}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    found = [case(name, options.ranks, options.steps) for name in options.cases]
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    for each in found:
+        print(f"{each['case']}: the first of {len(each['layouts'])} layouts is slower by {each['first_is_slower_by']}")
+
+
+if __name__ == "__main__":
+    main()
