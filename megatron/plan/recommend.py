@@ -22,6 +22,9 @@ they can be trusted. Where a configuration says nothing of precision, it is bf16
 context and `e` expert parallel; `mb` the micro-batch; then what is recomputed. `python tools/plan.py recommend` writes
 this page.
 
+ZeRO 3 is predicted too well for small models, since the work of DeepSpeed's hooks is not counted: below a billion
+parameters take `zero: {stage: 1}` first.
+
 """
 
 
