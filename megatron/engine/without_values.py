@@ -20,13 +20,29 @@ from megatron.model.stack import DTYPES
 
 
 class Values(TorchDispatchMode):
-    """Gives 0 to whoever reads a value that a tensor does not have."""
+    """Gives 0 to whoever reads a value that a tensor does not have, and grouped products in the types that CPUs have
+    them in: the form without values is that of GPUs, which know bf16 alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten._grouped_mm.default:
+            ends = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+            return _grouped_product(args[0], args[1], ends)
         return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+    """What `aten._grouped_mm` gives: rows that begin at multiples of 16 bytes. The groups are parts of the dimension
+    that only one of the factors has as such; of two matrices, each group has a product of its own."""
+    unit = 16 // a.element_size()
+    rows, columns = a.shape[-2], b.shape[-1]
+    padded = -(-columns // unit) * unit
+    if a.dim() == b.dim():
+        groups = len(a) if ends is None or a.dim() == 3 else len(ends)
+        return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1))
+    return a.new_empty_strided((rows, columns), (padded, 1))
 
 
 @contextlib.contextmanager

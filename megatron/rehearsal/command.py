@@ -15,6 +15,7 @@ from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.arguments import split
 from megatron.config.optimizer_options import WHOLE_MATRICES
 from megatron.config.problems import UserError
+from megatron.config.variants import used
 from megatron.parallel.layout import Layout
 from megatron.plan.devices import Device, known
 
@@ -85,7 +86,13 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
     if wrong:
         rule = f"must be ranks of the run, 0 to {layout.world_size - 1}, separated by commas"
         raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])
-    return list(dict.fromkeys(map(int, words)))
+    ranks = list(dict.fromkeys(map(int, words)))
+    later = [rank for rank in ranks if layout.coordinates(rank).context > 0]
+    if later and any(kind.context == "states" for _, kind, _ in used(config.model)):
+        rule = "must begin its sequences: the states that the rank before hands on are not known here"
+        fix = f"look at rank {later[0] - layout.coordinates(later[0]).context * layout.tensor}, which does the same"
+        raise ConfigError([Problem("--rank", rule, fix, later[0])])
+    return ranks
 
 
 def _refuse(config: Config) -> None:

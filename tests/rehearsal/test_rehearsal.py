@@ -30,14 +30,21 @@ OFTEN = {
     "bf16: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: state space on tp2, sequence parallel, selective recomputation",
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
+    "bf16: moe on dp2 · ep2, ZeRO 1, four micro-batches",
 }
 CASES = {case.name: case for case in cases()}
 
 
 def rehearsed(case: Case) -> dict[int, Seen]:
-    """The first and the last rank."""
+    """The first rank, and the last of those that begin their sequences."""
     config = resolve(merged(case.values, BUCKETS), ranks=case.ranks)
-    return {rank: in_own_process(config, case.ranks, rank) for rank in sorted({0, case.ranks - 1})}
+    layout = Layout.of(config, case.ranks)
+    ranks = [rank for rank in range(case.ranks) if layout.coordinates(rank).context == 0]
+    return {rank: in_own_process(config, case.ranks, rank) for rank in sorted({0, ranks[-1]})}
+
+
+def same_stage(layout: Layout, rank: int, other: int) -> bool:
+    return layout.coordinates(rank).pipeline == layout.coordinates(other).pipeline
 
 
 @pytest.mark.parametrize(
@@ -46,11 +53,16 @@ def rehearsed(case: Case) -> dict[int, Seen]:
 def test_memory_and_flops_are_those_of_a_real_run(name):
     case = CASES[name]
     real = run(case.ranks, counted, merged(case.values, BUCKETS), case.ranks)
+    layout = Layout.of(resolve(case.values, ranks=case.ranks), case.ranks)
     for rank, found in rehearsed(case).items():
         wanted = real[rank]
         assert found.peak == pytest.approx(wanted.peak, rel=BOUND), f"rank {rank}"
         assert found.kept == pytest.approx(wanted.kept, rel=BOUND), f"rank {rank}"
-        assert sum(found.flops.values()) == pytest.approx(sum(wanted.flops.values()), rel=BOUND), f"rank {rank}"
+        # Rehearsed tokens go to all experts alike. Real ones do not, but all are on some rank of the stage.
+        stage = [each for other, each in enumerate(real) if same_stage(layout, rank, other)]
+        compared = stage if layout.spreads_experts else [wanted]
+        done = [sum(each.flops.values()) for each in compared]
+        assert sum(found.flops.values()) == pytest.approx(sum(done) / len(done), rel=BOUND), f"rank {rank}"
         assert sum(each.size for each in found.allocations) == found.peak
         assert found.checkpoint == wanted.checkpoint
 

@@ -107,10 +107,17 @@ class AllToAllDispatch:
             dist.all_gather_into_tensor(everyone, from_xn, group=self.slices.group)
             from_txn = everyone.view(-1, *from_xn.shape)
         x, ends_n = self.expert.size, from_txn.sum((0, 1)).cumsum(0).int()
-        sizes = torch.cat([sent_xn.sum(1), from_xn.sum(1), from_txn.sum((1, 2))]).tolist()
+        counts = torch.cat([sent_xn.sum(1), from_xn.sum(1), from_txn.sum((1, 2))])
+        sizes = self._even(len(rows.source_R)) if hasattr(counts, "fake_mode") else counts.tolist()
         sent, received, arrived = sizes[:x], sizes[x : 2 * x], sizes[2 * x :]
         own, room = None if own is None else own[: sum(sent)], max(arrived)
         return Trip(len(rows.source_R), own, sent, received, room, _places(from_txn, room, sum(arrived)), ends_n)
+
+    def _even(self, rows: int) -> list[int]:
+        """The sizes of `_plan` where tensors have no values, in a rehearsal: every expert gets as many rows."""
+        own, x = rows // self.tensor.size, self.expert.size
+        sent = [own // x + (place < own % x) for place in range(x)]
+        return [*sent, *sent, *([own] * self.slices.size)]
 
     def _share(self, rows: Rows) -> tuple[Tensor | None, Tensor]:
         """The rows that this rank sends (its tensor parallel share of the tokens) before all others, and their ends
