@@ -33,11 +33,16 @@ def skip_without(runner: str) -> None:
 
 
 def looping(
-    folder: Path, *own: str, options: Sequence[str] = (), overrides: Sequence[str] = (), hostfile: bool = True
+    folder: Path,
+    *own: str,
+    options: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    hostfile: bool = True,
+    slots: int = 1,
 ) -> list[str]:
-    """The command that starts tests/launch/gloo_worker.py by deepy.py, two ranks on each host of the cluster."""
+    """The command that starts tests/launch/gloo_worker.py by deepy.py, `slots` ranks on each host of the cluster."""
     (folder / "a.yml").write_text(CONFIG)
-    (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    (folder / "hosts").write_text(f"node1 slots={slots}\nnode2 slots={slots}\n")
     hosts = ("--hostfile", "hosts") if hostfile else ()
     worker = str(ROOT / "tests" / "launch" / "gloo_worker.py")
     return [*DEEPY, *hosts, *options, worker, "a.yml", FORWARD, *overrides, "--", *(own or ("loop",))]
@@ -88,13 +93,13 @@ class HostJob:
     def note(self, name: str) -> dict:
         return json.loads(self.wait_for(self.notes / name).read_text())
 
-    def up(self) -> list[dict]:
-        """What the four ranks note when they have met."""
-        return [self.note(f"up.{rank}") for rank in range(4)]
+    def up(self, ranks: int) -> list[dict]:
+        """What the ranks note when they have met."""
+        return [self.note(f"up.{rank}") for rank in range(ranks)]
 
-    def saved(self) -> list[str]:
+    def saved(self, ranks: int) -> list[str]:
         """The signal at which each rank has saved."""
-        paths = [self.notes / f"saved.{rank}" for rank in range(4)]
+        paths = [self.notes / f"saved.{rank}" for rank in range(ranks)]
         return [path.read_text() if path.exists() else "" for path in paths]
 
     def launcher(self) -> int:

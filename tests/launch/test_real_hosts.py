@@ -26,7 +26,7 @@ RUNNERS = ["ssh", "openmpi", *(pytest.param(name, marks=pytest.mark.slow) for na
 
 @pytest.fixture
 def start(cluster, tmp_path, jobs):
-    """Starts a job of four ranks on the two shared hosts."""
+    """Starts a job on the two shared hosts, by default of one rank on each."""
     return lambda *own, **options: jobs(cluster, tmp_path, looping(tmp_path, *own, **options))
 
 
@@ -36,8 +36,8 @@ def start(cluster, tmp_path, jobs):
 )
 def test_four_ranks_meet_and_a_signal_reaches_them_all(start, runner, number):
     skip_without(runner)
-    job = start(options=("--runner", runner))
-    up = job.up()
+    job = start(options=("--runner", runner), slots=2)
+    up = job.up(4)
     assert [each["sum"] for each in up] == [10.0] * 4
     assert [each["host"] for each in up] == ["node1", "node1", "node2", "node2"]
     assert [each["local"] for each in up] == [[0, 2], [1, 2]] * 2
@@ -45,7 +45,7 @@ def test_four_ranks_meet_and_a_signal_reaches_them_all(start, runner, number):
     os.kill(job.launcher(), number)
     status, _, error = job.finish()
     assert status == 128 + number, error
-    assert job.saved() == [str(int(number))] * 4 and job.nothing_left()
+    assert job.saved(4) == [str(int(number))] * 4 and job.nothing_left()
 
 
 def test_options_of_ssh_instead_of_its_configuration(cluster, start):
@@ -59,30 +59,30 @@ def test_options_of_ssh_instead_of_its_configuration(cluster, start):
 def test_a_killed_launcher_leaves_nothing(start, runner):
     skip_without(runner)
     job = start(options=("--runner", runner))
-    job.up()
+    job.up(2)
     os.kill(job.launcher(), signal.SIGKILL)
     assert job.nothing_left()
-    assert job.saved() == [str(int(signal.SIGTERM))] * 4
+    assert job.saved(2) == [str(int(signal.SIGTERM))] * 2
 
 
 @pytest.mark.parametrize("runner", [*RUNNERS, "torchrun"])
 def test_a_killed_rank_ends_the_run_and_is_named(cluster, start, runner):
     skip_without(runner)
     job = start(options=("--runner", runner))
-    up = job.up()
-    assert up[3]["host"] == "node2"
-    cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
+    up = job.up(2)
+    assert up[1]["host"] == "node2"
+    cluster.run("node2", ["kill", "-9", str(up[1]["pid"])])
     status, _, error = job.finish()
     if runner == "torchrun":
         assert status != 0, error
     else:
-        assert status == 137 and "first failure: rank 3 on node2" in error, error
+        assert status == 137 and "first failure: rank 1 on node2" in error, error
     assert job.nothing_left()
 
 
 def test_a_killed_agent_ends_the_run(cluster, start):
     job = start()
-    job.up()
+    job.up(2)
     (line,) = [line for line in cluster.processes("node2", "--agent") if "sh -c" not in line]
     cluster.run("node2", ["kill", "-9", line.split()[0]])
     status, _, error = job.finish()
@@ -103,7 +103,7 @@ def test_a_whole_host_dies(hosts_work, tmp_path, jobs):
     """On hosts of its own, since one of them is lost."""
     with Cluster(tmp_path / "cluster") as cluster:
         job = jobs(cluster, tmp_path, looping(tmp_path, overrides=("launch.grace=5.0",)))
-        job.up()
+        job.up(2)
         cluster.kill("node2")
         status, _, error = job.finish()
         assert status == 255 and "node2" in error, error

@@ -35,18 +35,18 @@ def start(cluster, slurm, tmp_path, jobs):
 
 def test_an_allocation_needs_nothing_else_and_signals_reach_the_ranks(start):
     job = start()
-    assert [(each["sum"], each["host"], each["starter"]) for each in job.up()] == [
+    assert [(each["sum"], each["host"], each["starter"]) for each in job.up(4)] == [
         (10.0, f"node{1 + rank // 2}", "agent") for rank in range(4)
     ]
     os.kill(job.launcher(), signal.SIGUSR1)
     status, _, error = job.finish()
     assert status == 128 + signal.SIGUSR1 and "inside Slurm job" in error, error
-    assert job.saved() == [str(int(signal.SIGUSR1))] * 4 and job.nothing_left()
+    assert job.saved(4) == [str(int(signal.SIGUSR1))] * 4 and job.nothing_left()
 
 
 def test_a_killed_rank_is_named(cluster, start):
     job = start()
-    up = job.up()
+    up = job.up(4)
     cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
     status, _, error = job.finish()
     assert status == 137 and "first failure: rank 3 on node2" in error, error
@@ -55,10 +55,10 @@ def test_a_killed_rank_is_named(cluster, start):
 
 def test_a_killed_launcher_leaves_nothing(start):
     job = start()
-    job.up()
+    job.up(4)
     os.kill(job.launcher(), signal.SIGKILL)
     assert job.nothing_left()
-    assert job.saved() == [str(int(signal.SIGTERM))] * 4
+    assert job.saved(4) == [str(int(signal.SIGTERM))] * 4
 
 
 @pytest.mark.parametrize("sent_by", ["us", pytest.param("slurm", marks=pytest.mark.slow)])
@@ -120,4 +120,4 @@ def test_srun_alone_starts_the_script(cluster, slurm, tmp_path, jobs):
     job = jobs(cluster, tmp_path, command, environment=slurm.environment)
     status, _, error = job.finish()
     assert status == 0, error
-    assert [(each["sum"], each["starter"], each["interface"]) for each in job.up()] == [(10.0, "slurm", "eth0")] * 4
+    assert [(each["sum"], each["starter"], each["interface"]) for each in job.up(4)] == [(10.0, "slurm", "eth0")] * 4
