@@ -116,7 +116,7 @@ SKIPS = {
 @pytest.mark.parametrize("layout", SKIPS)
 def test_a_skipped_update_never_was(layout: str, tmp_path: Path) -> None:
     ranks, options = SKIPS[layout]
-    options = (*options, "checkpoint.every=1")
+    options = (*options, "checkpoint.every=1", "training.weight_average=0.9")
     path = write(tmp_path, list(range(STEPS)))
     found = train(tmp_path, "run", path, *options, "spikes.action=skip", ranks=ranks)
     same(tmp_path, "run", BAD, "run", BAD + 1)

@@ -28,5 +28,7 @@ class AverageHook(Hook):
             trainer.engine.begin_average()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        if self._coefficient is not None and not (report.result.skipped or report.result.unlabelled):
+        result = report.result
+        nothing = result.skipped or result.unlabelled or (result.spike is not None and result.spike.leaves_out)
+        if self._coefficient is not None and not nothing:
             trainer.engine.advance_average(self._coefficient)
