@@ -126,6 +126,8 @@ def picture(found: Losses, path: str) -> None:
             best = min(losses, key=losses.__getitem__)
             axes.plot([best], [losses[best]], marker="*", markersize=11, color="tab:red")
         axes.set(xscale="log", xlabel="learning rate", title=type)
+        axes.set_xticks(list(losses), [f"2^{math.log2(rate):g}" for rate in losses])
+        axes.minorticks_off()
     figure.axes[0].set_ylabel("loss, nats per byte")
     figure.axes[0].legend(title="width", fontsize="small")
     write_figure(figure, path)
