@@ -108,7 +108,8 @@ class Head(nn.Module):
         super().__init__()
         self.mesh, self.context = make.mesh, make.context
         multiplier = model.head.multiplier * init.factors.head
-        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk)
+        compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
+        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled)
         self.norm = Norm(
             make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
         )

@@ -53,6 +53,20 @@ def test_multiplier_softcap_and_z_loss(chunk: int, options: dict):
         assert relative(found, expected) < EXACT
 
 
+@pytest.mark.parametrize("options", [{}, {"multiplier": 0.5, "softcap": 3.0, "z_loss": 0.1}])
+def test_compiled_passes_compute_the_same(options: dict):
+    results = []
+    for compiled in (False, True):
+        x, weight, _, labels, weights = inputs()
+        loss, ce = linear_cross_entropy(
+            x, weight, None, labels, weights, options=LossOptions(chunk=4, compiled=compiled, **options)
+        )
+        loss.backward()
+        results.append((loss.detach(), ce, x.grad, weight.grad))
+    for plain, found in zip(*results):
+        torch.testing.assert_close(found, plain, rtol=EXACT, atol=EXACT)
+
+
 def test_large_logits_do_not_overflow():
     x, weight, _, labels, weights = inputs()
     loss, _ = linear_cross_entropy(x * 1e3, weight, None, labels, weights)

@@ -6,12 +6,14 @@ Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from megatron.parallel.precision import at_least_fp32, wide_type
@@ -131,17 +133,26 @@ def attend(
         channels=min(q.shape[-1], v.shape[-1]),
     )
     if kind == "causal":
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _fused(q, k, v, pattern, None)
     mask = _remembered(kind, pattern, q.shape[2], k.shape[2], documents_BS, q.device, q.dtype, remember)
     if kind == "flex":
         return _flex(q, k, v, pattern, mask, sinks_n)
     if kind == "masked":
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _fused(q, k, v, pattern, mask)
     return _math(q, k, v, pattern, mask, dropout, sinks_n)
+
+
+# torch's kernels but those of cuDNN, which on Hopper GPUs give wrong gradients of queries and keys where the keys do
+# not fill its tiles of 128 (pytorch/pytorch#196678; seen with 64 keys, causal, in a compiled block).
+EXACT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None) -> Tensor:
+    """torch SDPA, causal where there is no mask."""
+    with nullcontext() if k.device.type != "cuda" or k.shape[2] % 128 == 0 else sdpa_kernel(EXACT_KERNELS):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 def prepare(
