@@ -82,7 +82,7 @@ def case(name: str, ranks: int, steps: int) -> dict[str, Any]:
     return {"case": name, "layouts": rows, "first_is_slower_by": slower}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
@@ -94,7 +94,8 @@ def main() -> None:
         options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     for each in found:
         print(f"{each['case']}: the first of {len(each['layouts'])} layouts is slower by {each['first_is_slower_by']}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
