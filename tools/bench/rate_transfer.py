@@ -133,7 +133,7 @@ def picture(found: Losses, path: str) -> None:
     write_figure(figure, path)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="32,64,128,256")
     parser.add_argument("--rates", default="-8,-7,-6,-5,-4", help="exponents of 2 (write --rates=-9,-8)")
@@ -150,7 +150,8 @@ def main() -> None:
         Path(options.json).write_text(json.dumps(found))
     if options.output:
         picture(found, options.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
