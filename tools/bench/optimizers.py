@@ -126,7 +126,7 @@ def table(results: list[dict[str, Any]]) -> str:
     limit = statistics.median(r["curve"][-1][1] for r in results if r["optimizer"] == "adamw")
     lines = [
         "| optimizer | best rate | loss at the end | over seeds | loss in AdamW's time | time per step / AdamW's | "
-        "loss at half and twice the rate |",
+        "loss at the next lower and higher rate |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(r["optimizer"] for r in results):
