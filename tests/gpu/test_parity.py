@@ -97,9 +97,10 @@ def test_gradients_are_those_of_the_cpu(architecture: str) -> None:
 def test_bf16_is_as_near_as_on_the_cpu(architecture: str) -> None:
     wanted = computed(settings(architecture, compile="off"), "cpu", DOUBLE)
     spread = error(computed(settings(architecture, compile="off"), "cpu", torch.bfloat16), wanted)
-    torch._dynamo.reset()
-    found = error(computed(settings(architecture, compile="auto"), "cuda", torch.bfloat16), wanted)
-    assert found < 2 * spread
+    for mode in ("off", "auto", "off"):  # kernels that remember the strides of an earlier call are wrong in one of them
+        torch._dynamo.reset()
+        found = error(computed(settings(architecture, compile=mode), "cuda", torch.bfloat16), wanted)
+        assert found < 2 * spread, mode
 
 
 @pytest.mark.parametrize("architecture", MATRIX["architectures"])

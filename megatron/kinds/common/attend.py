@@ -142,14 +142,15 @@ def attend(
     return _math(q, k, v, pattern, mask, dropout, sinks_n)
 
 
-# torch's kernels but those of cuDNN, which on Hopper GPUs give wrong gradients of queries and keys where the keys do
-# not fill its tiles of 128 (pytorch/pytorch#196678; seen with 64 keys, causal, in a compiled block).
+# torch's kernels but those of cuDNN. In torch 2.11 on an H100 the gradients of queries and keys were wrong by more than
+# their own size wherever one process called these for one shape from compiled and from plain code, whose tensors differ
+# in strides: whichever came first was right. See also pytorch/pytorch#196678 (torch 2.11 and later, masks).
 EXACT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None) -> Tensor:
     """torch SDPA, causal where there is no mask."""
-    with nullcontext() if k.device.type != "cuda" or k.shape[2] % 128 == 0 else sdpa_kernel(EXACT_KERNELS):
+    with sdpa_kernel(EXACT_KERNELS) if k.device.type == "cuda" else nullcontext():
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
