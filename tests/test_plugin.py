@@ -51,7 +51,7 @@ def test_commands_know_it(package, tmp_path):
     """A run with its layer, optimizer, hook and runner; its checkpoint names the package; tools know the options."""
     done = run(
         ROOT / "deepy.py", ROOT / "train.py", "retention.yml", f"run.dir={tmp_path / 'run'}", "launch.ranks=2",
-        "parallel.tensor=2", "training.steps=3", "optimizer.type=ademamix", "optimizer.options={alpha: 2.0}",
+        "parallel.tensor=2", "training.steps=3", "optimizer.type=qhadam", "optimizer.options={nu1: 0.8}",
         "hooks=[{type: weights, options: {parameters: ['*norm*'], every: 3}}]", "checkpoint.every=3",
         "tokenizer.type=bytes", "model.vocab_size=512", "launch.runner=nice", package=package,
     )  # fmt: skip
@@ -70,10 +70,10 @@ def test_commands_know_it(package, tmp_path):
 
 def test_mistakes_are_told_before_anything_starts(package, tmp_path):
     """A package's rules, and its names in place of those inside, with one that is near."""
-    words = ("model.retention.heads=5", "optimizer.type=ademamax", "hooks=[weight]", f"run.dir={tmp_path / 'run'}")
+    words = ("model.retention.heads=5", "optimizer.type=qhadan", "hooks=[weight]", f"run.dir={tmp_path / 'run'}")
     done = run(ROOT / "deepy.py", ROOT / "train.py", "retention.yml", "launch.ranks=1", *words, package=package)
     assert done.returncode == 2 and not (tmp_path / "run").exists(), done.stderr
-    for said in ("heads * head_dim must be model.hidden_size", "ademamix", "weights"):
+    for said in ("heads * head_dim must be model.hidden_size", "qhadam", "weights"):
         assert said in done.stderr
 
 
@@ -86,9 +86,9 @@ def test_the_tools_know_it(package):
     # Shown by a process that tells whether torch was imported: the package's options must not need it.
     script = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
     script += "finally: print('torch' in sys.modules)"
-    words = ("optimizer.type=ademamix", "hooks=[weights]")
+    words = ("optimizer.type=qhadam", "hooks=[weights]")
     shown = run("-c", script, config, "show", "retention.yml", *words, package=package).stdout
-    assert "extensions: [my_lab]" in shown and "slowest: 5.0" in shown and "type: ademamix" in shown
+    assert "extensions: [my_lab]" in shown and "slowest: 5.0" in shown and "type: qhadam" in shown
     assert shown.endswith("False\n")
 
 

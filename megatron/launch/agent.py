@@ -26,7 +26,7 @@ from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, child
 from .seen import Seen
 from .sight import Sight
 from .specification import Specification
-from .status import COMPLAINT, FORWARDED_SIGNALS, STOP_SIGNALS
+from .status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
 
 OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
 HOLD = 3.0  # seconds that a traceback of the speaking rank waits for the rank's end before it is shown
@@ -333,9 +333,10 @@ class Agent:
 
     def _reap(self) -> None:
         """Take note of ranks that have ended, and of orphans of theirs."""
-        for rank in self.ranks:
-            if rank.alive and (status := rank.process.poll()) is not None:
-                self._ended(rank, status)
+        ended = [(rank, status) for rank in self.ranks if rank.alive and (status := rank.process.poll()) is not None]
+        # All have ended since the last look: one that was killed did not react to another's end.
+        for rank, status in sorted(ended, key=lambda each: -each[1] not in KILLS):
+            self._ended(rank, status)
         if time.monotonic() < self.orphans_at:
             return
         self.orphans_at = time.monotonic() + BEAT

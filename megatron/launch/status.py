@@ -22,7 +22,7 @@ COMPLAINT = re.compile(
     re.IGNORECASE,
 )
 # Not SIGABRT, with which NCCL's watchdog ends a rank that has lost a peer.
-_KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 FORWARDED_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -88,7 +88,7 @@ def _is_a_cause(failure: Failure) -> bool:
     if failure.rank is None or failure.reason:
         return False
     said = bool(failure.text) and not COMPLAINT.search(failure.text)
-    return -failure.status in _KILLS or (failure.status > 0 and said)
+    return -failure.status in KILLS or (failure.status > 0 and said)
 
 
 def stopped(status: int, sent: Iterable[int]) -> bool:

@@ -2,7 +2,7 @@
 
 EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},
-    "optimizer": {"ademamix": "my_lab.ademamix:AdEMAMix"},
+    "optimizer": {"qhadam": "my_lab.qhadam:QHAdam"},
     "hook": {"weights": "my_lab.weights:Weights"},
     "architecture": {"olmo": "my_lab.olmo:OLMO"},
     "runner": {"nice": "my_lab.nice:RUNNER"},

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from my_lab.ademamix import AdEMAMix
+from my_lab.qhadam import QHAdam
 from my_lab.weights import Weights
 
 from megatron.config.problems import UserError
@@ -17,7 +17,7 @@ VALUES = yaml.safe_load((Path(__file__).parents[1] / "retention.yml").read_text(
 SHORT = {
     **VALUES,
     "training": {**VALUES["training"], "steps": 4},
-    "optimizer": {"type": "ademamix", "lr": 1e-2, "options": {"slow_beta": 0.99, "alpha": 3.0, "warmup_steps": 3}},
+    "optimizer": {"type": "qhadam", "lr": 1e-2, "options": {"nu1": 0.8, "nu2": 0.9}},
     "checkpoint": {"every": 2},
     "logging": {"console": "quiet", "curve": False},
 }
@@ -39,33 +39,38 @@ def straight(tmp_path_factory):
     return folder, train(folder, 1, hooks=[HOOK])
 
 
-def formula(p, gradients, lr, decay, b1, b2, b3, alpha, epsilon, warmup):
+def formula(p, gradients, lr, decay, b1, b2, nu1, nu2, epsilon):
     """The paper's update, one number at a time."""
-    m = s = v = 0.0
+    m = v = 0.0
     for t, g in enumerate(gradients, start=1):
-        share = min(t / warmup, 1.0) if warmup else 1.0
-        slow = math.exp(math.log(b1) * math.log(b3) / ((1 - share) * math.log(b3) + share * math.log(b1)))
-        slow = min(slow, b3)
-        m, s, v = b1 * m + (1 - b1) * g, slow * s + (1 - slow) * g, b2 * v + (1 - b2) * g * g
-        quotient = (m / (1 - b1**t) + share * alpha * s) / (math.sqrt(v / (1 - b2**t)) + epsilon)
-        p -= lr * (quotient + decay * p)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        mean, square = (1 - nu1) * g + nu1 * m / (1 - b1**t), (1 - nu2) * g * g + nu2 * v / (1 - b2**t)
+        p -= lr * (mean / (math.sqrt(square) + epsilon) + decay * p)
     return p
 
 
-@pytest.mark.parametrize("warmup", [0, 3, 20])
-def test_update(warmup):
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(5, dtype=torch.float64, generator=draw)
-    gradients = torch.randn(7, 5, dtype=torch.float64, generator=draw)
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = AdEMAMix([parameter], (0.9, 0.95), 1e-8, slow_beta=0.999, alpha=4.0, warmup=warmup)
+def trained(optimizer, parameter, gradients):
     optimizer.param_groups[0].update(lr=0.1, weight_decay=0.2)
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
-    recipe = {"lr": 0.1, "decay": 0.2, "b1": 0.9, "b2": 0.95, "b3": 0.999, "alpha": 4.0, "epsilon": 1e-8}
-    wanted = [formula(p, own, warmup=warmup, **recipe) for p, own in zip(start.tolist(), gradients.T.tolist())]
-    torch.testing.assert_close(parameter.tolist(), wanted, rtol=1e-12, atol=1e-12)
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("nu1, nu2", [(0.7, 1.0), (0.5, 0.25), (1.0, 1.0)])
+def test_update(nu1, nu2):
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(5, dtype=torch.float64, generator=draw)
+    gradients = torch.randn(7, 5, dtype=torch.float64, generator=draw)
+    parameter = torch.nn.Parameter(start.clone())
+    found = trained(QHAdam([parameter], (0.9, 0.95), 1e-8, nu1, nu2), parameter, gradients)
+    recipe = {"lr": 0.1, "decay": 0.2, "b1": 0.9, "b2": 0.95, "nu1": nu1, "nu2": nu2, "epsilon": 1e-8}
+    wanted = [formula(p, own, **recipe) for p, own in zip(start.tolist(), gradients.T.tolist())]
+    torch.testing.assert_close(found.tolist(), wanted, rtol=1e-12, atol=1e-12)
+    if nu1 == nu2 == 1.0:
+        twin = torch.nn.Parameter(start.clone())
+        adamw = trained(torch.optim.AdamW([twin], betas=(0.9, 0.95), eps=1e-8), twin, gradients)
+        torch.testing.assert_close(found, adamw, rtol=1e-12, atol=1e-12)
 
 
 def test_resumed_on_two_ranks(straight, tmp_path):
@@ -100,16 +105,16 @@ def test_hook_writes_whole_tensors_and_changes_nothing(straight, tmp_path):
 @pytest.mark.parametrize(
     "options, rule",
     [
-        ({"slow_betta": 0.9}, "must not have slow_betta"),
-        ({"slow_beta": 1.0}, "slow_beta must be above 0 and below 1"),
-        ({"warmup_steps": 1.5}, "warmup_steps must be a whole number"),
+        ({"nu": 0.9}, "must not have nu: use nu1, nu2"),
+        ({"nu1": 1.5}, "nu1 must be from 0 to 1"),
+        ({"nu2": "most"}, "nu2 must be a number"),
     ],
 )
 def test_options_of_the_optimizer(options, rule):
     section = SimpleNamespace(options=options, betas=(0.9, 0.95), epsilon=1e-8)
     config = SimpleNamespace(optimizer=section, training=SimpleNamespace(steps=4))
     with pytest.raises(UserError, match=rule):
-        AdEMAMix.build(config, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+        QHAdam.build(config, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
 
 
 @pytest.mark.parametrize("options", [{"parameters": "*"}, {"parameters": []}, {"parameters": ["*"], "every": 0}])
