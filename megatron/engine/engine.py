@@ -45,6 +45,7 @@ from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .protocol import StepResult
+from .reduction import sum_large_gradients_in_place
 from .state import EngineState
 
 
@@ -223,6 +224,7 @@ class BaseEngine:
             self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self._tell_of_reductions()
+        sum_large_gradients_in_place(self.deepspeed)
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         average = self.config.training.weight_average is not None
         self.state = EngineState(

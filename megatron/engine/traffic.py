@@ -128,38 +128,42 @@ class _Predictor:
         """The reduction of gradients, their norm, and the gathering of updated weights."""
         stage = zero_stage(self.config, self.layout)
         if stage == 0:
-            self._reduced(self.parameters, FALLBACK_BUCKET, packed_after=True)
+            self._reduced([[each] for each in self.parameters], FALLBACK_BUCKET, packed_after=True)
             for axis in ("tensor", "pipeline"):
                 self.add("update", axis, "all_reduce", "fp32", 1)
             return
         groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
         if self.config.precision.compute == "bf16":
-            self._reduced([each for group in groups for each in group], FALLBACK_BUCKET, packed_after=True, wide=True)
+            self._reduced(groups, FALLBACK_BUCKET, packed_after=True, wide=True)
             self._model_norm(1)
         else:
             order = [each for group in groups for each in group]
             if stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1):
                 order = self.parameters[::-1]  # as the backward pass finishes them
             for _ in range(self.micro_batches if stage == 2 else 1):
-                self._reduced(order, self.config.zero.bucket_size, packed_after=False)
+                self._reduced([[each] for each in order], self.config.zero.bucket_size, packed_after=False)
             norms = 1 if self.layout.pipeline > 1 else len(groups)
             self.add("update", "data", "all_reduce", "fp32", norms, norms)
             self._model_norm(norms)
         for group in groups:
             self._gathered(group)
 
-    def _reduced(self, parameters: list[nn.Parameter], bucket: int, *, packed_after: bool, wide: bool = False) -> None:
+    def _reduced(
+        self, tensors: list[list[nn.Parameter]], bucket: int, *, packed_after: bool, wide: bool = False
+    ) -> None:
         """Sums of gradients in buckets of one type each.
 
         Args:
-            packed_after: a bucket is sent when it is larger than `bucket`; else before it would be.
+            tensors: the parameters whose gradients are one tensor.
+            packed_after: a bucket is sent when it is larger than `bucket`, and tensors that are on their own; else a
+                bucket is sent before it would be.
             wide: the gradients are fp32 whatever the parameters are.
         """
         compute = self.config.precision.compute
         by_type: dict[str, list[int]] = {}
-        for each in parameters:
-            if each.numel():
-                by_type.setdefault("fp32" if wide else _TYPES[each.dtype], []).append(each.numel())
+        for together in tensors:
+            if size := sum(each.numel() for each in together):
+                by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
         for sizes in by_type.values():
             dtype = self.config.precision.reduce if compute != "fp32" else "fp32"
             messages = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
@@ -254,9 +258,10 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
 
 
 def _buckets_after(sizes: Iterable[int], limit: int) -> int:
-    """Messages where a bucket is sent as soon as it has more than `limit` elements."""
-    messages = filled = 0
-    for size in sizes:
+    """Messages where a bucket is sent as soon as it has more than `limit` elements, and larger tensors alone."""
+    sizes = list(sizes)
+    messages, filled = sum(size > limit for size in sizes), 0
+    for size in (each for each in sizes if each <= limit):
         filled += size
         if filled > limit:
             messages, filled = messages + 1, 0

@@ -5,9 +5,13 @@ A version of DeepSpeed that sends something else, or a layer that sends more tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from megatron.config import resolve
+from megatron.engine import traffic
 from megatron.engine.traffic import Prediction, predict
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.traffic import Tally
@@ -100,6 +104,34 @@ def test_small_buckets(bucket: int):
     whole = predict(resolve(case.values, ranks=2), 2, 0, weighted=True)
     assert messages > 5 and (1, size) == whole.step.by("phase", "operation")["backward", "all_reduce"]
     assert [own.step.rows()] * 2 == run(2, counted, values, 2)[0]
+
+
+def in_small_buckets(work: Callable[..., Any], values: dict, ranks: int, elements: int) -> Any:
+    """`work(values, ranks)` with buckets of so many elements where no key of the configuration says it."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    usual = DeepSpeedEngine._reduce_non_expert_gradients
+    DeepSpeedEngine._reduce_non_expert_gradients = lambda self, gradients, _: usual(self, gradients, elements)
+    try:
+        return work(values, ranks)
+    finally:
+        DeepSpeedEngine._reduce_non_expert_gradients = usual
+
+
+@pytest.mark.parametrize("name", ["bf16: llama on dp2, ZeRO 1, four micro-batches", "fp32: neox on pp2 · dp2, ZeRO 0"])
+@pytest.mark.parametrize("elements", [4000, 300])
+def test_small_buckets_of_the_fallback(name: str, elements: int, monkeypatch):
+    """Larger tensors go on their own; the bf16 optimizer has one for each group of parameters."""
+    case = next(case for case in cases() if case.name == name)
+    monkeypatch.setattr(traffic, "FALLBACK_BUCKET", elements)
+    own = predictions(case)
+    messages, _ = own[0].step.by("phase", "operation")["backward", "all_reduce"]
+    assert messages > 1
+    found = run(case.ranks, in_small_buckets, counted, case.values, case.ranks, elements)
+    assert [each.step.rows() for each in own] == [second for _, second in found]
+    usual = run(case.ranks, runs.train, case.values, case.ranks)
+    for one, other in zip(usual, run(case.ranks, in_small_buckets, runs.train, case.values, case.ranks, elements)):
+        assert one[:3] == other[:3]  # of two numbers there is one sum
 
 
 def test_formulas_of_a_large_model():
