@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron.parallel.shard import LogicalTensor, Role
@@ -122,6 +124,30 @@ class PlainJorge:
         new = state["roots"][0] @ gradient @ state["roots"][1]
         state["average"] = self.momentum * state["average"] + (1 - self.momentum) * new
         return state["average"] * (state["plain"].norm() / state["average"].norm().clamp(min=1e-30))
+
+
+class PlainAdEMAMix:
+    """The paper's equations for masters that have their gradients; `warmup` is over from the step that it names."""
+
+    def __init__(self, options, masters: list[torch.Tensor], rates: list[float], decays: list[float]) -> None:
+        self.options, self.masters, self.rates, self.decays, self.t = options, masters, rates, decays, 0
+        self.fast, self.slow, self.square = ([torch.zeros_like(each) for each in masters] for _ in range(3))
+
+    def step(self) -> None:
+        self.t += 1
+        (b1, b2), own, t = self.options.betas, self.options.options, self.t
+        alpha, b3, share = own["alpha"], own["slow"], min(1.0, t / own["warmup"])
+        if share < 1:
+            alpha *= share
+            b3 = min(b3, math.exp(math.log(b1) / (1 - share + share * math.log(b1) / math.log(b3))))
+        for i, master in enumerate(self.masters):
+            gradient = master.grad
+            self.fast[i] = b1 * self.fast[i] + (1 - b1) * gradient
+            self.slow[i] = b3 * self.slow[i] + (1 - b3) * gradient
+            self.square[i] = b2 * self.square[i] + (1 - b2) * gradient**2
+            size = (self.square[i] / (1 - b2**t)).sqrt() + self.options.epsilon
+            update = (self.fast[i] / (1 - b1**t) + alpha * self.slow[i]) / size + self.decays[i] * master.data
+            master.data -= self.rates[i] * update
 
 
 PLAIN = {"muon": PlainMuon, "soap": PlainSOAP, "jorge": PlainJorge}

@@ -24,7 +24,7 @@ from megatron.parallel.parameters import buffers_of, stored_tensors
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
-from tests.training.plain_matrices import PLAIN, PlainMatrices
+from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainMatrices
 
 EVALUATION = 1000  # the step whose batch is for evaluation
 
@@ -251,6 +251,9 @@ class PlainOptimizer:
         ]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
+        assert self.options.type in ("sgd", "adamw", "ademamix", *PLAIN), "written out for these alone"
+        if self.options.type == "ademamix":
+            self.adamw = PlainAdEMAMix(self.options, masters, self.rates, self.decays)
         if self.options.type in PLAIN:
             self.adamw = PlainMatrices(self.options, tensors, masters, self.decays)
         if self.options.type == "adamw":
