@@ -36,6 +36,7 @@ UNPREDICTED = (
     "ranks that share sequences",
     "experts spread over ranks",
     "an offloaded optimizer",
+    "optimizers of whole matrices",
     "a balancing loss over ranks",
     "bf16 with parameters in fp32 at ZeRO 2",
 )
