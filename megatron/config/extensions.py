@@ -10,7 +10,7 @@ from .catalog import Path
 from .layers import Source
 from .origins import Origin
 from .problems import ConfigError, Problem
-from .registry import HOOK, KIND, METRIC, OPTIMIZER, RUNNER, SCHEDULE, RegistryError, offered, registry_of
+from .registry import HOOK, KIND, METRIC, OBJECTIVE, OPTIMIZER, RUNNER, SCHEDULE, RegistryError, offered, registry_of
 from .schema import schema_of
 from .tree import get, put
 
@@ -19,6 +19,7 @@ PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of t
     (KIND, ("model", "layers")),
     (OPTIMIZER, ("optimizer", "type")),
     (SCHEDULE, ("schedule", "type")),
+    (OBJECTIVE, ("objective", "type")),
     (RUNNER, ("launch", "runner")),
     (HOOK, ("hooks",)),
     (METRIC, ("logging", "sinks")),

@@ -25,7 +25,7 @@ from typing import Any
 from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
-ARCHITECTURE = "architecture"
+ARCHITECTURE, OBJECTIVE = "architecture", "objective"
 
 # By role, then by name. What is added inside the tree is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -67,6 +67,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "inverse_sqrt": "megatron.training.schedule:inverse_sqrt",
         "infinite": "megatron.training.schedule:infinite",
     },
+    OBJECTIVE: {"cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy"},  # see megatron.objectives.contract
     HOOK: {  # in the order in which they act; see megatron.training.hook
         "summary": "megatron.training.hooks.summary:SummaryHook",  # comes last: ends go backwards
         "ledger": "megatron.training.hooks.ledger:LedgerHook",

@@ -16,7 +16,7 @@ from .sections.data import DataSection, TokenizerSection
 from .sections.layout import LaunchSection, ParallelSection, PrecisionSection, ZeroSection
 from .sections.model import ModelSection
 from .sections.output import CheckpointSection, EvaluationSection, HookSection, LoggingSection, RunSection
-from .sections.recipe import OptimizerSection, ScheduleSection, TrainingSection
+from .sections.recipe import ObjectiveSection, OptimizerSection, ScheduleSection, TrainingSection
 from .sections.spikes import SpikesSection
 from .sections.watch import WatchSection
 
@@ -31,7 +31,8 @@ class Config(Section):
     precision: PrecisionSection = key(PrecisionSection, "Number formats.")
     optimizer: OptimizerSection = key(OptimizerSection, "How parameters are updated.")
     schedule: ScheduleSection = key(ScheduleSection, "How the learning rate changes.")
-    training: TrainingSection = key(..., "Steps, batches and the objective.")
+    training: TrainingSection = key(..., "Steps and batches.")
+    objective: ObjectiveSection = key(ObjectiveSection, "What the model is trained for.")
     data: DataSection = key(DataSection, "What the run reads.")
     tokenizer: TokenizerSection = key(TokenizerSection, "How text becomes tokens.")
     checkpoint: CheckpointSection = key(CheckpointSection, "What the run keeps.")

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron.objectives.named import objective_of
+
 from .blend import Blend, normalised, weights_by_documents
 from .errors import DataError
 from .left_out import reserve
 from .sample import Infilling, Options, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
 from .synthetic import Copy
+from .targets import Targets
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -95,12 +98,19 @@ class SamplePlan:
     """
 
     def __init__(
-        self, phases: list[PlannedPhase], sources: list[OrderedSource], options: Options, batch: int, steps: int
+        self,
+        phases: list[PlannedPhase],
+        sources: list[OrderedSource],
+        options: Options,
+        batch: int,
+        steps: int,
+        targets: Targets,
     ):
-        self.phases, self.sources, self.options = phases, sources, options
+        self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
         self.batch, self.steps = batch, steps
         self.masked = (
             options.mask_eod
+            or targets.weighs
             or any(each.opened.labels is not None or each.leaves_room for each in sources)
             or not all(counts for phase in phases for counts in phase.loss)
         )
@@ -125,7 +135,8 @@ class SamplePlan:
     def sample(self, number: int) -> Sample:
         """Sample n of the run."""
         phase, member, sample = self.place(number)
-        return self.sources[phase.members[member]].sample(sample, self.options, number, phase.loss[member])
+        made = self.sources[phase.members[member]].sample(sample, self.options, number, phase.loss[member])
+        return self.targets.of(made)
 
     def drawn(self, source: int, samples: int) -> int:
         """How many of the first `samples` samples come from a source."""
@@ -201,15 +212,14 @@ class SamplePlan:
 class SyntheticPlan:
     """The plan of a set that the run makes itself."""
 
-    masked = False
-
-    def __init__(self, made: Copy, batch: int, steps: int, boundaries: bool):
-        """`boundaries`: say where documents begin; each sample is one."""
-        self.made, self.batch, self.steps, self.sources = made, batch, steps, []
-        self.begins = np.arange(made.sequence_length + 1) == 0 if boundaries else None
+    def __init__(self, made: Copy, batch: int, steps: int, targets: Targets):
+        self.made, self.batch, self.steps, self.sources, self.targets = made, batch, steps, [], targets
+        self.masked = targets.weighs
+        # each sample is one document
+        self.begins = np.arange(made.sequence_length + 1) == 0 if targets.marks_documents else None
 
     def sample(self, number: int) -> Sample:
-        return Sample(self.made.tokens(number), begins=self.begins)
+        return self.targets.of(Sample(self.made.tokens(number), begins=self.begins))
 
     def uses(self) -> list[Use]:
         return []
@@ -259,6 +269,8 @@ class _Builder:
                 f"give data.{split}, or a share in data.split",
             )
         self.name, self.batch = name, config.training.global_batch_size
+        objective = objective_of(config) if split == "train" else None  # others are judged by their cross-entropy
+        self.targets = Targets(objective, self.data.reset_attention_at_eod)
         self.request = OrderRequest(
             self.data.order,
             self.data.packing,
@@ -293,7 +305,7 @@ class _Builder:
             made = Copy(
                 self.data.seed, self.config.model.vocab_size, self.request.sequence_length, self.name or self.split
             )
-            return SyntheticPlan(made, self.batch, steps or 1, self.data.reset_attention_at_eod)
+            return SyntheticPlan(made, self.batch, steps or 1, self.targets)
         sections = self._sections()
         opened = self._open([section for _, part in sections for section in part])
         numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}
@@ -315,7 +327,7 @@ class _Builder:
         phases = self._planned_phases(parts, sources, whole)
         if whole:
             steps = max(1, phases[-1].length // self.batch)
-        return SamplePlan(phases, sources, options, self.batch, steps)
+        return SamplePlan(phases, sources, options, self.batch, steps, self.targets)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""
@@ -377,7 +389,7 @@ class _Builder:
 
         data = self.data
         fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
-        needed = data.reset_attention_at_eod or data.mask_loss_at_eod or fim or data.packing == "best_fit"
+        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or data.packing == "best_fit"
         eod = end_of_document(files, self.config.tokenizer) if needed else None
         if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
             raise DataError(
@@ -400,7 +412,7 @@ class _Builder:
             data.seed,
             eod,
             data.mask_loss_at_eod,
-            data.reset_attention_at_eod,
+            self.targets.marks_documents,
             infilling or None,
             filler=0 if data.packing == "until_overflow" else None,
         )

@@ -19,6 +19,7 @@ from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
 from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traffic
+from megatron.objectives.named import objective_of
 from megatron.parallel.account import _TYPES, group_name
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
@@ -68,7 +69,7 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     tensor = tensor_traffic(config, held, TensorAxis(layout.tensor, layout.sequence))
     for call, messages, size in tensor:
         found.step.add(call, messages * micro_batches, size * micro_batches)
-    if weighted:
+    if weighted or objective_of(config).weighs:
         found.add("exchange", "data", "all_reduce", "fp64", 1)
     found.gradients()
     if layout.pipeline > 1:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
+from megatron.objectives.contract import Objective
 from megatron.parallel.collectives import all_reduce, enter, sum_gradient
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
 from megatron.parallel.initial import ZEROS
@@ -103,13 +104,15 @@ class Head(nn.Module):
         model: ModelSection,
         training: TrainingSection,
         init: Initialisation,
+        objective: Objective,
         tied: nn.Parameter | None = None,
     ):
         super().__init__()
         self.mesh, self.context = make.mesh, make.context
         multiplier = model.head.multiplier * init.factors.head
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
-        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled)
+        cost = objective.cost if objective.costs else None
+        self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled, cost)
         self.norm = Norm(
             make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
         )

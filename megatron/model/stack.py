@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 from megatron.config.variants import options_of
+from megatron.objectives.named import objective_of
 from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
@@ -95,7 +96,8 @@ class ModelPlan:
         return checkpointed(block, index, self.config.training.activation_checkpointing)
 
     def head(self, tied: nn.Parameter | None = None) -> Head:
-        return Head(self.factory(""), self.config.model, self.config.training, self.init, tied)
+        config = self.config
+        return Head(self.factory(""), config.model, config.training, self.init, objective_of(config), tied)
 
 
 class Model(nn.Module):

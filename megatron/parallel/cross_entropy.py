@@ -1,8 +1,9 @@
 """Head and cross-entropy in one: logits exist for one chunk of tokens at a time, over a vocabulary cut by rows.
 
-With logits l = cap(m * W x + b), Z = logsumexp(l), the loss of a token with weight w is
-    w * (Z - l[label] + z * Z**2)
-and its gradient with respect to l is  w * ((1 + 2 z Z) softmax(l) - onehot(label)).
+With logits l = cap(m * W x + b), Z = logsumexp(l), E = Z - l[label], the loss of a token with weight w is
+    w * (c(E, Z) + z * Z**2)
+where the cost c is E unless an objective has another. With c' its derivatives, the gradient with respect to l is
+    w * ((c'_E + c'_Z + 2 z Z) softmax(l) - c'_E onehot(label)).
 Both are known as soon as the chunk's logits are, so the gradients of x and W are computed in the forward pass
 and no logits are kept: memory is one chunk of [chunk, V/t] instead of several [N, V/t] (the idea of fused
 linear cross-entropy; Hsu et al. 2024, "Liger Kernel"). All of it in fp32 whatever the type of x and W.
@@ -15,6 +16,7 @@ Shapes: N tokens, H hidden, V vocabulary, t tensor parallel ranks, C tokens in a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +38,7 @@ class LossOptions:
         z_loss: coefficient of the z-loss.
         chunk: tokens in a chunk; 0: all.
         compiled: what is done to each logit is one kernel of torch.compile's per pass over them, on GPUs.
+        cost: of each label, from (cross-entropy, logsumexp), [N] each; None: the cross-entropy.
     """
 
     multiplier: float = 1.0
@@ -43,6 +46,29 @@ class LossOptions:
     z_loss: float = 0.0
     chunk: int = 1024
     compiled: bool = False
+    cost: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def costs(self, ce_N: Tensor, lse_N: Tensor) -> Tensor:
+        """Of each label, without the z-loss.
+
+        Raises:
+            ValueError: there are not as many costs as labels.
+        """
+        if self.cost is None:
+            return ce_N
+        costs_N = self.cost(ce_N, lse_N)
+        if costs_N.shape != ce_N.shape:
+            raise ValueError(f"the objective's cost must have one value per label, {ce_N.numel()}: {costs_N.shape}")
+        return costs_N
+
+    def slopes(self, ce_N: Tensor, lse_N: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """The derivatives of each label's cost with respect to its cross-entropy and its logsumexp."""
+        if self.cost is None:
+            return 1.0, 0.0
+        with torch.enable_grad():
+            both = ce_N.detach().requires_grad_(), lse_N.detach().requires_grad_()
+            found = torch.autograd.grad(self.costs(*both).sum(), both, allow_unused=True, materialize_grads=True)
+        return found[0], found[1]
 
 
 def logits_of(
@@ -83,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _compiled_chunk(part, x_NH, weight_VH, *given)
             else:
                 _chunk(part, x_NH, weight_VH, bias_V, *given)
-        loss = (weights_N * (ce_N + options.z_loss * lse_N.square())).sum()
+        loss = (weights_N * (options.costs(ce_N, lse_N) + options.z_loss * lse_N.square())).sum()
         if train:
             ctx.save_for_backward(*grads.tensors(), unit)
             ctx.dtype = weight_VH.dtype
@@ -186,8 +212,9 @@ def _compiled_chunk(part, x_NH, weight_VH, labels_N, weights_N, first, axis, opt
     ce_N[part], lse_N[part] = lse_C - target_C, lse_C
     if grads is None:
         return
-    scale_C = weights_C * (1.0 + 2.0 * options.z_loss * lse_C) / total_C
-    grad_CV = gradient(product_CV, max_C, scale_C, local_C1, weights_C * mine_C, options)
+    of_ce, of_lse = options.slopes(ce_N[part], lse_C)
+    scale_C = weights_C * (of_ce + of_lse + 2.0 * options.z_loss * lse_C) / total_C
+    grad_CV = gradient(product_CV, max_C, scale_C, local_C1, weights_C * of_ce * mine_C, options)
     grads.add(part, grad_CV, x_CH, weight_VH)
 
 
@@ -214,9 +241,10 @@ def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, opti
     if grads is None:
         return
 
-    scale_C = weights_C * (1.0 + 2.0 * options.z_loss * lse_C) / total_C
+    of_ce, of_lse = options.slopes(ce_N[part], lse_C)
+    scale_C = weights_C * (of_ce + of_lse + 2.0 * options.z_loss * lse_C) / total_C
     grad_CV = exp_CV.mul_(scale_C.unsqueeze(1))
-    grad_CV.scatter_add_(1, local_C, (-weights_C * mine_C).unsqueeze(1))
+    grad_CV.scatter_add_(1, local_C, (-weights_C * of_ce * mine_C).unsqueeze(1))
     if slope_CV is not None:
         grad_CV.mul_(slope_CV)
     if grads.bias is not None:
@@ -248,7 +276,7 @@ def linear_cross_entropy(
         first: id of this rank's first row.
 
     Returns:
-        (loss, ce_N): a differentiable fp32 scalar with the z-loss, and detached cross-entropies in nats.
+        (loss, ce_N): a differentiable fp32 scalar, of costs with the z-loss, and detached cross-entropies in nats.
     """
     weights_N = weights_N.to(wide_type(x_NH.dtype))
     train = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)

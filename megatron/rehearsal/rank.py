@@ -18,6 +18,7 @@ from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed_options import accumulation_steps
 from megatron.engine.engine import build_engine, prepare_deepspeed
 from megatron.engine.without_values import without_values
+from megatron.objectives.named import objective_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 
@@ -158,6 +159,7 @@ def blank_batch(config: Config, layout: Layout, form: Any) -> StepBatch:
         tokens=torch.zeros((*shape, length + 1), dtype=torch.int64),
         sample_ids=torch.zeros(shape, dtype=torch.int64),
         hash=0,
+        loss_mask=torch.ones((*shape, length)) if objective_of(config).weighs else None,
         **places,
     )
 

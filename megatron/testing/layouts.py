@@ -10,6 +10,7 @@ import torch
 
 from megatron.config import Config, resolve
 from megatron.config.variants import overlay
+from megatron.objectives.named import objective_of
 from megatron.parallel.parameters import logical_of
 
 from .noise import batch, noise, part_of
@@ -59,7 +60,8 @@ def check_layouts(values: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]
 
 
 def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict[str, np.ndarray]]:
-    """The mean loss over all labels and its gradient by logical name, flattened, in plain PyTorch."""
+    """The mean cross-entropy of the labels that count, and the gradient of the objective by logical name, flattened, in
+    plain PyTorch."""
     from megatron.model.stack import build_model
 
     config = resolve(values)
@@ -68,15 +70,20 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         begun = parameter.detach().float() + torch.from_numpy(noise(logical_of(parameter)))
         parameter.data = begun.to(dtype)
     drawn, M = batch(config), config.training.micro_batch_size
-    labels, total = drawn["tokens"][:, 1:].numel(), 0.0
+    objective, total = objective_of(config), 0.0
+    given = drawn["loss_mask"]
+    weights = torch.ones_like(drawn["tokens"][:, 1:], dtype=dtype) if given is None else given.to(dtype)
+    weights /= weights.sum()
     for begin in range(0, drawn["tokens"].shape[0], M):
         rows = slice(begin, begin + M)
         extras = {name: drawn[name][rows] for name in model.form.optional if drawn.get(name) is not None}
         stream = model.stream(drawn["tokens"][rows, :-1], **extras)
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / labels
-        loss.backward()
-        total += loss.item()
+        ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        lse = logits.flatten(0, 1).logsumexp(1)
+        costs = objective.cost(ce, lse) + config.training.z_loss * lse.square()
+        (weights[rows].flatten() * costs).sum().backward()
+        total += float((weights[rows].flatten() * ce.detach()).sum())
     return total, {logical_of(p).name: p.grad.double().numpy().reshape(-1) for p in dict.fromkeys(model.parameters())}
 
 
@@ -111,7 +118,9 @@ def _own(config: Config, rank: int, ranks: int):
     drawn, M = batch(config), config.training.micro_batch_size
     passes = config.training.global_batch_size // (M * ranks)
     rows = torch.tensor([[(a * ranks + rank) * M + b for b in range(M)] for a in range(passes)])
-    extras = {name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions")}
+    extras = {
+        name: None if drawn[name] is None else drawn[name][rows] for name in ("documents", "positions", "loss_mask")
+    }
     return StepBatch(step=0, tokens=drawn["tokens"][rows], sample_ids=rows, hash=0, **extras)
 
 

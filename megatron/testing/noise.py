@@ -9,6 +9,9 @@ import numpy as np
 import torch
 
 from megatron.config import Config
+from megatron.data.sample import Sample
+from megatron.data.targets import Targets
+from megatron.objectives.named import objective_of
 from megatron.parallel.shard import LogicalTensor
 
 
@@ -26,14 +29,25 @@ def part_of(values: np.ndarray, tensor: LogicalTensor, rank: int, ranks: int) ->
 
 
 def batch(config: Config) -> dict[str, Any]:
-    """All samples of one step: tokens [B, S + 1], and, where the run has them, documents and positions [B, S]."""
+    """All samples of one step: tokens [B, S + 1], and, where the run has them, documents, positions and the labels'
+    weights [B, S]."""
     B, S = config.training.global_batch_size, config.training.sequence_length
     draw = torch.Generator().manual_seed(config.training.seed)
     found: dict[str, Any] = {"tokens": torch.randint(0, config.model.vocab_size, (B, S + 1), generator=draw)}
-    found["documents"] = found["positions"] = None
-    if config.data.reset_attention_at_eod:
-        starts = torch.rand(B, S, generator=draw) < 0.2
+    found |= {"documents": None, "positions": None, "loss_mask": None}
+    targets = Targets(objective_of(config), config.data.reset_attention_at_eod)
+    starts = torch.rand(B, S, generator=draw) < 0.2 if targets.marks_documents else None
+    if targets.weighs:
+        found["loss_mask"] = torch.stack([_weights(targets, found["tokens"], starts, row) for row in range(B)])
+    if starts is not None and config.data.reset_attention_at_eod:
         place = torch.arange(S).expand(B, S)
         found["documents"] = starts.int().cumsum(-1).int()
         found["positions"] = (place - torch.where(starts, place, 0).cummax(-1).values).int()
     return found
+
+
+def _weights(targets: Targets, tokens: torch.Tensor, starts: torch.Tensor | None, row: int) -> torch.Tensor:
+    """What the run's objective gives the labels of a sample, [S]; its first token begins a document."""
+    begins = None if starts is None else np.array([True, *starts[row, 1:].tolist(), False])
+    weights = targets.of(Sample(tokens[row].numpy(), begins=begins)).weights
+    return torch.ones(tokens.shape[1] - 1) if weights is None else torch.from_numpy(weights)

@@ -99,6 +99,7 @@ def test_installed_packages_offer_names(tmp_path, monkeypatch):
 NAMED = {  # role -> a configuration that has a name of it
     "optimizer": {"optimizer": {"type": "guests"}},
     "schedule": {"schedule": {"type": "guests"}},
+    "objective": {"objective": {"type": "guests"}},
     "hook": {"hooks": ["guests"]},
     "metric": {"logging": {"sinks": [{"type": "guests"}]}},
     "runner": {"launch": {"runner": "guests"}},

@@ -67,6 +67,31 @@ def test_compiled_passes_compute_the_same(options: dict):
         torch.testing.assert_close(found, plain, rtol=EXACT, atol=EXACT)
 
 
+def focal(ce_N, lse_N):
+    """Depends on both, and not linearly."""
+    return (1 - (-ce_N).exp()) ** 2 * ce_N + 0.3 * lse_N.sin()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_cost_of_an_objective(compiled: bool):
+    """Against autograd through all logits, with all that else changes them."""
+    x, weight, _, labels, weights = inputs()
+    logits = 1.5 * torch.tanh(0.7 * x @ weight.T / 1.5)
+    ce, log_z = F.cross_entropy(logits, labels, reduction="none"), logits.logsumexp(1)
+    wanted = ((focal(ce, log_z) + 0.1 * log_z**2) * weights).sum()
+    options = LossOptions(multiplier=0.7, softcap=1.5, z_loss=0.1, chunk=4, compiled=compiled, cost=focal)
+    loss, found = linear_cross_entropy(x, weight, None, labels, weights, options=options)
+    assert relative(loss, wanted) < EXACT and relative(found, ce) < EXACT
+    for own, other in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(wanted, (x, weight))):
+        assert relative(own, other) < EXACT
+
+
+def test_each_label_has_a_cost():
+    x, weight, bias, labels, weights = inputs()
+    with pytest.raises(ValueError, match="must have one value per label, 13"):
+        linear_cross_entropy(x, weight, bias, labels, weights, options=LossOptions(cost=lambda ce, lse: ce.mean()))
+
+
 def test_large_logits_do_not_overflow():
     x, weight, _, labels, weights = inputs()
     loss, _ = linear_cross_entropy(x * 1e3, weight, None, labels, weights)

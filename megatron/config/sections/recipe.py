@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..registry import OPTIMIZER, SCHEDULE
+from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
 from .base import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
 
@@ -102,6 +102,11 @@ class TrainingSection(Section):
     stop_at_step: int | None = key(
         None, "Save and stop after this step although the schedule goes on to training.steps.", unit="steps", gt=0
     )
+
+
+class ObjectiveSection(Section):
+    type: str = key("cross_entropy", "Which labels count, and what each costs (docs/data.md).", role=OBJECTIVE)
+    options: dict[str, Any] = key(dict, "Further options, for an objective from a package of yours.")
 
 
 class ParameterGroup(Section):

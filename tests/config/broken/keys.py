@@ -121,6 +121,13 @@ TYPES = [
         "must be one of adamw, lion, sgd, muon, soap, jorge, adafactor, ademamix",
         "did you mean adamw?",
     ),
+    case(
+        "objective misspelt",
+        "objective: {type: crossentropy}",
+        "a.yml:2: objective.type = 'crossentropy'",
+        "objective.type must be one of cross_entropy",
+        "did you mean cross_entropy?",
+    ),
     case("choice unknown", "precision: fp8", "a.yml:2: precision.compute = 'fp8'", "must be one of fp32, bf16, fp16"),
     case(
         "scalar for a section",

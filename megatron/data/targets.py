@@ -1,0 +1,55 @@
+"""The weights that an objective gives the labels of a sample, times those that the data give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron.objectives.contract import Objective
+
+from .errors import DataError
+from .sample import Sample
+
+
+@dataclass(frozen=True)
+class Targets:
+    """How a plan finishes its samples.
+
+    Attributes:
+        objective: None leaves the weights as the data give them.
+        boundaries: say where documents begin.
+    """
+
+    objective: Objective | None = None
+    boundaries: bool = False
+
+    @property
+    def weighs(self) -> bool:
+        return self.objective is not None and self.objective.weighs
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether samples must be made with the places where documents begin."""
+        return self.boundaries or (self.objective is not None and self.objective.needs_documents)
+
+    def of(self, sample: Sample) -> Sample:
+        """The sample with its labels' final weights.
+
+        Raises:
+            DataError: the objective gives something else than a weight of at least 0 for each label.
+        """
+        begins = sample.begins if self.boundaries else None
+        if self.objective is None or not self.objective.weighs:
+            return sample if begins is sample.begins else replace(sample, begins=begins)
+        asked = sample.begins if self.objective.needs_documents else None
+        weights = np.asarray(self.objective.weights(sample.tokens, asked), np.float32)
+        if weights.shape != (len(sample.tokens) - 1,) or not (np.isfinite(weights) & (weights >= 0)).all():
+            raise DataError(
+                "objective.type",
+                f"each of a sample's {len(sample.tokens) - 1} labels must have a finite weight of at least 0: "
+                f"{type(self.objective).__name__} gives an array {weights.shape} from {weights.min(initial=np.inf)} "
+                f"to {weights.max(initial=-np.inf)}",
+                "mend its method weights",
+            )
+        return replace(sample, weights=weights if sample.weights is None else weights * sample.weights, begins=begins)

@@ -1,0 +1,64 @@
+"""What an objective is, whether it is one of this folder or one from a user's package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.config import Config
+
+
+class Objective:
+    """The loss of a step is the sum of weight * (cost + z-loss) over the labels of the global batch, divided by the sum
+    of their weights.
+
+    Weights are those of the data (label files, `data.mask_loss_at_eod`) times `weights`. Both methods are functions of
+    their arguments alone, so that no layout, restart or order of reading changes them. They concern training only: the
+    loss of validation, and the loss that a training step reports, are cross-entropies; the latter is the mean over the
+    labels that count, by weight.
+
+    Attributes:
+        weighs: whether `weights` gives any weights. All ranks must know it before they read anything.
+        needs_documents: whether `weights` is told where documents begin.
+    """
+
+    weighs = False
+    needs_documents = False
+
+    @classmethod
+    def build(cls, config: Config) -> Self:
+        """The objective of a resolved configuration, whose section `objective` has its options.
+
+        Raises:
+            UserError: an option has a wrong value.
+        """
+        return cls()
+
+    def weights(self, tokens: np.ndarray, begins: np.ndarray | None) -> np.ndarray:
+        """The weight of each label of a sample, [S], at least 0; called in the threads that read ahead.
+
+        Args:
+            tokens: int64 [S+1]; label i is token i + 1.
+            begins: bool [S+1], whether a document begins at this token; None unless `needs_documents`.
+        """
+        return np.ones(len(tokens) - 1, np.float32)
+
+    def cost(self, ce_N: Tensor, lse_N: Tensor) -> Tensor:
+        """What each label costs, [N]; element by element, since labels come in pieces that depend on the layout.
+
+        Autograd differentiates it. Logits are not there, since they are never kept.
+
+        Args:
+            ce_N: cross-entropy in nats, lse - logit of the label, in fp32.
+            lse_N: log of the sum of exp(logit) over the vocabulary.
+        """
+        return ce_N
+
+    @property
+    def costs(self) -> bool:
+        """Whether the cost is something else than the cross-entropy."""
+        return type(self).cost is not Objective.cost
