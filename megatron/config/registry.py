@@ -69,7 +69,8 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     OBJECTIVE: {"cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy"},  # see megatron.objectives.contract
     HOOK: {  # in the order in which they act; see megatron.training.hook
-        "summary": "megatron.training.hooks.summary:SummaryHook",  # comes last: ends go backwards
+        "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
+        "summary": "megatron.training.hooks.summary:SummaryHook",
         "ledger": "megatron.training.hooks.ledger:LedgerHook",
         "guard": "megatron.training.hooks.guard:GuardHook",
         "spikes": "megatron.training.hooks.spikes:SpikesHook",

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -246,11 +247,11 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
 
 def again(plan: JobPlan, attempt: int) -> Specification:
     """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
-    again too.
+    again too, and when it was.
     """
     before = os.environ.get("SLURM_RESTART_COUNT", "")
     number = attempt + (int(before) if before.isdigit() else 0)
-    environment = {**plan.job.environment, "JOB_ATTEMPT": str(number)}
+    environment = {**plan.job.environment, "JOB_ATTEMPT": str(number), "JOB_SINCE": repr(time.time())}
     code = code_now() if attempt else plan.job.code  # hosts must have what this one has now
     return replace(plan.job, attempt=attempt, environment=environment, code=code)
 

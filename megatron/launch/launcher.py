@@ -63,7 +63,8 @@ class HostState:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: its exit status, the failure to show, all failures, and the stop signals that were passed on."""
+    """How a run ended: its exit status, the failure to show, all failures, the stop signals that were passed on; when
+    it was started and when all had ended (seconds since the epoch)."""
 
     status: int
     first: Failure | None
@@ -71,6 +72,8 @@ class Result:
     signals: tuple[int, ...]
     seconds: float
     started: bool
+    since: float = 0.0
+    ended: float = 0.0
 
 
 class Launcher:
@@ -122,9 +125,10 @@ class Launcher:
         status, first = outcome(self.failures, self.signals)
         if status == 0 and self.signals and not self.started:
             status = 128 + self.signals[0]
-        return Result(
-            status, first, tuple(self.failures), tuple(self.signals), time.monotonic() - self.begin, self.started
-        )
+        now = time.time()
+        since = float(self.job.environment.get("JOB_SINCE", now))
+        seconds = time.monotonic() - self.begin
+        return Result(status, first, tuple(self.failures), tuple(self.signals), seconds, self.started, since, ended=now)
 
     # ---- the loop
 

@@ -37,6 +37,7 @@ class Failure:
         status: exit status as `wait` gives it: negative for a signal.
         reason: why, where no rank says it.
         text: the end of what the rank said.
+        since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
         step: the last one that the rank had begun, from 0; -1 before the first; None where it does not tell.
     """
 
@@ -47,6 +48,7 @@ class Failure:
     reason: str = ""
     text: str = ""
     step: int | None = None
+    since: float | None = None
 
 
 def exit_status(status: int) -> int:

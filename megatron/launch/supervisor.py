@@ -13,7 +13,8 @@ from megatron.worker import network
 from megatron.worker.code_version import code_now
 
 from ..config.problems import ConfigError, listing
-from ..report.ledger import Ledger
+from ..report.goodput import goodput
+from ..report.ledger import Ledger, read_ledger
 from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
 from .hosts import HostError
@@ -42,6 +43,8 @@ def supervise(plan: JobPlan) -> int:
         if refusal is not None:
             if refusal:
                 log(refusal)
+            _into_the_ledger(plan, result, attempt + 1, "given_up")
+            _close(plan)
             return NO_PROGRESS if restarts.idle >= CYCLES and refusal else result.status
         attempt += 1
         restarts.done = attempt
@@ -49,7 +52,7 @@ def supervise(plan: JobPlan) -> int:
         delay = min(plan.launch.restart_delay * 2 ** (in_a_row - 1), LONGEST_DELAY)
         plan = _on_hosts_that_are_left(plan, result)
         log(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
-        _into_the_ledger(plan, result, attempt)
+        _into_the_ledger(plan, result, attempt, "restart")
         try:
             time.sleep(delay)
         except KeyboardInterrupt:
@@ -73,14 +76,15 @@ def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
     return smaller
 
 
-def _into_the_ledger(plan: JobPlan, result: Result, attempt: int) -> None:
-    """Note the restart while nobody else writes there."""
-    first, run = result.first, Path(plan.job.directory, plan.resolved.config.run.dir)
-    if first is None or not run.is_dir():  # a run whose directory is on other machines keeps its ledger there
+def _into_the_ledger(plan: JobPlan, result: Result, attempt: int, event: str) -> None:
+    """Note the failure, and what follows from it, while nobody else writes there."""
+    first, path = result.first, _ledger(plan)
+    # A run whose directory is on other machines keeps its ledger there, and one that never began has none.
+    if first is None or not path.parent.is_dir() or (event == "given_up" and not path.exists()):
         return
-    ledger = Ledger(run / "ledger.jsonl")
+    ledger = Ledger(path)
     ledger.write(
-        "restart",
+        event,
         attempt=attempt,
         status=result.status,
         rank=first.rank,
@@ -88,8 +92,25 @@ def _into_the_ledger(plan: JobPlan, result: Result, attempt: int) -> None:
         reason=first.reason or describe(first.status),
         code=code_now()[:16],
         hosts=[host.name for host in plan.choice.hosts],
+        since=result.since,
+        failed=first.since or first.time,
+        ended=result.ended,
     )
     ledger.close()
+
+
+def _ledger(plan: JobPlan) -> Path:
+    return Path(plan.job.directory, plan.resolved.config.run.dir, "ledger.jsonl")
+
+
+def _close(plan: JobPlan) -> None:
+    """What has become of the wall time of a run that is given up, as far as its ledger can be read here."""
+    try:
+        account = goodput(read_ledger(_ledger(plan)))
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if account.wall:
+        log(f"goodput {account.text()}")
 
 
 def start(plan: JobPlan, attempt: int) -> Result:

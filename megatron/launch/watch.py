@@ -125,7 +125,8 @@ class Watch:
         log(f"the run hangs: {found.sentence}" + (f" (stacks of all ranks: {file})" if file else ""))
         if self.hang == "stop":
             guilty = next(each for each in ranks if each.rank == found.culprits[0])
-            self.launcher.end_for(Failure(time.time(), guilty.host, guilty.rank, HANG, f"hang: {found.sentence}"))
+            now, reason = time.time(), f"hang: {found.sentence}"
+            self.launcher.end_for(Failure(now, guilty.host, guilty.rank, HANG, reason, since=now - guilty.age))
 
     def _write(self, found: Diagnosis, ranks: list[Rank]) -> Path | None:
         """The sentence, each rank's place and each rank's stacks, in a file of the run."""

@@ -162,6 +162,7 @@ def _train(
             tokens=tokens,
             device=world.device,
             beacon=world.beacon,
+            wall_time=world.wall_time,
         ).run()
     finally:
         sinks.close()

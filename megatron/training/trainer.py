@@ -16,7 +16,7 @@ from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
-from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, Beacon
+from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, SETUP, Beacon
 
 from .clock import Clock
 from .early_stop import Looks
@@ -24,6 +24,7 @@ from .exchange import REQUESTS, Exchange, StepReport
 from .hook import Hook, RollBack
 from .replay import Replay
 from .schedule import Schedule
+from .wall_time import WallTime
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Trainer:
         start: completed updates, those of the checkpoint that was resumed.
         device: where the engine's numbers are.
         beacon: where this rank tells what it is doing.
+        wall_time: the account of this start's time.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Trainer:
         start: int = 0,
         device: torch.device | str = "cpu",
         beacon: Beacon | None = None,
+        wall_time: WallTime | None = None,
     ) -> None:
         self.beacon = beacon or Beacon()
+        self.wall_time = wall_time or WallTime(self.beacon)
         self.config, self.engine, self.loader, self.mesh = config, engine, loader, mesh
         self.hooks, self.sinks, self.ledger = list(hooks), sinks, ledger
         self.schedule, self.exchange, self.clock = Schedule(config), Exchange(mesh, device), Clock()
@@ -99,7 +103,7 @@ class Trainer:
             whatever the engine, the loader or a hook raises, after the ledger has it and the hooks were told.
         """
         try:
-            self.beacon.at(HOOKS)
+            self.beacon.at(SETUP)
             self._call("on_start")
             for step in range(self.start, self.end):
                 self.at = step
@@ -123,7 +127,13 @@ class Trainer:
         except BaseException as error:
             self.error = error
             step = getattr(error, "step", self.at)  # one that is seen late knows its step
-            self.record("error", step=step, completed=self.completed, error=f"{type(error).__name__}: {error}")
+            self.record(
+                "error",
+                step=step,
+                completed=self.completed,
+                error=f"{type(error).__name__}: {error}",
+                spent=self.spent(),
+            )
             raise
         finally:
             self.beacon.at(END)
@@ -220,6 +230,10 @@ class Trainer:
         """An entry in the ledger, on rank 0."""
         if self.ledger is not None:
             self.ledger.write(event, **facts)
+
+    def spent(self) -> dict[str, Any]:
+        """Where the time of this start has gone, for an entry of the ledger."""
+        return self.wall_time.spent(self.completed)
 
     def _call(self, point: str, *arguments: Any, reverse: bool = False) -> None:
         for hook in reversed(self.hooks) if reverse else self.hooks:

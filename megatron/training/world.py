@@ -20,6 +20,8 @@ from megatron.worker.job import check_agreement
 from megatron.worker.place import WorkerEnvironment
 from megatron.worker.rendezvous import open_store
 
+from .wall_time import WallTime
+
 
 @dataclass(frozen=True)
 class World:
@@ -31,6 +33,7 @@ class World:
         communicator: over all ranks, for the main thread.
         background: over all ranks, for the thread that writes checkpoints.
         beacon: where this process tells what it is doing.
+        wall_time: the account of this start's time.
     """
 
     device: torch.device
@@ -38,6 +41,7 @@ class World:
     communicator: Communicator
     background: Communicator
     beacon: Beacon = field(default_factory=Beacon)
+    wall_time: WallTime | None = None
 
     @property
     def is_main(self) -> bool:
@@ -70,13 +74,14 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     """
     beacon = Beacon.inherited()
     beacon.at(SETUP, detail=b"meeting the other ranks")
+    wall_time = WallTime.of(beacon, place.attempt)
     os.environ.update(place.variables)
     device = choose_device(config, place.local_rank)
     prepare_deepspeed(device)
     timeout = timedelta(seconds=config.launch.timeout)
     if place.world_size == 1:
         dist.init_process_group(_backend(device), rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
-        return World(device, Mesh.single(), SOLO, SOLO, beacon)
+        return World(device, Mesh.single(), SOLO, SOLO, beacon, wall_time)
     rank, size = place.rank, place.world_size
     store = open_store(rank, size, place.master_address, place.master_port, timeout, one_host=place.one_host)
     dist.init_process_group(
@@ -90,7 +95,8 @@ def join(config: Config, place: WorkerEnvironment) -> World:
     communicator = GroupCommunicator(device=device)
     check_agreement(place, communicator.gather)
     mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
-    return World(device, mesh, communicator, StoreCommunicator(store, rank, size, "background"), beacon)
+    background = StoreCommunicator(store, rank, size, "background")
+    return World(device, mesh, communicator, background, beacon, wall_time)
 
 
 def _backend(device: torch.device) -> str:

@@ -120,6 +120,7 @@ class Beacon:
     Attributes:
         own: seconds in each phase so far, without waiting for other ranks in collectives.
         waited: seconds in collectives so far.
+        born: when it was made (`time.monotonic`).
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
@@ -127,8 +128,10 @@ class Beacon:
         self.shared = memory is not None
         self.own = [0.0] * len(NAMES)
         self.waited = 0.0
+        self._spent = [0.0] * len(NAMES)
         self._waiting_since = self._waited_here = 0.0
         self._number, self._phase, self._since = 0, START, time.monotonic()
+        self.born = self._since
         self._longest = [0.0] * len(NAMES)
         self._step, self._done, self._last = -1, 0, (0, 0, b"")
         self._slots = [_GROUP_AT + _GROUP_SIZE * index for index in range(GROUPS)]
@@ -171,6 +174,7 @@ class Beacon:
         now = time.monotonic()
         stay, before = now - self._since, self._phase
         self.own[before] += stay - self._waited_here
+        self._spent[before] += stay
         self._waited_here = 0.0
         if stay > self._longest[before] and self._done > 1:
             self._longest[before] = stay
@@ -190,6 +194,16 @@ class Beacon:
     def done(self) -> None:
         """A step has ended."""
         self._done += 1
+
+    def spent(self) -> list[float]:
+        """Seconds in each phase so far, waiting for others included. They sum to the time since the beacon was made."""
+        found = list(self._spent)
+        found[self._phase] += time.monotonic() - self._since
+        return found
+
+    def total(self, phase: int) -> float:
+        """Seconds in a phase that the rank is not in now."""
+        return self._spent[phase]
 
     @contextmanager
     def during(self, phase: int, detail: bytes = b"") -> Iterator[None]:

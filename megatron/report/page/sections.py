@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..console import duration, short
+from ..goodput import PARTS, goodput
 from .charts import Charts, Curve, heat_map, shares
 from .history import Record, RunHistory, Series
 from .tables import Table, configuration_tables, event_table, sample_tables
@@ -52,6 +53,7 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
         _experts,
         _other,
         _samples,
+        _goodput,
         _events,
         _configuration,
     )
@@ -272,6 +274,21 @@ def _other(runs: list[RunHistory], charts: Charts) -> Section:
 
 def _samples(runs: list[RunHistory], charts: Charts) -> Section:
     return Section("samples", "Generated samples", tables=sample_tables(runs))
+
+
+def _goodput(runs: list[RunHistory], charts: Charts) -> Section:
+    """Where the wall time of all starts has gone."""
+    accounts = [(run.name, goodput(run.events)) for run in runs]
+    head = ["part", "what it is", *[name for name, each in accounts if each.wall]]
+    rows = []
+    for part, about in PARTS.items():
+        seconds = [(each.seconds[part], each.wall) for _, each in accounts if each.wall]
+        rows.append([part, about, *[f"{duration(own)} ({own / wall:.1%})" for own, wall in seconds]])
+    if len(head) == 2:
+        return Section("goodput", "Wall time")
+    rows.append(["all", "", *[f"{duration(each.wall)} in {each.starts}" for _, each in accounts if each.wall]])
+    rows[-1][1] = "from the first launch on, without the time between runs that a person started; number of starts"
+    return Section("goodput", "Wall time", tables=[Table("", head, rows)])
 
 
 def _events(runs: list[RunHistory], charts: Charts) -> Section:

@@ -102,7 +102,8 @@ class CheckpointHook(Hook):
             self._refuse_broken(trainer, fragments)
             stall = self._saver.save(trainer.completed, fragments, meta)
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
-        trainer.record("checkpoint", step=trainer.completed, reason=reason, stall_seconds=stall)
+        facts = {"reason": reason, "stall_seconds": stall, "spent": trainer.spent()}
+        trainer.record("checkpoint", step=trainer.completed, **facts)
 
     def _refuse_broken(self, trainer: Trainer, fragments: list[Fragment]) -> None:
         found = self._inspect(fragments)

@@ -38,6 +38,7 @@ class LedgerHook(Hook):
             seed=trainer.config.training.seed,
             python=platform.python_version(),
             torch=torch.__version__,
+            spent=trainer.spent(),
             **self._facts,
         )
 
@@ -48,4 +49,6 @@ class LedgerHook(Hook):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None and trainer.back is None:
             finished = trainer.completed >= trainer.steps
-            trainer.record("end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason)
+            trainer.record(
+                "end" if finished else "stop", step=trainer.completed, reason=trainer.stop_reason, spent=trainer.spent()
+            )

@@ -1,0 +1,48 @@
+"""Keeps account of the wall time of a run and of all its starts, and closes with it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron.report.goodput import goodput
+from megatron.report.ledger import read_ledger
+from megatron.worker.beacon import EVALUATE
+
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+EVERY = 300.0  # seconds between marks: so much of a killed start is accounted for by the launcher alone
+
+
+class GoodputHook(Hook):
+    """Marks in the ledger, now and then and after evaluations; at the end the account of this start and of all.
+
+    Args:
+        folder: the run's directory.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._ledger = Path(folder) / "ledger.jsonl"
+        self._marked, self._evaluated = time.monotonic(), 0.0
+
+    @classmethod
+    def of(cls, parts: Parts) -> GoodputHook:
+        return cls(parts.config.run.dir)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        evaluated = trainer.beacon.total(EVALUATE)
+        if trainer.is_main and (evaluated > self._evaluated or time.monotonic() - self._marked >= EVERY):
+            self._marked, self._evaluated = time.monotonic(), evaluated
+            trainer.record("mark", step=trainer.completed, spent=trainer.spent())
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last mark, which the ledger's own hook has written, and below the summary."""
+        if not trainer.is_main or trainer.back is not None or not self._ledger.exists():
+            return
+        entries = read_ledger(self._ledger)
+        own = goodput(entries, since=trainer.wall_time.since)
+        trainer.log(f"goodput          {own.text()}")
+        whole = goodput(entries)
+        if whole.starts > own.starts:
+            trainer.log(f"of all starts    {whole.text()}")

@@ -1,0 +1,59 @@
+"""Where the wall time of this process has gone since it was launched."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.worker.beacon import END, EVALUATE, SAVE, SETUP, START, Beacon
+
+SINCE = "JOB_SINCE"  # when the launcher started the ranks
+_KINDS = {START: "start", SETUP: "start", EVALUATE: "evaluation", SAVE: "save", END: "end"}
+
+
+@dataclass(frozen=True)
+class WallTime:
+    """The account of one start of a run.
+
+    Attributes:
+        beacon: which measures the phases of this process.
+        since: when it was launched, in seconds since the epoch.
+        before: seconds from then until the beacon was made.
+        attempt: how many starts there were before, each of which failed.
+    """
+
+    beacon: Beacon
+    since: float = field(default_factory=time.time)
+    before: float = 0.0
+    attempt: int = 0
+
+    @classmethod
+    def of(cls, beacon: Beacon, attempt: int, environment: Mapping[str, str] = os.environ) -> WallTime:
+        """From when the launcher says that it started this process; without one, from when the process began."""
+        now, age = time.time(), time.monotonic() - beacon.born
+        try:
+            since = float(environment[SINCE])
+        except (KeyError, ValueError):
+            since = now - _process_age(age)
+        return cls(beacon, since, max(now - age - since, 0.0), attempt)
+
+    def spent(self, completed: int) -> dict[str, Any]:
+        """A mark for the ledger after so many updates; see `megatron.report.goodput`."""
+        kinds = {"start": self.before, "steps": 0.0, "evaluation": 0.0, "save": 0.0, "end": 0.0}
+        for phase, seconds in enumerate(self.beacon.spent()):
+            kinds[_KINDS.get(phase, "steps")] += seconds
+        rounded = {kind: round(seconds, 6) for kind, seconds in kinds.items()}
+        return {"since": self.since, "attempt": self.attempt, "completed": completed, **rounded}
+
+
+def _process_age(least: float) -> float:
+    """Seconds since this process began, where the system tells; `least` elsewhere."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), least)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return least
