@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,8 @@ def prepare_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed so that it neither compiles nor talks; call once per process, before the process group exists.
 
     On CPUs DeepSpeed would build an extension inside init_distributed that only inference uses; a rank killed
-    meanwhile leaves a lock that hangs every later run.
+    meanwhile leaves a lock that hangs every later run. Its ZeRO imports its Muon, which no run here uses, and whose
+    decorators would import torch's compiler: seconds of every rank's start.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -62,10 +64,13 @@ def prepare_deepspeed(device: torch.device) -> None:
     # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed, once per step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed.ops
+    from deepspeed.runtime import compiler
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with mock.patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
+        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
 
 
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)

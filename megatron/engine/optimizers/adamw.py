@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megatron.config import Config
 
+from .base import EagerAdamW
 from .groups import use_fused
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(EagerAdamW):
     """State: `step`, `exp_avg`, `exp_avg_sq`."""
 
     @classmethod

@@ -12,10 +12,11 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.optimizer_options import options_of
 
+from .base import EagerOptimizer
 from .contract import initialize_state
 
 
-class AdEMAMix(torch.optim.Optimizer):
+class AdEMAMix(EagerOptimizer):
     """p -= lr ((m1 / (1 - b1^t) + alpha_t m2) / (sqrt(v / (1 - b2^t)) + eps) + decay p), m1, m2 and v averages with b1,
     b3_t and b2. alpha grows linearly over `warmup` steps, b3 so that the average's half-life does.
 

@@ -9,8 +9,10 @@ import torch
 
 from megatron.config import Config
 
+from .base import EagerOptimizer
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(EagerOptimizer):
     """With gradient g and momentum m: p -= lr * (sign(b1 m + (1 - b1) g) + decay p); m = b2 m + (1 - b2) g.
 
     One state tensor per parameter, `exp_avg`, of its shape and type. Usual rates are 3 to 10 times smaller than

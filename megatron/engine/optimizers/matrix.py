@@ -21,6 +21,7 @@ from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.shard import LogicalTensor, Role
 
+from .base import EagerOptimizer
 from .contract import STEP, initialize_state
 from .named import optimizer_class
 from .whole import Held, Unit, WholeTensors
@@ -46,7 +47,7 @@ def blocks(unit: Unit, whole: Tensor) -> list[Tensor]:
     return list(stack.split([rows for rows, _ in sizes(unit.tensor)], dim=1))
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(EagerOptimizer):
     """One optimizer for groups whose `matrix` is true; AdamW for the others.
 
     Args:

@@ -13,8 +13,10 @@ import torch
 
 from megatron.config import Config
 
+from .base import EagerOptimizer
 
-class SGD(torch.optim.Optimizer):
+
+class SGD(EagerOptimizer):
     """With gradient g: m = momentum m + g; p -= lr * (m, or g + momentum m with Nesterov, + decay p).
 
     One state tensor per parameter, `momentum_buffer`, none where momentum is 0.

@@ -1,0 +1,30 @@
+"""What the optimizers of this folder have instead of `torch.optim.Optimizer`: the same, without torch's compiler.
+
+Several methods of torch's base class, and `step` of its Adam, import torch._dynamo when they are first called, so that
+torch.compile leaves them alone. That import costs each rank 2 to 4 seconds of its start and 100 MiB, also in runs that
+compile nothing. torch's decorators keep the method that they wrap, and this class has those.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` that is never part of compiled code."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class EagerAdamW(EagerOptimizer, torch.optim.AdamW):
+    """torch's AdamW in the same way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return inspect.unwrap(torch.optim.AdamW.step)(self, closure)
