@@ -104,14 +104,15 @@ def generated_weights(number: int) -> list[float]:
     return [kind() for _ in range(draw.randint(2, 6))]
 
 
-def test_four_hundred_weights_as_in_the_original():
-    """GPT-NeoX divides by the sum twice; dividing once gives another order for dozens of these."""
-    cases = [generated_weights(number) for number in range(400)] + [[3, 2, 2]]
+@pytest.mark.parametrize("number", [80, pytest.param(400, marks=pytest.mark.slow)])
+def test_generated_weights_as_in_the_original(number):
+    """GPT-NeoX divides by the sum twice; dividing once gives another order for one in eight of these."""
+    cases = [generated_weights(each) for each in range(number)] + [[3, 2, 2]]
     wanted = [plain_blend(neox_weights(weights), 3000)[0] for weights in cases]
     assert [Blend(weights, 3000).sources.tolist() for weights in cases] == wanted
     once = [Blend(weights, 3000, as_neox=False).sources.tolist() for weights in cases]
     assert once == [plain_blend(normalised(weights).tolist(), 3000)[0] for weights in cases]
-    assert sum(one != other for one, other in zip(once, wanted)) > 20 and once[-1] != wanted[-1]
+    assert sum(one != other for one, other in zip(once, wanted)) > number / 20 and once[-1] != wanted[-1]
 
 
 @pytest.mark.parametrize("order", ["pythia", "stream", "sequential"])

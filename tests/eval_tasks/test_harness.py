@@ -41,8 +41,8 @@ LAYOUTS = {
 }
 # Layouts differ in who answers and kinds in what they keep between tokens: not every kind needs every layout.
 OFTEN = {
-    **{kind: ("one", "tp2 · pp2") for kind in KINDS},
-    "gpt_neox": tuple(LAYOUTS),
+    **{kind: ("tp2 · pp2",) for kind in KINDS},
+    "gpt_neox": ("one", "dp2, ZeRO 1", "tp2, sequence parallel"),
     "mixtral": ("dp2 · ep2", "dp2, ZeRO 3"),
 }
 PAIRS = [

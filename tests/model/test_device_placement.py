@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.model.pretended_gpu import WIDE
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(ROOT.glob("configs/test/tiny_*.yml"))
 
@@ -33,7 +35,12 @@ def found() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("trial", ["train", "wide", "decode"])
-@pytest.mark.parametrize("model", [file.stem for file in FILES])
+CASES = [
+    *((file.stem, trial) for file in FILES for trial in ("train", "decode")),
+    *((model, "wide") for model in sorted(WIDE)),
+]
+
+
+@pytest.mark.parametrize(("model", "trial"), CASES)
 def test_all_on_the_device_and_without_waiting_for_it(model, trial, found):
     assert found[f"{model}-{trial}"] == ""

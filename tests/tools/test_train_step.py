@@ -47,7 +47,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("shape", ["tiny", "mamba2-tiny"])
+@pytest.mark.parametrize("shape", ["tiny", pytest.param("mamba2-tiny", marks=pytest.mark.slow)])
 def test_a_row(shape: str):
     done = bench("--json", "--shapes", shape)
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2, ep2": {"parallel": {"pipeline": 2, "expert": 2}, "zero": {"stage": 1}},
 }
 
+SEVERAL_STEPS = ("ep4, ZeRO 2", "tp2, ep2 folded", "tp2, ep4 folded", "pp2, ep2")  # each way of placing experts
+
 
 def values(recipe: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     matrix = read()
@@ -91,7 +93,9 @@ def test_gradients(layout: str):
         np.testing.assert_allclose(norms, expected.norms, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name in SEVERAL_STEPS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_losses_and_final_weights(layout: str):
     expected, begin = alone("training")
     results, weights = on_four_ranks(THREE_STEPS, layout)

@@ -303,15 +303,19 @@ def step(name: str, layout: Layout, mode: str = "none"):
     )
 
 
+def steps(layout: Layout, mode: str) -> dict[str, tuple]:
+    """`step` of every model, in one job."""
+    return {name: step(name, layout, mode) for name in MODELS}
+
+
 @pytest.mark.parametrize(
     "ranks, sequence, mode", [(2, False, "none"), (2, True, "none"), (2, True, "full"), (4, True, "selective")]
 )
 def test_tensor_parallel_ranks_equal_one(ranks: int, sequence: bool, mode: str):
+    found = run(ranks, steps, Layout(tensor=ranks, sequence=sequence), mode)
     for name in MODELS:
         loss, wanted, logits = step(name, Layout())
-        for rank, (own, pieces, own_logits) in enumerate(
-            run(ranks, step, name, Layout(tensor=ranks, sequence=sequence), mode)
-        ):
+        for rank, (own, pieces, own_logits) in enumerate(each[name] for each in found):
             assert own == pytest.approx(loss, rel=EXACT), (name, rank)
             assert relative(own_logits, logits) < EXACT, (name, rank)
             for key, (gradient, spans) in pieces.items():
