@@ -6,18 +6,16 @@ The run itself is only read: its checkpoints, ledger and metrics stay as they ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from megatron.checkpoint.store import Store, find_checkpoint
 from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
-from megatron.training.fetch import local_path
 from megatron.training.resume import initialize
 from megatron.training.world import World, join, leave
 from megatron.worker.job import read_job
@@ -25,6 +23,7 @@ from megatron.worker.place import StartError
 
 from . import results
 from .arguments import OptionError, Options, parse
+from .checkpoints import named_checkpoints
 from .harness import run_tasks
 from .select import problems
 
@@ -58,7 +57,7 @@ def run(config: Config, options: Options, world: World) -> None:
         CheckpointError: one is missing or damaged, or is not of this model.
     """
     log = (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
-    paths = _wanted(config, options, world)
+    paths = named_checkpoints(config, world, options.checkpoint, options.every, Path(config.run.dir) / FOLDER)
     todo = [path for path in paths if not (options.every and _done(config, options, path))]
     if len(todo) < len(paths):
         log(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
@@ -100,43 +99,6 @@ def facts(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
         "requests": [asdict(request) for request in options.requests],
         "max_length": options.max_length,
     }
-
-
-def _wanted(config: Config, options: Options, world: World) -> list[Path]:
-    """The checkpoints to evaluate, as rank 0 sees them."""
-    answer = None
-    if world.communicator.rank == 0:
-        try:
-            answer = [[str(path) for path in _paths(config, options)], None]
-        except (CheckpointError, OSError) as error:
-            answer = [None, str(error)]
-    paths, failure = world.communicator.broadcast(answer)
-    if failure:
-        raise CheckpointError(config.checkpoint.dir, failure)
-    if not options.every:  # a Hugging Face folder is written as a checkpoint first
-        paths = [local_path(path, Path(config.run.dir) / FOLDER, world.communicator) for path in paths]
-    return [Path(path) for path in paths]
-
-
-def _paths(config: Config, options: Options) -> Sequence[Path]:
-    folder, named = Path(config.checkpoint.dir), options.checkpoint
-    if options.every:
-        found = sorted(Store(folder).paths())
-        if not found:
-            raise CheckpointError(folder, "there are no checkpoints to evaluate")
-        return found
-    if named is None:
-        return [find_checkpoint(folder)]
-    if named.isdigit():
-        path = folder / f"step_{int(named):08d}"
-        if not path.is_dir():
-            steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in sorted(Store(folder).paths()))
-            raise CheckpointError(
-                folder, f"there is no checkpoint of step {named}; there are those of {steps or 'none'}"
-            )
-        return [path]
-    path = Path(named)
-    return [path if "://" in named or (path / "config.json").is_file() else find_checkpoint(path)]
 
 
 def _file(config: Config, path: Path) -> Path:

@@ -137,7 +137,11 @@ INSIDE: dict[str, dict[str, str]] = {
         "torchrun": "megatron.launch.runners.torchrun:RUNNER",
     },
     # What looks at a script's own options before any rank starts: (words, config) -> a sentence for each mistake.
-    "check": {"evaluate": "eval_tasks.check:before_start", "train": "eval_tasks.check:before_training"},
+    "check": {
+        "evaluate": "eval_tasks.check:before_start",
+        "extract": "eval_tasks.memorisation.check:before_start",
+        "train": "eval_tasks.check:before_training",
+    },
 }
 ADDED = {HOOK: "hooks", METRIC: "logging.sinks"}  # roles whose names inside have keys of their own, and where others go
 PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

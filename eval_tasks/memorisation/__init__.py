@@ -1,0 +1,1 @@
+"""Which training sequences a checkpoint can recite."""

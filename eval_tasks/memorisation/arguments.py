@@ -1,0 +1,103 @@
+"""The options of extract.py: those behind the configuration files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ..arguments import OptionError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which sequences to try on which checkpoints.
+
+    Attributes:
+        steps: the steps of the run whose sequences are tried.
+        context, continuation: tokens that the model is given, and those that it is asked for.
+        samples: only the first sequences of each step; None for all.
+        scores: whether those that are not extractable get their score too.
+        checkpoint: a step or a path; None for the newest of the run.
+        every: all checkpoints of the run, the oldest first.
+        output: folder of the results; None for `memorisation/` in the run's directory.
+        texts: sequences in a micro-batch; None for training.micro_batch_size.
+    """
+
+    steps: range
+    context: int = 32
+    continuation: int = 32
+    samples: int | None = None
+    scores: bool = True
+    checkpoint: str | None = None
+    every: bool = False
+    output: Path | None = None
+    texts: int | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"extract.py: {message}")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = _Parser(
+        prog="extract.py",
+        usage="./deepy.py extract.py a.yml ... key.path=value ... --steps FIRST:END [options]",
+        description="Which sequences of the run's own data a checkpoint can recite, on any layout.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add(
+        "--steps", required=True, metavar="FIRST:END[:EVERY]", help="try the sequences of these steps, END not included"
+    )
+    add("--context", type=int, default=32, metavar="K", help="tokens that the model is given (default: %(default)s)")
+    add("--continuation", type=int, default=32, metavar="L", help="tokens it is asked for (default: %(default)s)")
+    add("--samples", type=int, metavar="N", help="only the first N sequences of each step")
+    add("--flags-only", action="store_true", help="only whether a sequence is extractable: one pass, no scores")
+    add("--checkpoint", metavar="STEP|PATH", help="a step of the run, or a checkpoint (default: the newest)")
+    add("--all-checkpoints", action="store_true", help="every checkpoint of the run")
+    add("--output", type=Path, metavar="FOLDER", help="results (default: memorisation/ in the run's directory)")
+    add("--batch-size", type=int, metavar="N", help="sequences in a micro-batch (default: training.micro_batch_size)")
+    return made
+
+
+def parse(words: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+        OptionError: they make no sense.
+    """
+    given = parser().parse_args(list(words))
+    for name in ("context", "continuation", "samples", "batch_size"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise OptionError(f"extract.py: --{name.replace('_', '-')} is {value}; it must be at least 1")
+    if given.all_checkpoints and given.checkpoint:
+        raise OptionError("extract.py: --all-checkpoints and --checkpoint exclude each other; leave one out")
+    return Options(
+        _steps(given.steps),
+        given.context,
+        given.continuation,
+        given.samples,
+        not given.flags_only,
+        given.checkpoint,
+        given.all_checkpoints,
+        given.output,
+        given.batch_size,
+    )
+
+
+def _steps(text: str) -> range:
+    """As in `0:1000` or `0:1000:10`."""
+    parts = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", text)
+    found = range(int(parts[1]), int(parts[2]), int(parts[3] or 1) or 1) if parts else range(0)
+    if not found or parts is None or parts[3] == "0":
+        raise OptionError(
+            f"extract.py: --steps is {text}; it must be FIRST:END or FIRST:END:EVERY with at least one step, as in "
+            "0:1000"
+        )
+    return found

@@ -1,0 +1,40 @@
+"""What is wrong with the options of extract.py, found by the launcher before any rank starts; without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config import Config
+
+from ..arguments import OptionError
+from .arguments import parse
+
+
+def before_start(words: Sequence[str], config: Config) -> list[str]:
+    """A sentence for each mistake.
+
+    Args:
+        words: the script's own.
+        config: of the model.
+    """
+    try:
+        options = parse(words)
+    except OptionError as error:
+        return [str(error)]
+    found, training = [], config.training
+    if options.context + options.continuation > training.sequence_length + 1:
+        found.append(
+            f"--context and --continuation are {options.context} + {options.continuation} tokens; they must fit the "
+            f"{training.sequence_length + 1} tokens of a sequence: make one smaller"
+        )
+    if options.steps[-1] >= training.steps:
+        found.append(f"--steps must end at {training.steps} or before: the run has steps 0 to {training.steps - 1}")
+    if options.samples is not None and options.samples > training.global_batch_size:
+        found.append(f"--samples must be at most {training.global_batch_size}, the sequences of a step")
+    named = options.checkpoint
+    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
+        found.append(f"--checkpoint {named} does not exist; give a step or a checkpoint")
+    if named is None and not Path(config.checkpoint.dir).is_dir():
+        found.append(f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint")
+    return found

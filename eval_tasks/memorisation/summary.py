@@ -1,0 +1,156 @@
+"""What results of extract.py come to: shares, scores, and how well one checkpoint's set foretells another's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .table import ResultError, batches, read_job
+
+BINS = 10  # of scores
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one checkpoint.
+
+    Attributes:
+        sequences: tried.
+        extractable: how many of them the checkpoint recites without a mistake.
+        mean_score: mean memorisation score; None if scores were not asked for.
+        histogram: how many have a score in [0, 0.1), [0.1, 0.2), ..., [0.9, 1], from which the extractable are left
+            out; None without scores.
+        seen, unseen: (sequences, extractable) of the steps that the checkpoint had trained on, and of later ones.
+    """
+
+    checkpoint_step: int
+    context: int
+    continuation: int
+    sequences: int
+    extractable: int
+    mean_score: float | None
+    histogram: tuple[int, ...] | None
+    seen: tuple[int, int]
+    unseen: tuple[int, int]
+
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            f"checkpoint of step {self.checkpoint_step}, {self.context} tokens given, {self.continuation} asked for",
+            f"{self.sequences:,} sequences, {_share(self.extractable, self.sequences)} extractable",
+            f"  of steps before the checkpoint: {_share(self.seen[1], self.seen[0])}",
+        ]
+        if self.unseen[0]:
+            lines.append(f"  of later steps: {_share(self.unseen[1], self.unseen[0])}")
+        if self.mean_score is not None and self.histogram is not None:
+            lines.append(f"mean score {self.mean_score:.4f}")
+            lines += [
+                f"  score {number / BINS:.1f} to {(number + 1) / BINS:.1f}: {count:,}"
+                for number, count in enumerate(self.histogram)
+                if count
+            ]
+        return "\n".join(lines)
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / whole:.4%})" if whole else "none"
+
+
+def summary_of(folder: Path) -> Summary:
+    """Of a folder of results.
+
+    Raises:
+        ResultError: it has none, or damaged ones.
+    """
+    job = read_job(folder)
+    total = extractable = seen = seen_extractable = 0
+    score_sum, histogram = 0.0, np.zeros(BINS, np.int64)
+    for batch in batches(folder, ["step", "extractable", "score"]):
+        flags = batch["extractable"].to_numpy(zero_copy_only=False)
+        before = batch["step"].to_numpy() < job["checkpoint_step"]
+        total, extractable = total + len(flags), extractable + int(flags.sum())
+        seen, seen_extractable = seen + int(before.sum()), seen_extractable + int((flags & before).sum())
+        if job["scores"]:
+            scores = batch["score"].to_numpy(zero_copy_only=False).astype(np.float64)
+            score_sum += float(scores.sum())
+            bins = np.minimum((scores[~flags] * BINS + 1e-6).astype(np.int64), BINS - 1)
+            histogram += np.bincount(bins, minlength=BINS)
+    return Summary(
+        job["checkpoint_step"],
+        job["context"],
+        job["continuation"],
+        total,
+        extractable,
+        score_sum / total if job["scores"] and total else None,
+        tuple(histogram.tolist()) if job["scores"] else None,
+        (seen, seen_extractable),
+        (total - seen, extractable - seen_extractable),
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How well an early (or small) model's extractable set foretells a late (or large) one's.
+
+    Attributes:
+        sequences: that both were tried on.
+        hits, false_alarms, misses: extractable by both, by the early one alone, by the late one alone.
+    """
+
+    sequences: int
+    hits: int
+    false_alarms: int
+    misses: int
+
+    @property
+    def precision(self) -> float | None:
+        """Of those that the early model recites, the share that the late one recites; None if it recites none."""
+        return self.hits / (self.hits + self.false_alarms) if self.hits + self.false_alarms else None
+
+    @property
+    def recall(self) -> float | None:
+        """Of those that the late model recites, the share that the early one recites; None if it recites none."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
+
+    @property
+    def false_positive_rate(self) -> float | None:
+        """Of those that the late model does not recite, the share that the early one does."""
+        others = self.sequences - self.hits - self.misses
+        return self.false_alarms / others if others else None
+
+
+def predict(early: Path, late: Path) -> Prediction:
+    """Compare two folders of results over the sequences that both have.
+
+    Raises:
+        ResultError: one is damaged, they asked for different numbers of tokens, or have no sequence in common.
+    """
+    jobs = [read_job(folder) for folder in (early, late)]
+    for name in ("context", "continuation"):
+        if jobs[0][name] != jobs[1][name]:
+            raise ResultError(
+                f"both results must have the same --{name}: {early} has {jobs[0][name]}, {late} {jobs[1][name]}"
+            )
+    (first, known), (second, wanted) = _flags(early), _flags(late)
+    common, at, place = np.intersect1d(first, second, assume_unique=True, return_indices=True)
+    if not len(common):
+        raise ResultError(
+            f"{early} and {late} must have sequences in common: give both runs of extract.py some --steps"
+        )
+    own, true = known[at], wanted[place]
+    return Prediction(len(common), int((own & true).sum()), int((own & ~true).sum()), int((true & ~own).sum()))
+
+
+def _flags(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the samples, and whether each is extractable."""
+    parts = [
+        (batch["sample"].to_numpy(), batch["extractable"].to_numpy(zero_copy_only=False))
+        for batch in batches(folder, ["sample", "extractable"])
+    ]
+    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])

@@ -1,0 +1,128 @@
+"""The results of extract.py on disk: a folder per checkpoint, with a part (parquet) per so many sequences.
+
+A part appears whole or not at all, so a job that is stopped goes on with the first one that is missing. `job.json` says
+what the parts depend on; parts of another job are not mixed with these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+JOB = "job.json"
+PART = 4096  # sequences
+
+SCHEMA = pa.schema([
+    ("sample", pa.int64()),  # number in the run's order
+    ("step", pa.int64()),
+    ("sequence", pa.int32()),  # its place in the step's batch
+    ("source", pa.string()),
+    ("document", pa.int64()),  # that the first token is of; null where the run makes its data
+    ("start", pa.int64()),  # the first token's place in that document
+    ("documents", pa.int32()),  # how many the context and the continuation are of
+    ("extractable", pa.bool_()),
+    ("score", pa.float32()),  # null where it was not asked for
+    ("log_likelihood", pa.float64()),  # of the true continuation, in nats
+])
+
+
+class ResultError(Exception):
+    """Results that cannot be used; the text has the rule and the fix."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What results depend on.
+
+    Attributes:
+        checkpoint_step: updates that the model has had.
+        steps: first, end and every.
+        samples: sequences of each step.
+        precision: the model computes in; ties between likely tokens may fall otherwise in another.
+    """
+
+    checkpoint: str
+    checkpoint_step: int
+    steps: tuple[int, int, int]
+    samples: int
+    context: int
+    continuation: int
+    scores: bool
+    precision: str
+
+
+def begin(folder: Path, job: Job) -> set[int]:
+    """Say what a folder is for; returns the numbers of the parts that it has.
+
+    Raises:
+        ResultError: it has the results of another job.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = json.loads(json.dumps(asdict(job)))
+    if (folder / JOB).exists():
+        differences = [
+            f"{key} was {old} and is {wanted.get(key)}"
+            for key, old in read_job(folder).items()
+            if old != wanted.get(key)
+        ]
+        if differences:
+            raise ResultError(
+                f"{folder} has results of other options ({'; '.join(differences)}), which must not be mixed: give "
+                "another folder with --output"
+            )
+    write(folder / JOB, json.dumps(wanted, indent=1).encode())
+    return {int(path.stem.removeprefix("part_")) for path in folder.glob("part_*.parquet")}
+
+
+def write(path: Path, content: bytes) -> None:
+    """A file that appears whole or not at all."""
+    beside = path.with_name(path.name + ".new")
+    with open(beside, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def write_part(folder: Path, number: int, rows: Sequence[dict[str, Any]]) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows), schema=SCHEMA), sink)
+    write(folder / f"part_{number:06d}.parquet", sink.getvalue().to_pybytes())
+
+
+def read_job(folder: Path) -> dict[str, Any]:
+    """What a folder of results says that it depends on.
+
+    Raises:
+        ResultError: it is no such folder.
+    """
+    try:
+        found = json.loads((folder / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{folder} must be a folder that extract.py has written: {error}") from error
+    if not isinstance(found, dict):
+        raise ResultError(f"{folder / JOB} must have the facts of a job; it is damaged: make the results anew")
+    return found
+
+
+def batches(folder: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The results of a folder, a part after the other, in the order of samples.
+
+    Raises:
+        ResultError: there are none, or a part is damaged.
+    """
+    paths = sorted(folder.glob("part_*.parquet"))
+    if not paths:
+        raise ResultError(f"{folder} has no results yet: run extract.py until its end")
+    for path in paths:
+        try:
+            yield from pq.ParquetFile(path).iter_batches(columns=list(columns))
+        except (pa.ArrowException, OSError) as error:
+            raise ResultError(f"{path} is damaged ({error}): remove it and run extract.py again") from error
