@@ -19,9 +19,8 @@ from .host_job import looping, skip_without
 from .namespaces import PORT, Cluster, wait_for
 
 pytestmark = pytest.mark.limit(600)
-# Which of the two that only differ in a program wait for `-m slow`; every runner starts, and is told to stop, without
-# it.
-RUNNERS = ["ssh", "openmpi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pdsh", "mpich"))]
+# Every runner starts, and is told to stop, in `make test`; how the others take a death waits for `-m slow`.
+RUNNERS = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("openmpi", "pdsh", "mpich"))]
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_a_killed_launcher_leaves_nothing(start, runner):
     assert job.saved(2) == [str(int(signal.SIGTERM))] * 2
 
 
-@pytest.mark.parametrize("runner", [*RUNNERS, "torchrun"])
+@pytest.mark.parametrize("runner", [*RUNNERS, pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_and_is_named(cluster, start, runner):
     skip_without(runner)
     job = start(options=("--runner", runner))

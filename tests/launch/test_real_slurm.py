@@ -44,6 +44,7 @@ def test_an_allocation_needs_nothing_else_and_signals_reach_the_ranks(start):
     assert job.saved(4) == [str(int(signal.SIGUSR1))] * 4 and job.nothing_left()
 
 
+@pytest.mark.slow  # through ssh and mpirun it is seen in test_real_hosts.py
 def test_a_killed_rank_is_named(cluster, start):
     job = start()
     up = job.up(4)
@@ -53,6 +54,7 @@ def test_a_killed_rank_is_named(cluster, start):
     assert job.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing(start):
     job = start()
     job.up(4)
