@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """What the ranks of a run sent each other in a step, beside what they should have sent; or what they would send.
 
-    python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png]
+    python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
     python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
-The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one. The
-second predicts a step of a configuration, and trains nothing (docs/communication.md).
+The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one; with
+logging.communication=times also how long it took, and as a trace for Perfetto. The second predicts a step of a
+configuration, and trains nothing (docs/communication.md).
 
 Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
 """
@@ -26,22 +27,31 @@ from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
-from megatron.report.communication import FOLDER, read_accounts, readable, regular, save_account, table  # noqa: E402
+from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable, regular, table  # noqa: E402
+from megatron.report.message_times import StepTimes, save_account  # noqa: E402
+from megatron.report.message_trace import read_events, write_trace  # noqa: E402
 
 FIELDS = ("phase", "group", "operation", "dtype")
 
 
-def of_run(run: str, step: int | None, rank: int | None) -> tuple[dict[str, Any], Tally, Tally | None]:
-    """Facts, what was counted in a step, and what was predicted (None where a rank has no prediction)."""
+def accounts_of(run: str, rank: int | None) -> dict[int, RankAccount]:
+    """The accounts of a run, of all ranks or of one."""
     try:
         accounts = read_accounts(run)
-        if rank is not None and rank not in accounts:
-            raise UserError(f"{run} has accounts of ranks {', '.join(map(str, accounts))}, not of {rank}")
-        chosen = accounts if rank is None else {rank: accounts[rank]}
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+    if rank is not None and rank not in accounts:
+        raise UserError(f"{run} has accounts of ranks {', '.join(map(str, accounts))}, not of {rank}")
+    return accounts if rank is None else {rank: accounts[rank]}
+
+
+def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[dict[str, Any], Tally, Tally | None]:
+    """Facts, what was counted in a step, and what was predicted (None where a rank has no prediction)."""
+    try:
         last = min(each.end - 1 if each.end else each.steps[-1][0] for each in chosen.values())
         at = last if step is None else step
         counted = sum((each.at(at) for each in chosen.values()), Tally())
-    except (OSError, ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:
         raise UserError(str(error) or f"{run} has no account of a step") from error
     facts: dict[str, Any] = {"run": run, "step": at, "ranks": sorted(chosen)}
     reasons = {each.facts["unpredicted"] for each in chosen.values() if "unpredicted" in each.facts}
@@ -104,8 +114,22 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     return text
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Show; returns the exit status."""
+def write_step(run: str, path: str, step: int | None) -> list[int]:
+    """Write the single messages of a run's last timed steps, or of one of them, as a trace; returns these steps."""
+    try:
+        steps = read_events(run)
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+    if step is not None and step not in steps:
+        raise UserError(f"{run} has the single messages of steps {', '.join(map(str, steps))}, not of {step}")
+    chosen = steps if step is None else {step: steps[step]}
+    keep_inputs([path], list(Path(run, FOLDER).glob("*")))
+    write_trace(path, chosen)
+    return list(chosen)
+
+
+def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str | None]:
+    """The options, and the run's folder (None for a configuration)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="RUN", help="a run's folder, or files and overrides")
     parser.add_argument("--step", type=int, help="which step of the run (default: the last)")
@@ -114,36 +138,50 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", action="store_true", help="tell layers apart")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
+    parser.add_argument("--trace", metavar="FILE", help="write the run's last timed steps for Perfetto or Chrome")
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
         parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
+    if run is None and options.trace:
+        parser.error("--trace needs a run's folder")
+    return options, run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Show; returns the exit status."""
+    options, run = read_options(arguments)
     fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
+    counted, times = None, None
     try:
         if run is None:
-            (facts, predicted), counted = of_configuration(options.sources, options.ranks, options.rank), None
+            facts, predicted = of_configuration(options.sources, options.ranks, options.rank)
         else:
-            facts, counted, predicted = of_run(run, options.step, options.rank)
-        if options.output and counted is not None:
-            keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
-            save_account(options.output, counted, predicted, f"communication of step {facts['step']}")
-            facts["picture"] = options.output
+            accounts = accounts_of(run, options.rank)
+            facts, counted, predicted = of_run(run, accounts, options.step)
+            times = StepTimes.of(accounts, options.step)
+            if options.output:
+                keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
+                save_account(options.output, counted, predicted, times, f"communication of step {facts['step']}")
+                facts["picture"] = options.output
+            if options.trace:
+                facts |= {"trace": options.trace, "trace_steps": write_step(run, options.trace, options.step)}
     except (ConfigError, OutputError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
         keys = (*fields, "messages", "bytes", "predicted_messages", "predicted_bytes")
         found = [dict(zip(keys, row)) for row in rows(counted, predicted, fields)]
-        print(
-            json.dumps(
-                facts
-                | {"equal": None if None in (counted, predicted) else regular(counted) == predicted, "calls": found}
-            )
-        )
+        equal = None if counted is None or predicted is None else regular(counted) == predicted
+        facts |= {"equal": equal, "calls": found, **({"times": times.facts()} if times else {})}
+        print(json.dumps(facts))
         return 0
     print(show(facts, counted, predicted, fields))
-    if "picture" in facts:
-        print(f"picture: {facts['picture']}")
+    if times is not None:
+        print(f"\n{times.text()}")
+    for what in ("picture", "trace"):
+        if what in facts:
+            print(f"{what}: {facts[what]}")
     return 0
 
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, get_process_group_r
 
 from .layout import AXES, Coordinates, Layout
 from .mesh import Mesh
+from .timing import Clock, Message, Timer
 from .traffic import Call, Tally
 
 # Method of a process group -> (name of the operation, number of the argument whose bytes count).
@@ -78,10 +79,12 @@ class Recorder:
 
     Args:
         mesh: names the groups.
+        clock: also take times with it, while `timer.active`; None never does.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, clock: Clock | None = None) -> None:
         self.mesh, self.tally = mesh, Tally()
+        self.timer = Timer(clock) if clock is not None else None
         self.phase = ""
         self._layers: list[str] = []  # of the modules whose forward pass is running, the innermost last
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -98,6 +101,8 @@ class Recorder:
         if _installed is not None:
             raise RuntimeError("a recorder of communication is installed already")
         _installed = self
+        if self.timer is not None:
+            self.timer.install()
         for method, (operation, argument) in METHODS.items():
             if method in vars(ProcessGroup):
                 self._plain[method] = vars(ProcessGroup)[method]  # `getattr` would lose that it is a method
@@ -110,6 +115,8 @@ class Recorder:
             setattr(ProcessGroup, method, plain)
         for handle in self._handles:
             handle.remove()
+        if self.timer is not None:
+            self.timer.remove()
         self._plain, self._handles = {}, []
         if _installed is self:
             _installed = None
@@ -130,24 +137,44 @@ class Recorder:
         return getattr(torch._C._current_autograd_node(), "layer", "") if self.phase == "backward" else ""
 
     def _counting(self, plain: Callable, operation: str, argument: int | None) -> Callable:
+        if self.timer is not None:
+            return self._timing(plain, operation, argument, self.timer)
+
         def counting(group: ProcessGroup, *args: Any, **options: Any) -> Any:
             self._count(group, operation, args, argument)
             return plain(group, *args, **options)
 
         return counting
 
-    def _count(self, group: ProcessGroup, operation: str, args: tuple, argument: int | None) -> None:
+    def _timing(self, plain: Callable, operation: str, argument: int | None, timer: Timer) -> Callable:
+        def timing(group: ProcessGroup, *args: Any, **options: Any) -> Any:
+            message = self._count(group, operation, args, argument)
+            if message is not None and timer.active:
+                return timer.call(message, plain, group, args, options)
+            work = plain(group, *args, **options)
+            timer.forget(work)
+            return work
+
+        return timing
+
+    def _count(self, group: ProcessGroup, operation: str, args: tuple, argument: int | None) -> Message | None:
+        """Count a call; if times are taken, the message is returned."""
         name, ranks = self._group(group)
-        size = len(ranks)
+        size, place = len(ranks), None
         if size == 1:
-            return
+            return None
         if operation in ("send", "recv"):
-            peer = ranks[args[1]] if len(args) > 2 else None  # nobody in particular: `recv_anysource`
-            if peer is not None:
-                name, size = self._pair(peer), 2
+            place = args[1] if len(args) > 2 else None  # nobody in particular: `recv_anysource`
+            if place is not None:
+                name, size, ranks = self._pair(ranks[place]), 2, (self.mesh.rank, ranks[place])
         bytes_, dtype = _bytes(args[argument]) if argument is not None else (0, "")
         phase = "recompute" if self.phase == "backward" and self._layers else self.phase
-        self.tally.add(Call(phase, self.layer, name, size, operation, dtype), 1, bytes_)
+        call = Call(phase, self.layer, name, size, operation, dtype)
+        self.tally.add(call, 1, bytes_)
+        if self.timer is None or not self.timer.active:
+            return None
+        known = group in dist.distributed_c10d._world.pg_group_ranks
+        return Message(call, group if known else None, tuple(sorted(ranks)), place, bytes_)
 
     def _group(self, group: ProcessGroup) -> tuple[str, tuple[int, ...]]:
         key = group.group_name
@@ -194,9 +221,12 @@ def phase(name: str) -> Iterator[None]:
     if recorder is None:
         yield
         return
-    before = recorder.phase
+    before, timer = recorder.phase, recorder.timer
     recorder.phase = before if before == EVALUATE else name
+    begin = timer.clock.mark() if timer is not None and timer.active else None
     try:
         yield
     finally:
         recorder.phase = before
+        if timer is not None and begin is not None:
+            timer.spans.append((name, begin, timer.clock.mark()))

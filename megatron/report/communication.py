@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.parallel.durations import Duration, Durations
 from megatron.parallel.traffic import Tally, wire_bytes
 
 from .append import AppendFile
-from .figures import write_figure
 from .jsonl import encode, read_lines
 
 FOLDER = "communication"
-PHASES = ("forward", "recompute", "backward", "update", "exchange")  # as they come in a step
 
 
 class AccountFile:
@@ -46,6 +45,10 @@ class AccountFile:
         if len(record) > 1:
             self._write(record)
 
+    def times(self, step: int, durations: Durations) -> None:
+        """How long the messages of an update took."""
+        self._write({"step": step, "times": durations.rows()})
+
     def close(self, completed: int, outside: Tally) -> None:
         """The run is over after so many updates, and what came behind the last of them."""
         self._write({"end": completed, **({"before": outside.rows()} if len(outside) else {})})
@@ -63,12 +66,14 @@ class RankAccount:
         facts: of the last start: the layout, this rank's place, and what a step should send (`predicted`, rows) or why
             nobody knows (`unpredicted`).
         steps: (first step, account of it and of those up to the next entry), in order.
+        times: of each timed step.
         outside: sums of what came between steps.
         end: completed updates, 0 if the run did not say.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, Tally]] = field(default_factory=list)
+    times: dict[int, Durations] = field(default_factory=dict)
     outside: Tally = field(default_factory=Tally)
     end: int = 0
 
@@ -115,6 +120,9 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
         if "calls" in record:  # a resumed run writes later steps again
             account.steps = [(first, tally) for first, tally in account.steps if first < step]
             account.steps.append((step, Tally.of_rows(record["calls"])))
+        if "times" in record:
+            account.times = {at: each for at, each in account.times.items() if at < step}
+            account.times[step] = Durations.of_rows(record["times"])
     if "before" in record:
         account.outside += Tally.of_rows(record["before"])
     if "end" in record:
@@ -126,11 +134,15 @@ def regular(tally: Tally) -> Tally:
     return Tally((call, *count) for call, *count in tally if call.phase != "look")
 
 
-def by_group(tally: Tally) -> dict[str, dict[str, dict[str, int]]]:
-    """For records: group -> operation -> messages and bytes."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
+def by_group(tally: Tally, durations: Durations | None = None) -> dict[str, dict[str, dict[str, float]]]:
+    """For records: group -> operation -> messages and bytes; seconds too, where there are durations."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for (group, operation), (messages, size) in tally.by("group", "operation").items():
         found.setdefault(group, {})[operation] = {"messages": messages, "bytes": size}
+    for (group, operation), each in (durations.by("group", "operation") if durations else {}).items():
+        found.setdefault(group, {}).setdefault(operation, {}).update(
+            seconds=each.seconds, exposed_seconds=each.exposed, waiting_seconds=each.waiting
+        )
     return found
 
 
@@ -155,45 +167,29 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     )  # fmt: skip
 
 
-def step_table(tally: Tally) -> str:
-    """One step by phase and group: messages, bytes, and what a rank sends of them with a ring."""
+def step_table(tally: Tally, durations: Durations | None = None) -> str:
+    """One step by phase and group: messages, bytes, what a rank sends of them with a ring, and how long they took."""
     wire: dict[tuple, float] = {}
     for call, _, size in tally:
         place = (call.phase, call.group, call.operation, call.dtype)
         wire[place] = wire.get(place, 0.0) + wire_bytes(call.operation, call.ranks, size)
+    timed = durations.by("phase", "group", "operation", "dtype") if durations else {}
     rows = [
-        [phase or "-", group, operation, dtype or "-", messages, readable(size),
-         readable(wire[phase, group, operation, dtype])]
-        for (phase, group, operation, dtype), (messages, size) in tally.by(
-            "phase", "group", "operation", "dtype"
-        ).items()
+        [*(each or "-" for each in key), messages, readable(size), readable(wire[key]),
+         *(milliseconds(timed.get(key)) if timed else ())]
+        for key, (messages, size) in tally.by("phase", "group", "operation", "dtype").items()
     ]  # fmt: skip
-    return table(["phase", "group", "operation", "type", "messages", "bytes", "sent"], rows)
+    headers = ["phase", "group", "operation", "type", "messages", "bytes", "sent"]
+    return table([*headers, *(TIMES if timed else ())], rows)
 
 
-def save_account(path: str | Path, counted: Tally, predicted: Tally | None, title: str) -> None:
-    """Draw bytes by phase, stacked by group and operation, the predicted ones pale beside the counted, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+TIMES = ("ms", "waiting", "transfer", "exposed")  # headers of `milliseconds`
 
-    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    tallies = [("counted", counted, 1.0), *([("predicted", predicted, 0.45)] if predicted is not None else [])]
-    known = {phase: place for place, phase in enumerate(PHASES)}
-    phases = sorted((phase for (phase,) in regular(counted).by("phase")), key=lambda each: known.get(each, len(known)))
-    kinds = list(counted.by("group", "operation"))
-    width = 0.8 / len(tallies)
-    for number, (_, tally, opacity) in enumerate(tallies):
-        sizes, floor = tally.by("phase", "group", "operation"), [0.0] * len(phases)
-        at = [place + (number - (len(tallies) - 1) / 2) * width for place in range(len(phases))]
-        for colour, kind in enumerate(kinds):
-            heights = [sizes.get((phase, *kind), (0, 0))[1] / 2**20 for phase in phases]
-            label = " ".join(kind) if number == 0 else None
-            axes.bar(at, heights, 0.95 * width, floor, color=f"C{colour}", alpha=opacity, label=label)
-            floor = [low + height for low, height in zip(floor, heights)]
-    axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
-    axes.set(title=title, ylabel="MiB per step")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8, title="left: counted, right (pale): predicted" if predicted is not None else None)
-    write_figure(figure, path)
+
+def milliseconds(duration: Duration | None) -> list[str]:
+    """Of a row of a table: in all, until the last rank came, after that, and while nothing else went on."""
+    if duration is None or not duration.messages:
+        return ["-"] * len(TIMES)
+    known = duration.split == duration.messages
+    split = [duration.waiting, duration.transfer] if known else [None, None]
+    return ["-" if each is None else f"{1e3 * each:.3f}" for each in (duration.seconds, *split, duration.exposed)]

@@ -69,7 +69,7 @@ def test_a_stopped_rank_is_named_on_request_and_by_itself_and_the_run_goes_on(tm
 def test_a_stopped_rank_is_named_and_the_run_goes_on_after_a_restart(tmp_path):
     folder = tmp_path / "run"
     words = ("training.steps=30", "checkpoint.every=5", "launch.restarts=1", "launch.restart_delay=0")
-    job = start(folder, hanging("stopped", 1, 12), *words)
+    job = start(folder, hanging("stopped", 1, 12), *words, "logging.communication=times")
     end = time.monotonic() + 400
     while "stopped" not in (answer := ask(folder, "status") if (folder / "launcher.json").exists() else ""):
         assert job.poll() is None and time.monotonic() < end, job.communicate()
@@ -113,7 +113,8 @@ def test_a_run_that_only_pauses_is_reported_and_not_ended(tmp_path):
 
 @pytest.mark.slow
 def test_the_culprit_is_named_in_seeded_hangs(tmp_path):
-    """Three seeds of each kind. Ranks that gloo itself ends, as it does where shapes differ, must be named too."""
+    """Three seeds of each kind, each with another account of communication. Ranks that gloo itself ends, as it does
+    where shapes differ, must be named too."""
     wrong, said = [], []
     for seed in range(3):
         for kind in KINDS:
@@ -122,6 +123,7 @@ def test_the_culprit_is_named_in_seeded_hangs(tmp_path):
             rank, folder = draw.randrange(ranks), tmp_path / f"{kind}{seed}"
             layout = ("parallel.tensor=2",) if ranks == 4 else ()
             words = ("training.steps=12", "watch.hang=stop", "training.global_batch_size=12", "launch.timeout=30")
+            words += (f"logging.communication={('off', 'counts', 'times')[seed]}",)
             job = start(folder, hanging(kind, rank, step), *words, *layout, ranks=ranks)
             _, error = job.communicate(timeout=300)
             line = re.search(r"the run hangs: (.*?) \(stacks|first failure: (.*)", error)

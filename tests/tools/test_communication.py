@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.parallel.durations import Duration, Durations, Kind
 from megatron.parallel.traffic import Tally
+from megatron.report.communication import read_accounts
+from megatron.report.message_times import Slowest, slowest
+from megatron.report.message_trace import read_events, trace
 from tests.training.test_run import job
 from tests.workers import run
 from tools.communication import main, show
@@ -22,7 +26,7 @@ data: {synthetic: copy}
 checkpoint: {at_end: false}
 evaluation: {at_end: false}
 parallel: {tensor: 2}
-logging: {console: quiet, curve: false, communication: counts}
+logging: {console: quiet, curve: false, communication: times}
 """
 
 
@@ -81,12 +85,123 @@ def test_looks_within_slow_steps_are_no_difference():
     assert "differ" in show({}, Tally.of_rows([look]), predicted, ("phase", "group"))
 
 
+def test_times_of_a_step(folder, capsys):
+    assert main([str(folder / "run"), "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    assert times["step"] == 1 and times["ranks"] == 2
+    for call in times["calls"]:
+        assert call["messages"] == call["split"] > 0 and call["waiting"] <= call["seconds"]
+    assert main([str(folder / "run"), "--rank", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "times of step 1, one rank:" in printed and "slowest rank" not in printed
+
+
+def test_what_was_slowest_is_named():
+    """Two pairs, of which 2-3 is ten times as slow; rank 3 is the one that they wait for."""
+
+    def summed(members: str, seconds: float, waiting: float, last: int) -> Durations:
+        kind = Kind("backward", "data", members, "all_reduce", "fp32")
+        return Durations([(kind, Duration(4, 4 * 2**20, seconds, seconds, waiting, 4, last))])
+
+    found = slowest({
+        0: summed("0 1", 0.01, 0.0, 2), 1: summed("0 1", 0.01, 0.0, 2),
+        2: summed("2 3", 0.3, 0.2, 0), 3: summed("2 3", 0.1, 0.0, 4),
+    })  # fmt: skip
+    assert found == Slowest("2 3", pytest.approx(2 * 4 * 2**20 / 0.2), 3, 4, 4)
+    small = Durations([(Kind("update", "data", "0 1", "all_reduce", "fp32"), Duration(9, 36, 1.0, 1.0, 0.0, 9, 9))])
+    assert slowest({0: small}).link == "", "four bytes say nothing of bandwidth"
+
+
+def check_trace(trace: dict) -> None:
+    """By the Trace Event Format: complete events with their keys, slices of a thread inside each other or apart, names
+    of all threads, and flows of one start and one later end inside slices."""
+    events = trace["traceEvents"]
+    threads, flows, named = {}, {}, set()
+    for event in events:
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            named.add((event["pid"], event["tid"]))
+        elif event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        else:
+            assert event["ph"] in "sf"
+            flows.setdefault(event["id"], []).append(event)
+    assert set(threads) == named
+    for spans in threads.values():
+        open_: list[float] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ and open_[-1] <= begin + 1e-6:
+                open_.pop()
+            assert not open_ or end <= open_[-1] + 1e-6
+            open_.append(end)
+    for begin, end in flows.values():
+        assert (begin["ph"], end["ph"]) == ("s", "f") and begin["ts"] <= end["ts"] + 1e3 and end["bp"] == "e"
+        for each in (begin, end):
+            assert any(a - 1e-6 <= each["ts"] <= b + 1e-6 for a, b in threads[each["pid"], each["tid"]])
+
+
+def test_a_trace_of_all_ranks(folder, capsys):
+    file = folder / "trace.json"
+    assert main([str(folder / "run"), "--trace", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace_steps"] == [0, 1]
+    trace = json.loads(file.read_text())
+    check_trace(trace)
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["args"]["step"] == 1]
+    accounts = read_accounts(folder / "run")
+    for rank, account in accounts.items():
+        sent = [event for event in slices if event["pid"] == rank and event["cat"] == "communication"]
+        assert len(sent) == sum(messages for _, messages, _ in account.at(1))
+        assert sum(event["args"]["bytes"] for event in sent) == sum(size for *_, size in account.at(1))
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {"phases", "tensor (0 1)"} <= names
+    assert main([str(folder / "run"), "--trace", str(file), "--step", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace_steps"] == [1]
+
+
+def test_arrows_and_messages_at_the_same_time():
+    """Rank 0 sends two messages; two sums of rank 1 are under way together, so they are on two threads."""
+    pair, both = ["forward", "", "pipeline", "0 1"], ["backward", "", "data", "1 3", "all_reduce", "fp32", 8]
+    ranks = {
+        0: [[*pair, "send", "fp32", 4, at, at + 5, at, [[at, at + 5]]] for at in (1000, 2000)],
+        1: [[*pair, "recv", "fp32", 4, at, at + 950, at + 900, [[at, at + 950]]] for at in (100, 1100)]
+        + [[*both, 3000, 5000, None, []], [*both, 4000, 6000, None, []], [*both, 5500, None, None, []]],
+    }
+    records = {
+        rank: {"rank": rank, "step": 7, "clock_error": 1500, "spans": [["forward", 0, 7000]], "messages": rows}
+        for rank, rows in ranks.items()
+    }
+    found = trace({7: records})
+    check_trace(found)
+    events = found["traceEvents"]
+    arrows = [(event["ph"], event["pid"], event["ts"]) for event in events if event["ph"] in "sf"]
+    assert arrows == [("s", 0, 1.0), ("f", 1, 1.05), ("s", 0, 2.0), ("f", 1, 2.05)]
+    waiting = [(event["pid"], event["ts"], event["dur"]) for event in events if event.get("cat") == "waiting"]
+    assert waiting == [(1, 0.1, 0.9), (1, 1.1, 0.9)]
+    assert len({event["tid"] for event in events if event["name"] == "all_reduce"}) == 2
+    assert found["otherData"]["largest_error_us"] == 1.5
+
+
+@pytest.mark.parametrize("line", ["{}", '{"rank": 0, "step": 1, "spans": [["a", 1]], "messages": []}',
+                                  '{"rank": 0, "step": 1, "spans": [], "messages": [["forward", 3]]}'])  # fmt: skip
+def test_damaged_messages_are_refused(tmp_path, line):
+    with pytest.raises(ValueError, match="logging.communication=times"):
+        read_events(tmp_path)
+    (tmp_path / "communication").mkdir()
+    (tmp_path / "communication" / "events_0.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match="events_0.jsonl"):
+        read_events(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["{run}", "--rank", "7"], "not of 7"),
         (["{run}", "--step", "9"], "no account of step 9"),
         (["{folder}"], "logging.communication=counts"),
+        (["{run}", "--trace", "{folder}/t.json", "--step", "9"], "step 9"),
+        (["{run}", "--trace", "{run}/communication/events_0.jsonl"], "events_0.jsonl"),
         (["{folder}/tiny.yml", "--ranks", "2", "--rank", "2"], "from 0 to 1"),
         (["{folder}/tiny.yml", "--ranks", "2", "zero.stage=3", "parallel.tensor=1"], "no formula for ZeRO 3"),
     ],

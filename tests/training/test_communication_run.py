@@ -1,4 +1,7 @@
-"""A run with an account: in its metrics, in a file per rank, and complete by an independent count."""
+"""A run with an account and times: in its metrics, in a file per rank, and complete by an independent count.
+
+The collectives of these runs are also noted in the ranks' beacons, as in every run.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from unittest import mock
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.parallel.durations import Durations
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import RankAccount, by_group, read_accounts
+from megatron.report.message_trace import read_events
 from megatron.report.tags import tagged
 from megatron.training.trainer import Trainer
 from tests.training.test_run import job
@@ -26,7 +31,7 @@ tokenizer: {type: bytes}
 data: {synthetic: copy}
 evaluation: {every: 2}
 checkpoint: {every: 100}
-logging: {console: plain, curve: false, communication: counts}
+logging: {console: plain, curve: false, communication: times}
 """
 
 
@@ -66,6 +71,10 @@ def found(tmp_path_factory) -> tuple[Path, list[dict], list[dict[str, int]]]:
     return folder / "run", results[0][0], [seen for _, seen in results]
 
 
+def counts(entry: dict) -> tuple[int, int]:
+    return entry["messages"], entry["bytes"]
+
+
 def test_metrics_have_each_group(found):
     folder, lines, _ = found
     steps = [line for line in lines if "loss" in line]
@@ -74,8 +83,14 @@ def test_metrics_have_each_group(found):
         pipeline = line["communication"]["pipeline"]
         # 4 micro-batches of 16 x 32 floats; the first step tells the shape, in 256 integers
         first = line["step"] == 0
-        assert pipeline["send"] == {"messages": 4 + first, "bytes": 4 * 16 * 32 * 4 + 1024 * first}
-        assert pipeline["recv"] == {"messages": 4, "bytes": 4 * 16 * 32 * 4}
+        assert counts(pipeline["send"]) == (4 + first, 4 * 16 * 32 * 4 + 1024 * first)
+        assert counts(pipeline["recv"]) == (4, 4 * 16 * 32 * 4)
+        for each in pipeline.values():
+            assert 0 <= each["exposed_seconds"] <= each["seconds"] and 0 <= each["waiting_seconds"] <= each["seconds"]
+    assert (
+        tagged(steps[1])["communication/pipeline/recv/seconds"]
+        == steps[1]["communication"]["pipeline"]["recv"]["seconds"]
+    )
     assert tagged(steps[1])["communication/pipeline/send/bytes"] == 4 * 16 * 32 * 4
 
 
@@ -104,6 +119,35 @@ def test_every_message_is_in_an_account(found):
     assert evaluation["evaluate", "send"][0] > 0  # what happens between steps is not in a step
 
 
+def test_every_message_of_a_step_is_timed_and_split(found):
+    """Each rank's sums; and of each collective some rank came last, of each message one of the two."""
+    folder, _, _ = found
+    accounts = read_accounts(folder)
+    for step in range(4):
+        for account in accounts.values():
+            timed = account.times[step].by("phase", "group", "operation", "dtype")
+            assert {key: each[:2] for key, each in timed.items()} == account.at(step).by(
+                "phase", "group", "operation", "dtype"
+            )
+            assert all(each.split == each.messages for each in timed.values())
+            assert all(each.transfer >= 0 and each.exposed <= each.seconds for each in timed.values())
+        whole = sum((account.times[step] for account in accounts.values()), Durations())
+        for (_, operation), each in whole.by("members", "operation").items():
+            if operation not in ("send", "recv"):
+                assert each.last >= each.messages / 2, operation
+
+
+def test_single_messages_are_kept_of_the_last_steps(found):
+    folder, _, _ = found
+    steps = read_events(folder)
+    assert list(steps) == [0, 1, 2, 3] and all(list(ranks) == [0, 1] for ranks in steps.values())
+    for step, ranks in steps.items():
+        for rank, record in ranks.items():
+            messages = read_accounts(folder)[rank].at(step).by("operation")
+            assert Counter(row[4] for row in record["messages"]) == {op: n for (op,), (n, _) in messages.items()}
+            assert {"forward", "backward", "update"} <= {name for name, *_ in record["spans"]}
+
+
 def test_steps_that_repeat_are_written_once(found):
     folder, lines, _ = found
     text = [json.loads(line) for line in (folder / "communication" / "rank_0.jsonl").read_text().splitlines()]
@@ -111,10 +155,8 @@ def test_steps_that_repeat_are_written_once(found):
     assert [line["step"] for line in text if "calls" in line] == [0, 1]  # the first sends shapes too
     account = read_accounts(folder)[0]
     assert account.at(1) == account.at(3) != account.at(0)
-    assert (
-        by_group(account.at(2))
-        == next(line for line in lines if line.get("step") == 2 and "loss" in line)["communication"]
-    )
+    line = next(line for line in lines if line.get("step") == 2 and "loss" in line)
+    assert by_group(account.at(2), account.times[2]) == line["communication"]
     with pytest.raises(ValueError, match="step 4"):
         account.at(4)
 
@@ -141,3 +183,7 @@ def test_an_account_of_a_resumed_run():
         (1, {("all_reduce",): (1, 24)}),
     ]
     assert account.at(2) == Tally.of_rows([[*row[:7], 24]])
+    times = ["forward", "data", "0 1", "all_reduce", "fp32", 1, 8, 0.5, 0.5, 0.0, 1, 0]
+    for step in (0, 1, 2, 1):
+        _take(account, {"step": step, "times": [times]})
+    assert list(account.times) == [0, 1]

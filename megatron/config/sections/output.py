@@ -136,8 +136,10 @@ class LoggingSection(Section):
         None, "Peak of one device that MFU is a share of.", unit="TFLOP/s", derived="from the device's name", gt=0
     )
     profile: ProfileOptions = key(ProfileOptions, "torch profiler window.")
-    communication: Literal["off", "counts"] = key(
-        "off", "counts: an account of every message of each process group, without waiting (docs/communication.md)."
+    communication: Literal["off", "counts", "times"] = key(
+        "off",
+        "counts: an account of every message of each process group, without waiting. times: also how long messages of "
+        "logged steps take (docs/communication.md).",
     )
     curve: bool = key(True, "Draw loss.png at the end.")
     sinks: list[SinkSection] = key(list, "Further places where metrics go: import paths, or {type, options}.")

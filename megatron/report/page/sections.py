@@ -196,9 +196,9 @@ def _memory(runs: list[RunHistory], charts: Charts) -> Section:
 
 
 def _communication(runs: list[RunHistory], charts: Charts) -> Section:
-    """Bytes and messages of the first rank's steps (`logging.communication`), a line per group and operation."""
+    """Bytes, messages and time of the first rank's steps (`logging.communication`), a line per group and operation."""
     drawn = []
-    for kind, scale, unit in (("bytes", 2**-20, "MiB"), ("messages", 1.0, "messages")):
+    for kind, scale, unit in (("bytes", 2**-20, "MiB"), ("messages", 1.0, "messages"), ("seconds", 1e3, "ms")):
         curves = []
         for number, run in enumerate(runs):
             paths = [key for key in run.metrics() if key.startswith("communication/") and key.endswith(f"/{kind}")]
@@ -207,7 +207,9 @@ def _communication(runs: list[RunHistory], charts: Charts) -> Section:
                 what = " ".join(key.split("/")[1:-1])
                 scaled = Series(series.steps, [value * scale for value in series.values])
                 curves.append(Curve(f"{run.name}: {what}", scaled, run.clock(), run=number, style=style))
-        drawn.append(charts.lines(f"Communication of the first rank: {kind} of a step", unit, curves))
+        if curves or kind != "seconds":
+            shown = "time" if kind == "seconds" else kind
+            drawn.append(charts.lines(f"Communication of the first rank: {shown} of a step", unit, curves))
     return Section("communication", "Communication", drawn)
 
 

@@ -15,13 +15,16 @@ from megatron.model.compile import choose
 from megatron.model.embedding_and_head import Embedding, Head
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.account import Recorder
+from megatron.parallel.durations import Durations
 from megatron.parallel.layout import AXES
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
+from megatron.report.message_trace import write_events
 
 from ..exchange import StepReport, report_traffic
 from ..hook import Hook, Parts
+from ..message_times import MessageTimes, clock_of
 from ..trainer import Trainer
 
 
@@ -53,13 +56,17 @@ class CommunicationHook(Hook):
         folder: the run's directory.
         every: steps between records.
         inside: see `label_layers`.
+        timed: whether messages of the logged steps are timed, too.
     """
 
-    def __init__(self, folder: str | Path, every: int, *, inside: bool = True) -> None:
-        self._folder, self._every, self._inside = Path(folder), every, inside
+    def __init__(self, folder: str | Path, every: int, *, inside: bool = True, timed: bool = False) -> None:
+        self._folder, self._every, self._inside, self._timed = Path(folder), every, inside, timed
         self._recorder: Recorder | None = None
         self._file: AccountFile | None = None
         self._outside, self._last = Tally(), Tally()
+        self._times: MessageTimes | None = None
+        self._durations: Durations | None = None  # of the last timed step that was read
+        self._heard = -1
 
     @classmethod
     def of(cls, parts: Parts) -> CommunicationHook | None:
@@ -67,35 +74,63 @@ class CommunicationHook(Hook):
         if config.logging.communication == "off":
             return None
         compiled = choose(config, parts.world.device if parts.world else "cpu")[0]
-        return cls(config.run.dir, config.logging.every, inside=not compiled)
+        timed = config.logging.communication == "times"
+        return cls(config.run.dir, config.logging.every, inside=not compiled, timed=timed)
 
     def on_start(self, trainer: Trainer) -> None:
         mesh = trainer.mesh
-        self._recorder = Recorder(mesh)
+        device = trainer.exchange.device
+        self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
         label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
         self._file = AccountFile(
             self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
         )
         self._recorder.install()
+        if self._timed:
+            self._times = MessageTimes(self._recorder, device)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
+        logged = step % self._every == 0 or step == trainer.end - 1
+        if self._times is not None and logged:
+            self._times.begin()
         self._outside += self._recorder.tally.take()
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        self._heard = report.step
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         self._last = self._recorder.tally.take()
+        if self._times is not None:
+            self._read(step)
         if step % self._every == 0 or trainer.last:
             self._file.step(step, self._last, self._outside)
             self._outside = Tally()
-            trainer.extra_metrics["communication"] = by_group(self._last)
+            trainer.extra_metrics["communication"] = by_group(self._last, self._durations)
+
+    def _read(self, step: int) -> None:
+        """Durations of the timed steps whose numbers have arrived: their messages are done on every rank."""
+        if self._times.timer.active:
+            self._times.end(step)
+        self._take(self._times.read(self._heard))
+
+    def _take(self, found: tuple[int, Durations] | None) -> None:
+        if found is not None:
+            self._file.times(*found)
+            self._durations = found[1]
 
     def on_end(self, trainer: Trainer) -> None:
         if self._recorder is None:  # the run failed before it began
             return
+        if self._times is not None:
+            if trainer.error is None:
+                self._take(self._times.read(trainer.completed))
+            write_events(self._folder, trainer.mesh.rank, [each.record(offset) for each, offset in self._times.kept])
         self._recorder.remove()
         self._file.close(trainer.completed, self._outside + self._recorder.tally.take())
         if len(self._last):
-            trainer.log(f"communication of rank {trainer.mesh.rank} in the last step:\n{step_table(self._last)}")
+            table = step_table(self._last, self._durations)
+            trainer.log(f"communication of rank {trainer.mesh.rank} in the last step:\n{table}")
             trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
 
 

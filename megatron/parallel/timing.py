@@ -1,0 +1,234 @@
+"""When messages begin and end, without waiting for any of them.
+
+Marks are taken at the call, when the call returns, when the operation is complete (a callback of its future) and
+around `Work.wait`. On a CPU a mark is the time. On an accelerator it is an event on the current stream, whose time is
+read after the step; the callback of an operation runs with a stream that waits for it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .traffic import Call
+
+Mark = Any  # nanoseconds on a CPU, an event on an accelerator
+
+
+class HostClock:
+    """Marks are nanoseconds of this host.
+
+    Args:
+        now: the time.
+    """
+
+    def __init__(self, now: Callable[[], int] = time.monotonic_ns) -> None:
+        self.mark: Callable[[], Mark] = now
+        self.now = now
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def finish(self) -> None:
+        """All marks of a step are about to be read."""
+
+    def read(self, mark: Mark) -> int:
+        """Nanoseconds of a mark."""
+        return mark
+
+    def aside(self) -> bool:
+        """Whether what is called now does not hold up the model's computation."""
+        return False
+
+
+class DeviceClock:
+    """Marks are events; the time of the first one is that at which the device was empty.
+
+    Args:
+        device: the module of an accelerator, such as `torch.cuda`.
+        now: the host's time in nanoseconds.
+    """
+
+    def __init__(self, device: Any = torch.cuda, now: Callable[[], int] = time.monotonic_ns) -> None:
+        self._device, self.now = device, now
+        device.synchronize()
+        self._base, self._at = self.mark(), float(now())
+        self._stream: Any = None
+
+    def mark(self) -> Mark:
+        """Here on the current stream."""
+        event = self._device.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        """A step begins: its stream is the one that computes. Events count in single precision, so that their base
+        must be near."""
+        self._stream = self._device.current_stream()
+        base = self.mark()
+        base.synchronize()  # once in a step that is timed, before it
+        self._at += self._base.elapsed_time(base) * 1e6
+        self._base = base
+
+    def finish(self) -> None:
+        """All marks of a step are about to be read."""
+        self._device.synchronize()
+
+    def read(self, mark: Mark) -> int:
+        """Nanoseconds of a mark, on this host's clock."""
+        return round(self._at + self._base.elapsed_time(mark) * 1e6)
+
+    def aside(self) -> bool:
+        """Whether the current stream is another one than the model's."""
+        return self._stream is not None and self._device.current_stream() != self._stream
+
+
+Clock = HostClock | DeviceClock
+
+
+class Message:
+    """One call of an operation.
+
+    Attributes:
+        call: whose.
+        group: the process group, None for one that torch does not list.
+        ranks: of the job, in the group; of a message, sender and receiver.
+        peer: place of the other one in the group, None for collectives.
+        size: bytes.
+        aside: it was called on a stream of its own.
+        start, end: marks; `end` is None until it is complete.
+        stalls: pairs of marks between which nothing else could go on.
+    """
+
+    __slots__ = ("aside", "call", "end", "group", "peer", "ranks", "size", "stalls", "start", "waited")
+
+    def __init__(self, call: Call, group: Any, ranks: tuple[int, ...], peer: int | None, size: int) -> None:
+        self.call, self.group, self.ranks, self.peer, self.size = call, group, ranks, peer, size
+        self.start: Mark = None
+        self.end: Mark = None
+        self.waited: Mark = None
+        self.stalls: list[tuple[Mark, Mark]] = []
+        self.aside = False
+
+
+class Timer:
+    """Takes the marks of messages while it is installed.
+
+    Args:
+        clock: what a mark is.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.active = False
+        self.messages: list[Message] = []
+        self.spans: list[tuple[str, Mark, Mark]] = []  # phases of the step
+        self._open: dict[int, Message] = {}  # by the identity of torch's handle, until somebody waits for it
+        self._silent: set[tuple[str, str]] = set()  # (backend, operation) whose handles have no future
+        self._plain: Any = None
+
+    def install(self) -> None:
+        """Have `Work.wait` noted."""
+        self._plain = plain = dist.Work.wait
+        taken, clock = self._open.pop, self.clock
+
+        def wait(work: Any, *args: Any, **options: Any) -> Any:
+            message = taken(id(work), None)
+            if message is None:
+                return plain(work, *args, **options)
+            begin = clock.mark()
+            result = plain(work, *args, **options)
+            message.waited = clock.mark()
+            # a call that waits at once has held up everything since it began
+            message.stalls.append((begin if message.stalls else message.start, message.waited))
+            return result
+
+        setattr(dist.Work, "wait", wait)  # noqa: B010 - type checkers know its plain signature
+
+    def remove(self) -> None:
+        """Leave torch as it was."""
+        if self._plain is not None:
+            setattr(dist.Work, "wait", self._plain)  # noqa: B010
+            self._plain = None
+        self._open.clear()
+
+    def forget(self, work: Any) -> None:
+        """The handle of an operation that is not timed may have the identity of an earlier one."""
+        self._open.pop(id(work), None)
+
+    def take(self) -> tuple[list[Message], list[tuple[str, Mark, Mark]]]:
+        """Messages and phases of a step, in the order of their calls (phases: of their ends)."""
+        taken, self.messages, self.spans = (self.messages, self.spans), [], []
+        return taken
+
+    def call(self, message: Message, plain: Callable, group: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Do the operation, and mark its begin and its end."""
+        clock = self.clock
+        message.aside = clock.aside()
+        message.start = clock.mark()
+        work = plain(group, *args, **options)
+        if work is None:  # part of something larger, which has its own handle
+            return work
+        self.messages.append(message)
+        self._open[id(work)] = message
+        waits = any(getattr(each, "asyncOp", None) is False for each in args)
+        if not waits:
+            message.stalls.append((message.start, clock.mark()))
+            self._follow(message, group, work)
+        return work
+
+    def _follow(self, message: Message, group: Any, work: Any) -> None:
+        """Have the end of an operation that nobody may wait for at once noted."""
+        kind = (group.name(), message.call.operation)
+        if kind in self._silent:
+            return
+
+        def complete(_: Any) -> None:
+            message.end = self.clock.mark()
+
+        try:
+            work.get_future().add_done_callback(complete)
+        except RuntimeError:  # this backend has none for this operation: it ends when somebody has waited for it
+            self._silent.add(kind)
+
+
+class Timed:
+    """A message with its times in nanoseconds.
+
+    Attributes:
+        message: which one.
+        start, end: `end` is None where nobody saw it.
+        stalls: between which nothing else could go on, within [start, end].
+        latest: when the last rank came to it; None where nobody knows.
+    """
+
+    __slots__ = ("end", "latest", "message", "stalls", "start")
+
+    def __init__(self, message: Message, clock: Clock, offset: int) -> None:
+        self.message = message
+        self.start = clock.read(message.start) - offset
+        ends = [clock.read(mark) - offset for mark in (message.end, message.waited) if mark is not None]
+        self.end = min(ends) if ends else None  # a callback may be late, and a wait may be long after the end
+        self.stalls = [] if message.aside or self.end is None else self._within(clock, offset)
+        self.latest: int | None = None
+
+    def _within(self, clock: Clock, offset: int) -> list[tuple[int, int]]:
+        assert self.end is not None
+        pairs = [(clock.read(a) - offset, min(clock.read(b) - offset, self.end)) for a, b in self.message.stalls]
+        return [(a, b) for a, b in pairs if a < b]
+
+    @property
+    def exposed(self) -> int:
+        """Nanoseconds in which nothing else could go on."""
+        return sum(b - a for a, b in self.stalls)
+
+    @property
+    def waiting(self) -> int | None:
+        """Nanoseconds until the last rank came."""
+        if self.latest is None or self.end is None:
+            return None
+        return max(0, min(self.latest, self.end) - self.start)

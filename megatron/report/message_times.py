@@ -1,0 +1,183 @@
+"""How long a run's messages took: one step of some ranks, what was slowest, and the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.parallel.durations import Duration, Durations, bus_bandwidth
+from megatron.parallel.traffic import Tally
+
+from .communication import TIMES, RankAccount, milliseconds, regular, table
+from .figures import write_figure
+
+PHASES = ("forward", "recompute", "backward", "update", "exchange")  # as they come in a step
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """What held the ranks up.
+
+    Attributes:
+        link: ranks of the group with the least bus bandwidth, as text; empty if no transfer is known.
+        bandwidth: its bytes per second.
+        rank: for which the others waited most often, -1 if none.
+        last, of: of so many collectives that it took part in, it came last so often.
+    """
+
+    link: str = ""
+    bandwidth: float = 0.0
+    rank: int = -1
+    last: int = 0
+    of: int = 0
+
+
+def slowest(times: Mapping[int, Durations]) -> Slowest:
+    """From durations by rank. A link is compared by the operation with the most bytes on it; messages of less than
+    4 KiB say more of latency than of bandwidth and are left out."""
+    together = sum(times.values(), Durations())
+    links: dict[str, tuple[int, float]] = {}
+    for kind, each in Durations((kind._replace(phase="", dtype=""), each) for kind, each in together):
+        rate = bus_bandwidth(kind, each)
+        if rate is not None and each.bytes >= 4096 * each.messages:
+            links[kind.members] = max(links.get(kind.members, (0, 0.0)), (each.bytes, rate))
+    link = min(links, key=lambda members: links[members][1], default="")
+    counts = {}
+    for rank, durations in times.items():
+        own = [each for kind, each in durations if kind.operation not in ("send", "recv")]
+        counts[rank] = (sum(each.last for each in own), sum(each.split for each in own))
+    rank = max(counts, key=lambda each: counts[each], default=-1)
+    last, of = counts.get(rank, (0, 0))
+    return Slowest(link, links[link][1] if link else 0.0, rank if last else -1, last, of)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of one step.
+
+    Attributes:
+        step: which one.
+        ranks: how many are summed.
+        durations: their sums.
+        slowest: what held them up.
+    """
+
+    step: int
+    ranks: int
+    durations: Durations
+    slowest: Slowest
+
+    @classmethod
+    def of(cls, accounts: Mapping[int, RankAccount], step: int | None) -> StepTimes | None:
+        """Of a step, or of the last one that all these ranks have timed; None if they have not."""
+        both = set.intersection(*(set(each.times) for each in accounts.values()))
+        if not both or (step is not None and step not in both):
+            return None
+        at = max(both) if step is None else step
+        times = {rank: each.times[at] for rank, each in accounts.items()}
+        return cls(at, len(times), sum(times.values(), Durations()), slowest(times))
+
+    def rows(self) -> list[tuple[tuple[str, ...], Duration, float | None]]:
+        """(phase, group, operation, type), sums, and bytes per second on the bus of each kind of message."""
+        found = self.durations.by("phase", "group", "operation", "dtype")
+        rates: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+        for kind, each in self.durations:
+            if (rate := bus_bandwidth(kind, each)) is not None:
+                rates.setdefault((kind.phase, kind.group, kind.operation, kind.dtype), []).append((each.transfer, rate))
+        means = {
+            key: sum(seconds * rate for seconds, rate in pairs) / sum(seconds for seconds, _ in pairs)
+            for key, pairs in rates.items()
+        }
+        return [(key, each, means.get(key)) for key, each in found.items()]
+
+    def text(self) -> str:
+        """A table per rank on average, and what was slowest."""
+        lines = []
+        for key, each, rate in self.rows():
+            mean = each._replace(seconds=each.seconds / self.ranks, exposed=each.exposed / self.ranks,
+                                 waiting=each.waiting / self.ranks)  # fmt: skip
+            bus = "-" if rate is None else f"{rate / 1e9:.3g}"
+            lines.append([*(name or "-" for name in key), *milliseconds(mean), bus])
+        headers = ["phase", "group", "operation", "type", *TIMES, "bus GB/s"]
+        whose = "one rank" if self.ranks == 1 else f"mean of {self.ranks} ranks"
+        text = f"times of step {self.step}, {whose}:\n{table(headers, lines)}"
+        found = self.slowest
+        if found.link:
+            text += f"\nslowest link: ranks {found.link}, {found.bandwidth / 1e9:.3g} GB/s on the bus"
+        if found.rank >= 0 and self.ranks > 1:
+            text += f"\nslowest rank: {found.rank}, which came last to {found.last} of {found.of} collectives"
+        return text
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON; seconds and bytes are sums over ranks."""
+        names = ("phase", "group", "operation", "dtype")
+        calls = [
+            {**dict(zip(names, key)), **each._asdict(), "bus_bytes_per_second": rate} for key, each, rate in self.rows()
+        ]
+        return {"step": self.step, "ranks": self.ranks, "slowest": asdict(self.slowest), "calls": calls}
+
+
+def save_account(
+    path: str | Path, counted: Tally, predicted: Tally | None, times: StepTimes | None, title: str
+) -> None:
+    """Draw a step as a PNG: bytes by phase, the predicted ones pale beside the counted; and the times, if there are
+    any, as a rank spends them on average."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = 1 if times is None else 2
+    figure = Figure(figsize=(9 if panels == 1 else 14, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    drawn = figure.subplots(1, panels, squeeze=False)[0]
+    colours = {kind: f"C{place}" for place, kind in enumerate(counted.by("group", "operation"))}
+    _draw_bytes(drawn[0], counted, predicted, colours)
+    if times is not None:
+        _draw_times(drawn[1], times, colours)
+    write_figure(figure, path)
+
+
+def _draw_times(axes: Any, times: StepTimes, colours: Mapping[tuple, str]) -> None:
+    """Two bars for each phase: until the last rank came (hatched) and transfer, by operation; and what was exposed."""
+    found = times.durations.by("phase", "group", "operation")
+    phases, scale = _in_order(phase for phase, *_ in found), 1e3 / times.ranks
+    for place, phase in enumerate(phases):
+        floor, exposed = 0.0, 0.0
+        for kind, colour in colours.items():
+            each = found.get((phase, *kind))
+            if each is None:
+                continue
+            for height, hatch, opacity in ((each.transfer, "", 1.0), (each.waiting, "////", 0.35)):
+                axes.bar(place - 0.2, height * scale, 0.36, floor, color=colour, hatch=hatch, alpha=opacity)
+                floor += height * scale
+            axes.bar(place + 0.2, each.exposed * scale, 0.36, exposed, color=colour)
+            exposed += each.exposed * scale
+    axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
+    axes.set(title="left: transfer, and waiting for the last rank (hatched); right: exposed")
+    axes.set_ylabel(f"milliseconds of step {times.step}, mean of {times.ranks} ranks")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _in_order(phases: Iterable[str]) -> list[str]:
+    known = {phase: place for place, phase in enumerate(PHASES)}
+    return sorted(set(phases), key=lambda each: (known.get(each, len(known)), each))
+
+
+def _draw_bytes(axes: Any, counted: Tally, predicted: Tally | None, colours: Mapping[tuple, str]) -> None:
+    tallies = [("counted", counted, 1.0), *([("predicted", predicted, 0.45)] if predicted is not None else [])]
+    phases = _in_order(phase for (phase,) in regular(counted).by("phase"))
+    width = 0.8 / len(tallies)
+    for number, (_, tally, opacity) in enumerate(tallies):
+        sizes, floor = tally.by("phase", "group", "operation"), [0.0] * len(phases)
+        at = [place + (number - (len(tallies) - 1) / 2) * width for place in range(len(phases))]
+        for kind, colour in colours.items():
+            heights = [sizes.get((phase, *kind), (0, 0))[1] / 2**20 for phase in phases]
+            label = " ".join(kind) if number == 0 else None
+            axes.bar(at, heights, 0.95 * width, floor, color=colour, alpha=opacity, label=label)
+            floor = [low + height for low, height in zip(floor, heights)]
+    axes.set_xticks(range(len(phases)), [phase or "-" for phase in phases])
+    axes.set(title="bytes of these ranks", ylabel="MiB per step")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8, title="left: counted, right (pale): predicted" if predicted is not None else None)

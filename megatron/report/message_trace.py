@@ -1,0 +1,183 @@
+"""Single messages of a run's last timed steps, and all ranks of them as one trace for Chrome's and Perfetto's viewers.
+
+Each rank is a process of the trace. Its threads are the phases of the step, and one for each group with its messages;
+the part of a message until the last rank came is a slice of its own inside it, `waiting`, and arrows go from sends to
+receives. The format is that of the "Trace Event Format" document of Chromium.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .communication import FOLDER
+from .jsonl import encode, read_lines
+
+
+def write_events(folder: str | Path, rank: int, steps: Sequence[dict[str, Any]]) -> None:
+    """Write one rank's last steps, in the place of those of an earlier start."""
+    path = Path(folder, FOLDER, f"events_{rank}.jsonl")
+    beside = path.with_suffix(".new")
+    try:
+        beside.write_text("".join(encode({"rank": rank, **each}) + "\n" for each in steps), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError:  # a trace is not worth a run; accounts complain of a full disk
+        beside.unlink(missing_ok=True)
+
+
+def read_events(folder: str | Path) -> dict[int, dict[int, dict[str, Any]]]:
+    """Step -> rank -> its record.
+
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
+    found: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in sorted(Path(folder, FOLDER).glob("events_*.jsonl")):
+        for record in read_lines(path):
+            try:
+                _check(record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}: not the messages of a step: {error}") from error
+            found.setdefault(record["step"], {})[record["rank"]] = record
+    if not found:
+        raise ValueError(
+            f"{Path(folder, FOLDER)} has no times of messages (events_<n>.jsonl); train with "
+            "logging.communication=times: they are written when the run ends"
+        )
+    return dict(sorted(found.items()))
+
+
+def _check(record: dict[str, Any]) -> None:
+    if type(record["step"]) is not int or type(record["rank"]) is not int:
+        raise ValueError("step and rank must be integers")
+    for name, begin, end in record["spans"]:
+        if not isinstance(name, str) or type(begin) is not int or type(end) is not int:
+            raise ValueError("a phase must have a name and two times")
+    for phase, layer, group, members, operation, dtype, size, start, end, latest, stalls in record["messages"]:
+        if not all(isinstance(each, str) for each in (phase, layer, group, members, operation, dtype)):
+            raise ValueError("a message must have a phase, a layer, a group, members, an operation and a type")
+        if type(size) is not int or type(start) is not int or not isinstance(stalls, list):
+            raise ValueError("a message must have bytes, a start and stalls")
+        if not all(each is None or type(each) is int for each in (end, latest)):
+            raise ValueError("times must be integers")
+
+
+def trace(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[str, Any]:
+    """The trace of some steps of all ranks, as JSON. Times are microseconds since its first event."""
+    records = [record for ranks in steps.values() for record in ranks.values()]
+    zero = min(
+        [begin for record in records for _, begin, _ in record["spans"]]
+        + [row[7] for record in records for row in record["messages"]],
+        default=0,
+    )
+    threads = _Threads()
+    events: list[dict[str, Any]] = []
+    for step, ranks in steps.items():
+        arrows = _Arrows(step)
+        for rank, record in sorted(ranks.items()):
+            events += _events(record, step, rank, zero, threads, arrows)
+        events += arrows.events()
+    error = max((record["clock_error"] for record in records), default=0)
+    return {
+        "traceEvents": [*threads.names(), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {"clock": "rank 0", "largest_error_us": error / 1e3, "steps": sorted(steps)},
+    }
+
+
+def write_trace(path: str | Path, steps: dict[int, dict[int, dict[str, Any]]]) -> None:
+    """Write `trace` to a file, which appears whole or not at all."""
+    beside = Path(f"{path}.new")
+    beside.write_text(json.dumps(trace(steps)), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _events(
+    record: dict[str, Any], step: int, rank: int, zero: int, threads: _Threads, arrows: _Arrows
+) -> Iterator[dict[str, Any]]:
+    thread = threads.find(rank, "phases")
+    for name, begin, end in sorted(record["spans"], key=lambda span: (span[1], -span[2])):
+        yield _slice(name, "phase", rank, thread, (begin, end), zero, {"step": step})
+    for phase, layer, group, members, operation, dtype, size, start, end, latest, stalls in record["messages"]:
+        if end is None:
+            continue
+        thread = threads.find(rank, f"{group} ({members})", start, end)
+        facts = {"step": step, "phase": phase, "layer": layer, "type": dtype, "bytes": size}
+        facts["exposed_us"] = sum(b - a for a, b in stalls) / 1e3
+        yield _slice(operation, "communication", rank, thread, (start, end), zero, facts)
+        if latest is not None and latest > start:
+            yield _slice("waiting", "waiting", rank, thread, (start, min(latest, end)), zero, {"step": step})
+        arrows.add(operation, members, rank, thread, (start - zero) / 1e3, (end - zero) / 1e3)
+
+
+def _slice(
+    name: str, kind: str, rank: int, thread: int, span: tuple[int, int], zero: int, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """A complete event."""
+    at, length = (span[0] - zero) / 1e3, max(0, span[1] - span[0]) / 1e3
+    return {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": thread, "ts": at, "dur": length, "args": facts}
+
+
+class _Threads:
+    """Numbers of threads. Slices of one thread must lie inside each other or apart, so that messages of a group which
+    are under way at the same time need several."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, str], list[tuple[int, int]]] = {}  # (number, end of its last slice)
+        self._count = 0
+
+    def find(self, rank: int, line: str, start: int = 0, end: int = 0) -> int:
+        """A thread of this line that is free at `start`, and is taken until `end`."""
+        lanes = self._lines.setdefault((rank, line), [])
+        for place, (number, busy) in enumerate(lanes):
+            if busy <= start:
+                lanes[place] = (number, end)
+                return number
+        self._count += 1
+        lanes.append((self._count, end))
+        return self._count
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Metadata: what a viewer calls processes and threads, and in which order it shows them."""
+        for (rank, line), lanes in self._lines.items():
+            for number, _ in lanes:
+                for name, value in (
+                    ("process_name", {"name": f"rank {rank}"}),
+                    ("process_sort_index", {"sort_index": rank}),
+                    ("thread_name", {"name": line}),
+                    ("thread_sort_index", {"sort_index": number}),
+                ):
+                    yield {"ph": "M", "name": name, "pid": rank, "tid": number, "args": value}
+
+
+class _Arrows:
+    """From the n-th send of a rank to the n-th receive of its peer."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._ends: dict[tuple[str, int], list[tuple[int, int, float]]] = {}
+        self._members: dict[str, set[int]] = {}
+
+    def add(self, operation: str, members: str, rank: int, thread: int, start: float, end: float) -> None:
+        """A message; others than sends and receives are left out."""
+        if operation in ("send", "recv"):
+            at = start if operation == "send" else end
+            self._members.setdefault(members, set()).add(rank)
+            self._ends.setdefault((f"{operation} {members}", rank), []).append((rank, thread, at))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        for members, ranks in self._members.items():
+            for sender in sorted(ranks):
+                for receiver in sorted(ranks - {sender}):
+                    sent = self._ends.get((f"send {members}", sender), ())
+                    received = self._ends.get((f"recv {members}", receiver), ())
+                    for number, (begin, end) in enumerate(zip(sent, received)):
+                        name = f"{self._step}:{sender}>{receiver}:{number}"
+                        for kind, (rank, thread, at) in (("s", begin), ("f", end)):
+                            yield {
+                                "ph": kind, "id": name, "name": "message", "cat": "message", "pid": rank,
+                                "tid": thread, "ts": at, **({"bp": "e"} if kind == "f" else {}),
+                            }  # fmt: skip
