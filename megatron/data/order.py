@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron.config.epochs import document_bounds
+
 from .errors import DataError
 from .permutation import Permutation
 from .token_file import TokenFile
@@ -151,13 +153,6 @@ def split_bounds(shares: list[float], documents: int) -> list[int]:
         shares: up to three numbers; missing ones are 0, further ones are ignored.
     """
     shares = ([float(share) for share in shares] + [0.0, 0.0, 0.0])[:3]
-    total = 0.0
-    for share in shares:  # not `sum`, which corrects rounding since Python 3.12
-        total += share
-    if total <= 0 or min(shares) < 0:
+    if sum(shares) <= 0 or min(shares) < 0:
         raise DataError("data.split", f"{shares} has no share above 0, or one below", "write it as in [969, 30, 1]")
-    bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + int(round(share / total * float(documents))))
-    excess = bounds[-1] - documents
-    return [0, *(bound - excess for bound in bounds[1:])]
+    return document_bounds(shares, documents)

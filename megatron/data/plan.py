@@ -105,7 +105,9 @@ class SamplePlan:
         batch: int,
         steps: int,
         targets: Targets,
+        parts: int = 1,
     ):
+        """`parts`: an order that repeats itself does so after whole parts of a batch; there are so many in one."""
         self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
         self.batch, self.steps = batch, steps
         self.masked = (
@@ -117,7 +119,8 @@ class SamplePlan:
         self._starts = [phase.start for phase in phases]
         only = phases[0]
         repeats = len(phases) == 1 and all(not sources[each].order.endless for each in only.members)
-        self.period = (only.length // batch * batch or only.length) if repeats else None
+        unit = batch // parts
+        self.period = (only.length // unit * unit or only.length) if repeats else None
 
     def place(self, number: int) -> tuple[PlannedPhase, int, int]:
         """Of sample n: its phase, the source's place in it, and the sample k of that source."""
@@ -327,7 +330,7 @@ class _Builder:
         phases = self._planned_phases(parts, sources, whole)
         if whole:
             steps = max(1, phases[-1].length // self.batch)
-        return SamplePlan(phases, sources, options, self.batch, steps, self.targets)
+        return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""
@@ -427,8 +430,9 @@ class _Builder:
                 total[member] += (
                     samples if self.data.split is not None else math.ceil(samples * weight * self.data.margin)
                 )
+        once = whole or self.config.training.epochs is not None
         orders = [
-            each.order(self.request, None if whole else wanted, 1 if whole else None)
+            each.order(self.request, None if once else wanted, 1 if once else None)
             for each, wanted in zip(files, total)
         ]
         return [

@@ -114,7 +114,6 @@ def test_activations(activation, fusion, native, gated):
         ({"data_impl": "cached"}, "data_impl"),
         ({"deepspeed": False}, "deepspeed"),
         ({"train_label_data_paths": ["a"]}, "train_label_data_paths"),
-        ({"train_epochs": 2}, "train_epochs"),
         ({"pos_test_label_data_paths": ["a"]}, "pos_test_label_data_paths"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
         ({"elasticity": {"enabled": True}}, "elasticity"),

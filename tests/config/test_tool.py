@@ -60,7 +60,7 @@ def test_show_as_json(tool):
                 "from:    argument training.steps=9",
                 "over 10 (a.yml:3)",
                 "in steps",
-                "it is required",
+                "default: whole batches of training.epochs",
             ],
         ),
         (

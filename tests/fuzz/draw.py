@@ -32,13 +32,21 @@ def layout(draw: random.Random, values: dict[str, Any], stepped: bool = False) -
         parallel = {"tensor": tensor, "pipeline": pipeline}
         if tensor > 1:
             parallel["sequence"] = draw.random() < 0.5
+        if pipeline > 1:
+            parallel["pipeline_split"] = draw.choice(["parameters", "uniform"])
+        if draw.random() < 0.4:
+            parallel |= {"context": draw.choice([2, 4]), "context_method": draw.choice(["auto", "ulysses", "gather"])}
         if "moe" in values["model"]["layers"] and draw.random() < 0.5:
             parallel["expert"] = draw.choice([1, 2, 4])
             if tensor > 1 and draw.random() < 0.5:
                 parallel["expert_tensor"] = 1
         cut = {
             "parallel": parallel,
-            "zero": {"stage": draw.choice([0, 1, 2, 3]), "persistent_size": draw.choice([0, 100, 100_000])},
+            "zero": {
+                "stage": draw.choice([0, 1, 2, 3]),
+                "persistent_size": draw.choice([0, 100, 100_000]),
+                "bucket_size": draw.choice([1000, 500_000_000]),
+            },
             "training": {
                 "micro_batch_size": draw.choice([1, 2, 4]),
                 "activation_checkpointing": {"mode": draw.choice(["none", "none", "full", "selective"])},
@@ -86,14 +94,14 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
     kinds = {name: make(draw) for name, make in MIXERS.items()}
     norm = draw.choice(["layernorm", "rmsnorm"])
     model = {
-        "layers": " ".join(_block(draw) for _ in range(draw.randint(2, 4))),
+        "layers": _pattern(draw),
         "hidden_size": WIDTH,
         "vocab_size": draw.choice([96, 99, 101]),
-        "norm": {"type": norm, "epsilon": draw.choice([1e-5, 1e-3])},
+        "norm": {"type": norm, "epsilon": draw.choice([1e-5, 1e-3]), "unit_offset": draw.random() < 0.2},
         "residual": draw.choice([
             {},
             {"form": "parallel", "shared_norm": draw.random() < 0.5},
-            {"norm": "post"},
+            {"norm": draw.choice(["post", "hybrid", "both"])},
             {"multiplier": 0.5},
             {"channel_scales": True},
         ]),
@@ -103,7 +111,11 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
             "position": draw.choice(["none", "none", "learned"]),
             "multiplier": draw.choice([1.0, 1.7]),
         },
-        "head": {"bias": draw.random() < 0.3, "softcap": draw.choice([None, None, 8.0])},
+        "head": {
+            "bias": draw.random() < 0.3,
+            "softcap": draw.choice([None, None, 8.0]),
+            "multiplier": draw.choice([1.0, 1.0, 0.7]),
+        },
         "dropout": draw.choice([0.0, 0.0, 0.1]),
         "init": {"std": 0.15, "output": "normal"},
         "mlp": _mlp(draw),
@@ -111,7 +123,12 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
         **{f"rwkv{version}_ffn": {"init": "model"} for version in (4, 5, 6, 7)},
         **kinds,
     }
-    used = {word for block in model["layers"].split() for word in block.replace("+", "/").split("/")}
+    words = {word for block in model["layers"].split() for word in block.replace("+", "/").split("/")}
+    used = {word.split("@")[0] for word in words}
+    own = {"local": {"window": 3}, "plain": {"query_rank": None, "position": "none"}, "first": FIRST}
+    variants = {name: own[name] for word in sorted(words) for name in word.split("@")[1:]}
+    if variants:
+        model["variants"] = variants
     model = {name: value for name, value in model.items() if name not in {*MIXERS, *FFN_NAMES} or name in used}
     training = {"steps": STEPS, "sequence_length": 12, "micro_batch_size": 2, "global_batch_size": 8}
     training |= {
@@ -119,20 +136,24 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
         "z_loss": draw.choice([0.0, 0.01]),
         "loss_chunk": draw.choice([0, 10, 64]),
     }
-    optimizers = [
-        {"type": "sgd", "lr": 0.3, "momentum": 0.9, "weight_decay": 0.1, "gradient_clipping": 0.5},
-        {"type": "adamw", "lr": 0.01, "epsilon": 1e-3, "weight_decay": 0.1, "gradient_clipping": 0.5},
-    ]
+    optimizer = draw.choice(OPTIMIZERS) | {"weight_decay": 0.1, "gradient_clipping": 0.5}
+    if draw.random() < 0.25:
+        model["parametrization"] = draw.choice(PARAMETRIZATIONS)
     return {
         "model": model,
         "training": training,
-        "optimizer": draw.choice(optimizers),
+        "optimizer": optimizer,
         "data": {"synthetic": "copy", "reset_attention_at_eod": draw.random() < 0.4},
     }
 
 
+def _pattern(draw: random.Random) -> str:
+    """Two to four blocks; the first experts are a variant, whose router sees no state of a router before it."""
+    return " ".join(_block(draw) for _ in range(draw.randint(2, 4))).replace("moe", "moe@first", 1)
+
+
 def _block(draw: random.Random) -> str:
-    mixer = draw.choice(list(MIXERS)[:-1])
+    mixer = draw.choice([*list(MIXERS)[:-1], "attention@local", "cca@local", "mla@plain"])
     if mixer.startswith("rwkv") and draw.random() < 0.7:
         return f"{mixer}/{mixer}_ffn"
     if mixer in ("mamba", "mamba2"):
@@ -151,6 +172,7 @@ def _attention(draw: random.Random) -> dict[str, Any]:
         "window": draw.choice([None, 5]),
         "qk_norm": draw.choice(["none", "head", "full"]),
         "softcap": draw.choice([None, None, 5.0]),
+        "sinks": draw.random() < 0.3,
         "qkv_bias": draw.random() < 0.5,
         "output_bias": draw.random() < 0.5,
         "dropout": draw.choice([0.0, 0.0, 0.1]),
@@ -163,21 +185,36 @@ def _mlp(draw: random.Random) -> dict[str, Any]:
 
 
 def _moe(draw: random.Random) -> dict[str, Any]:
+    gated, shared = draw.random() < 0.7, draw.choice([0, 16])
+    limits = {"limit": 0.7, "up_offset": 1.0, "activation": "quick_gelu"} if gated and draw.random() < 0.3 else {}
     return {
         "experts": draw.choice([4, 8]),
         "top_k": draw.choice([1, 2, 3]),
         "hidden_size": 16,
-        "gated": draw.random() < 0.7,
-        "shared_size": draw.choice([0, 16]),
-        "router": {
-            "score": draw.choice(["softmax", "sigmoid"]),
-            "normalize": draw.random() < 0.5,
-            "bias": draw.random() < 0.3,
-            "correction": draw.choice(["none", "sign"]),
-        },
+        "gated": gated,
+        "bias": draw.random() < 0.3,
+        **limits,
+        "shared_size": shared,
+        "shared_gate": bool(shared) and draw.random() < 0.5,
+        "router": _router(draw),
         # the balancing loss is one of a micro-batch, so that layouts differ in it
         "losses": {"balance": 0.0, "sequence": draw.choice([0.0, 0.1]), "z": draw.choice([0.0, 0.05])},
     }
+
+
+def _router(draw: random.Random) -> dict[str, Any]:
+    """What sinkhorn and expert_choice choose, and jitter's share of it, depend on the micro-batch: left out."""
+    own = {
+        "score": draw.choice(["softmax", "sigmoid"]),
+        "normalize": draw.random() < 0.5,
+        "scale": draw.choice([1.0, 1.5]),
+        "correction": draw.choice(["none", "sign"]),
+    }
+    if draw.random() < 0.3:
+        own |= {"groups": 4, "top_groups": draw.choice([2, 3]), "group_score": draw.choice(["top_one", "top_two"])}
+    if draw.random() < 0.3:
+        return own | {"network": "mlp", "width": 12, "average": draw.random() < 0.5, "skip": draw.random() < 0.5}
+    return own | {"bias": draw.random() < 0.3}
 
 
 def _mamba(draw: random.Random) -> dict[str, Any]:
@@ -187,6 +224,7 @@ def _mamba(draw: random.Random) -> dict[str, Any]:
 
 def _mamba2(draw: random.Random) -> dict[str, Any]:
     own = {"head_dim": 8, "state_size": 8, "groups": draw.choice([1, 2, 4]), "chunk": draw.choice([5, 16])}
+    own |= {"inner_size": draw.choice([None, 96]), "most_step": draw.choice([None, 0.8])}
     return own | {"bias": draw.random() < 0.5, "convolution_bias": draw.random() < 0.5, **TIMES}
 
 
@@ -218,7 +256,8 @@ def _rwkv(draw: random.Random, version: int) -> dict[str, Any]:
 
 
 def _shared(draw: random.Random) -> dict[str, Any]:
-    return {"heads": 4, "blocks": draw.choice([1, 2]), "adapter_rank": draw.choice([0, 3]), "mlp": {"hidden_size": 40}}
+    own = {"heads": 4, "kv_heads": draw.choice([2, 4]), "blocks": draw.choice([1, 2]), "mlp": {"hidden_size": 40}}
+    return own | {"adapter_rank": draw.choice([0, 3]), "attention_adapters": draw.random() < 0.3}
 
 
 TIMES = {"time_step_low": 0.3, "time_step_high": 1.0}
@@ -232,4 +271,18 @@ MIXERS = {
     **{f"rwkv{version}": lambda draw, version=version: _rwkv(draw, version) for version in (4, 5, 6, 7)},
     "shared_attention": _shared,
 }
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"type": "sgd", "lr": 0.3, "momentum": 0.9},
+    {"type": "sgd", "lr": 0.3, "momentum": 0.9},
+    {"type": "adamw", "lr": 0.01, "epsilon": 1e-3},
+    {"type": "ademamix", "lr": 0.01, "epsilon": 1e-3, "options": {"alpha": 3.0, "slow": 0.99, "warmup": 2}},
+    {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3},
+    {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}},
+    {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}},
+]
+PARAMETRIZATIONS: list[dict[str, Any]] = [
+    {"type": "mup", "base_width": 16},
+    {"type": "completep", "base_width": 16, "base_depth": 2},
+]
+FIRST = {"router": {"average": False}}
 FFN_NAMES = ["mlp", "moe", *(f"rwkv{version}_ffn" for version in (4, 5, 6, 7))]

@@ -154,16 +154,27 @@ PLAIN = {"muon": PlainMuon, "soap": PlainSOAP, "jorge": PlainJorge}
 
 
 class PlainMatrices:
-    """One of these rules for each matrix inside a block, torch's AdamW for all other tensors."""
+    """One of these rules for each matrix inside a block, torch's AdamW for all other tensors.
+
+    A parametrization scales AdamW's steps. A matrix's step does not grow with the width, so of its scales only what
+    they have of the depth is left, which is the product of rate and decay (docs/parametrization.md).
+    """
 
     def __init__(self, options, logicals: list[LogicalTensor], masters: list[torch.Tensor], decays: list[float]):
-        self.rule, self.logicals, self.masters, self.decays = PLAIN[options.type](options), logicals, masters, decays
+        self.rule, self.logicals, self.masters = PLAIN[options.type](options), logicals, masters
+        self.decays = [decay / each.scales.weight_decay for decay, each in zip(decays, logicals)]
+        self.rates = [self.rule.rate * each.scales.lr * each.scales.weight_decay for each in logicals]
         rest = [
-            {"params": [m], "weight_decay": decay}
+            {
+                "params": [m],
+                "weight_decay": decay,
+                "lr": options.lr * logical.scales.lr,
+                "eps": options.epsilon * logical.scales.epsilon,
+            }
             for m, decay, logical in zip(masters, decays, logicals)
             if not is_matrix(logical)
         ]
-        self.adamw = torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, eps=options.epsilon, foreach=False)
+        self.adamw = torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, foreach=False)
         self.states = [
             [self.rule.start(block) for block in blocks(m, logical)] if is_matrix(logical) else []
             for m, logical in zip(masters, logicals)
@@ -173,9 +184,9 @@ class PlainMatrices:
         for master, gradient in zip(self.masters, gradients):
             master.grad = gradient
         self.adamw.step()
-        for master, gradient, logical, decay, states in zip(
-            self.masters, gradients, self.logicals, self.decays, self.states
+        for master, gradient, logical, rate, decay, states in zip(
+            self.masters, gradients, self.logicals, self.rates, self.decays, self.states
         ):
             pairs = zip(blocks(master, logical), blocks(gradient, logical), states) if states else ()
             for matrix, part, state in pairs:
-                matrix -= self.rule.rate * (self.rule.direction(state, part) + decay * matrix)
+                matrix -= rate * (self.rule.direction(state, part) + decay * matrix)

@@ -87,6 +87,10 @@ def _when_to_save(flat: Flat, native: Native) -> None:
 def _log_steps(flat: Flat, factor: float) -> set[int]:
     """The steps int(factor ** p) of the run, p = 0, 1, 2, ..."""
     last = flat.integer("train_iters") or 0
+    if flat.given("train_epochs"):
+        flat.problem(
+            "checkpoint_scale", "checkpoint_scale log must go with train_iters", "give extra_save_iters instead"
+        )
     if factor <= 1:
         flat.problem("checkpoint_factor", "checkpoint_factor must be above 1 with checkpoint_scale log", "take 2")
         return set()

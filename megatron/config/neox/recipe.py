@@ -17,6 +17,7 @@ KEYS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "global_num_gpus": None,
     "train_iters": None,
+    "train_epochs": None,
     "exit_interval": None,
     "optimizer": None,
     "weight_decay": 0.1,
@@ -73,7 +74,8 @@ PLAIN_PARTS = {"enabled", "fp16", "bf16", "type", "auto_cast"}
 
 def translate(flat: Flat, native: Native) -> None:
     """Translate the recipe keys."""
-    flat.require("train_iters", "the number of optimizer steps")
+    if not flat.given("train_epochs"):
+        flat.require("train_iters", "the number of optimizer steps")
     flat.require("seq_length", "the tokens per sample")
     native.put("training.seed", flat.integer("seed"), "seed")
     for key, name in (("steps", "train_iters"), ("sequence_length", "seq_length")):
@@ -82,10 +84,45 @@ def translate(flat: Flat, native: Native) -> None:
     if (every := flat.count("exit_interval")) is not None:
         native.put("training.stop_at_step", every, "exit_interval")
     _batch(flat, native)
+    _epochs(flat, native)
     lr = _optimizer(flat, native)
     native.put("optimizer.gradient_clipping", float(flat.number("gradient_clipping")), "gradient_clipping")
     _schedule(flat, native, lr)
     _precision(flat, native)
+
+
+def _epochs(flat: Flat, native: Native) -> None:
+    """`train_epochs`, with what GPT-NeoX refuses beside it."""
+    if (epochs := flat.count("train_epochs")) is None:
+        return
+    native.put("training.epochs", epochs, "train_epochs")
+    beside = {
+        "train_iters": flat.given("train_iters"),
+        "weight_by_num_documents": flat.raw("weight_by_num_documents"),
+        "train_data_weights": any(as_number(each) != 1 for each in flat.items("train_data_weights") or ()),
+        "pack_impl": str(flat.raw("pack_impl")).lower() != "packed",
+    }
+    for name in (name for name, there in beside.items() if there):
+        flat.problem(name, f"GPT-NeoX refuses {name} beside train_epochs, since it counts plain samples", "remove one")
+    if (steps := _passes(flat)) is None:
+        native.note(
+            "data.epoch_parts: 1; GPT-NeoX ends an epoch with the last whole pass of all ranks, which "
+            "gradient_accumulation_steps would tell: give it to repeat such a run sample for sample"
+        )
+    elif steps > 1:
+        native.put("data.epoch_parts", steps, "gradient_accumulation_steps")
+
+
+def _passes(flat: Flat) -> int | None:
+    """Forward passes of a step; None if only the number of GPUs of the start would tell."""
+    total, micro = flat.count("train_batch_size"), flat.count("train_micro_batch_size_per_gpu")
+    if total is None or micro is None or flat.given("gradient_accumulation_steps"):
+        return flat.count("gradient_accumulation_steps")
+    gpus = flat.count("global_num_gpus")
+    ranks = gpus and gpus // (flat.count("model_parallel_size") * max(1, flat.integer("pipe_parallel_size")))
+    if total == micro:
+        return 1
+    return total // (micro * ranks) if ranks and total % (micro * ranks) == 0 else None
 
 
 def _batch(flat: Flat, native: Native) -> None:
@@ -230,6 +267,12 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
     if flat.given("lr_decay_iters"):
         native.put("schedule.steps", flat.integer("lr_decay_iters"), "lr_decay_iters")
         native.unused("lr_decay_iters wins over it, as in GPT-NeoX", "lr_decay_fraction")
+    elif fraction not in (None, 1) and flat.given("train_epochs"):
+        flat.problem(
+            "lr_decay_fraction",
+            "lr_decay_fraction must go with train_iters: the steps of train_epochs are counted later, from the data",
+            "give lr_decay_iters: tools/config.py show prints training.steps",
+        )
     elif steps:
         value = steps if fraction is None else max(1, math.floor(steps * fraction))
         native.put("schedule.steps", value, "train_iters" if fraction is None else "lr_decay_fraction")

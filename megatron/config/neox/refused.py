@@ -43,7 +43,6 @@ OBSOLETE = "removed from DeepSpeed"
 REFUSED: dict[str, Refusal] = (
     {
         "deepspeed": Refusal((True,), "GPT-NeoX refuses it too unless it is true", "remove it"),
-        "train_epochs": Refusal((), "the length of a run is given in steps", "remove it and set train_iters"),
         "data_impl": Refusal(
             ("mmap", "infer"), "token files are .bin/.idx pairs of the mmap kind", "tokenize the text again"
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import machine
+from ..epochs import Uncounted, Unread, steps_of_epochs
 from ..kernels import installed
 from ..optimizer_options import OPTIONS
 from ..problems import Problem
@@ -41,6 +42,32 @@ def batch_sizes_multiply_out(context: RuleContext) -> Iterator[Problem]:
         fix=fix,
         rule=f"global_batch_size must be micro_batch_size * accumulation * data parallel size, here {product}",
     )
+
+
+def steps_are_known(context: RuleContext) -> Iterator[Problem]:
+    """`training.steps`, or the epochs that they follow from; both only where they say the same."""
+    given, epochs = context.given("training.steps"), context.config.training.epochs
+    if epochs is None:
+        if not given:
+            yield Problem(
+                "training.steps",
+                "training.steps is required",
+                "give a whole number of at least 0 (steps): optimizer steps of the whole run; or training.epochs",
+            )
+        return
+    try:
+        steps = steps_of_epochs(context.value)
+    except Uncounted as reason:
+        if not (given and isinstance(reason, Unread)):  # a resolved file has both, and may be looked at elsewhere
+            yield context.problem(reason.key, rule=reason.rule, fix=reason.fix)
+        return
+    if steps != context.config.training.steps:
+        yield context.problem(
+            "training.steps",
+            "training.epochs",
+            rule=f"must be what training.epochs gives, {steps}, where both are there",
+            fix="remove one of them (training.epochs=null)",
+        )
 
 
 def samples_can_be_counted(context: RuleContext) -> Iterator[Problem]:
@@ -239,6 +266,7 @@ def stop_comes_before_the_end(context: RuleContext) -> Iterator[Problem]:
 
 
 RULES = (
+    steps_are_known,
     samples_can_be_counted,
     batch_sizes_multiply_out,
     fp16_needs_a_gpu,

@@ -88,6 +88,12 @@ class DataSection(Section):
     drop_long: bool = key(
         False, "until_overflow: leave out documents of more than a sample's tokens instead of cutting them off."
     )
+    epoch_parts: int = key(
+        1,
+        "training.epochs: an epoch ends with the last whole batch, or with the last whole part of one if batches have "
+        "several (GPT-NeoX: gradient_accumulation_steps).",
+        gt=0,
+    )
     phases: list[Phase] = key(list, "Blends that replace data.train from given steps on.")
     left_out: list[LeftOutSection] = key(
         list, "Batches that the run does not read, in the order in which they were left out (docs/reliability.md)."

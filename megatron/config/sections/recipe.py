@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ..epochs import Uncounted, steps_of_epochs
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
 from .base import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
+
+
+def _steps(own: dict[str, Any], at: Any) -> int:
+    if own["epochs"] is not None:
+        try:
+            return steps_of_epochs(at.__getitem__)
+        except Uncounted:
+            pass
+    return 1  # rules/recipe.py says what is missing; until then the rest can be checked
 
 
 def _accumulation(own: dict[str, Any], at: Any) -> int | None:
@@ -36,7 +46,18 @@ def _decay_steps(own: dict[str, Any], at: Any) -> int | None:
 
 
 class TrainingSection(Section):
-    steps: int = key(..., "Optimizer steps of the whole run.", unit="steps", ge=0, le=10**12)
+    steps: Derivable[int] = key(
+        None,
+        "Optimizer steps of the whole run; needed, or training.epochs.",
+        unit="steps",
+        derived=Derived(
+            "whole batches of training.epochs times the samples that the sources of data.train have",
+            _steps,
+            (".epochs", ".global_batch_size", ".sequence_length", "data.train", "data.split", "data.order"),
+        ),
+        ge=0,
+        le=10**12,
+    )
     seed: int = key(1234, "Seed of the initial weights, of dropout and of the data order.", ge=0)
     sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0, le=2**31 - 1)
     micro_batch_size: int = key(
@@ -97,6 +118,14 @@ class TrainingSection(Section):
         "(docs/reliability.md).",
         unit="steps",
         gt=0,
+    )
+    epochs: int | None = key(
+        None,
+        "Passes over the training data, instead of training.steps (docs/data.md). With the pythia order each repeats "
+        "the first, as GPT-NeoX's train_epochs does.",
+        unit="epochs",
+        gt=0,
+        le=10**9,
     )
     stop_after: float | None = key(None, "Wall time after which the run saves and stops.", unit="minutes", gt=0)
     stop_at_step: int | None = key(

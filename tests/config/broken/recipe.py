@@ -6,6 +6,15 @@ RECIPE = [
     case("a run without end", "", "training.steps = 1", "1000000000000]", arguments=(f"training.steps={10**40}",)),
     case("learning rate of 1e30", "optimizer: {lr: 1e30}", "a.yml:2: optimizer.lr = 1e+30", ", 1000]"),
     case(
+        "epochs of data that are made",
+        "training: {epochs: 2, steps: null}",
+        "a.yml:2: training.epochs = 2",
+        "must go with token files in data.train",
+        "fix:  give training.steps instead",
+    ),
+    case("epochs beside steps", "training: {epochs: 2}", "a.yml:2: training.epochs = 2", "must go with token files"),
+    case("neither steps nor epochs", "training: {steps: null}", "training.steps is required", "or training.epochs"),
+    case(
         "batch beyond all numbers",
         f"training: {{global_batch_size: {16 * 10**17}}}",
         "a.yml:2: training.global_batch_size",
