@@ -95,6 +95,7 @@ class LayerKind:
         context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
             "attends" by `parallel.context_method`; "states" that the ranks hand on (`model/relay.py`), which its
             `new_state` makes; "" not at all.
+        neighbours: whether, where it attends, it also needs the token before a rank's first one.
         draws: whether, with these options, a forward pass in training draws random numbers.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
@@ -115,6 +116,7 @@ class LayerKind:
     mixes_samples: Callable[[Any], bool] = lambda options: False
     keeps_buffers: Callable[[Any], bool] = lambda options: False
     context: Literal["", "alone", "attends", "states"] = ""
+    neighbours: bool = False
     draws: Callable[[Any], bool] = lambda options: False
     head_width: Callable[[Any], int] | None = None
 

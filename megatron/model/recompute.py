@@ -34,14 +34,20 @@ T = TypeVar("T")
 
 
 class _Decisions:
-    """The decisions of one checkpointed forward pass, and how many of them its repetition has taken."""
+    """The decisions of one checkpointed forward pass, and how many of them its repetition has taken.
 
-    def __init__(self) -> None:
+    Args:
+        selective: whether results of matrix products and attention are kept.
+    """
+
+    def __init__(self, selective: bool = False) -> None:
+        self.selective = selective
         self.made: list[Any] = []
         self.taken: int | None = None  # None: not repeating
 
 
 _DECISIONS: ContextVar[_Decisions | None] = ContextVar("decisions", default=None)
+_WHOLE: ContextVar[bool] = ContextVar("whole", default=False)  # inside of `kept`
 
 
 def once(make: Callable[[], T]) -> T:
@@ -54,6 +60,19 @@ def once(make: Callable[[], T]) -> T:
         return decisions.made[-1]
     decisions.taken += 1
     return decisions.made[decisions.taken - 1]
+
+
+def kept(make: Callable[[], T]) -> T:
+    """What `make` gives, kept as a whole by selective recomputation, with nothing that it is made of.
+
+    For attention that is written out: of its products, those of queries and keys are larger than anything else.
+    """
+    decisions = _DECISIONS.get()
+    token = _WHOLE.set(True)
+    try:
+        return make() if decisions is None or not decisions.selective else once(make)
+    finally:
+        _WHOLE.reset(token)
 
 
 def repeating() -> bool:
@@ -80,7 +99,8 @@ class _Deciding:
 
 def _deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
     """The contexts of a checkpointed forward pass and of its repetition, around those that `make_inner` makes."""
-    decisions, inner = _Decisions(), make_inner()
+    inner = make_inner()
+    decisions = _Decisions(selective=not isinstance(inner[0], nullcontext))
     return _Deciding(decisions, False, inner[0]), _Deciding(decisions, True, inner[1])
 
 
@@ -89,7 +109,8 @@ def _policy(_context, operation, *_args, **_kwargs) -> CheckpointPolicy:
 
     Collectives run again too: they write into buffers, and what is kept must not be written to.
     """
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = operation in _KEPT and not _WHOLE.get()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpointed(block: nn.Module, index: int, options: ActivationCheckpointing) -> nn.Module:

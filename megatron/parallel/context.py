@@ -1,14 +1,17 @@
 """The ranks that share each sample's tokens, as a layer sees them.
 
 A layer that looks beyond a token asks this object for what other ranks have, and knows nothing else of the layout.
-Which rank has which tokens is decided here alone: rank r of c has the r-th of c equal runs.
+Which rank has which tokens is decided here alone. Of a contiguous cut, rank r of c has the r-th of c equal runs; of a
+zigzag cut the r-th run and the r-th from the end of 2 c, so that causal attention is the same work for all.
 
 Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,47 @@ class Run:
         """The place in the sequence behind the last token."""
         return self.first + self.length
 
+    @property
+    def here(self) -> slice:
+        """Where the tokens stand in the part."""
+        return slice(self.begin, self.begin + self.length)
+
+    @property
+    def there(self) -> slice:
+        """Where they stand in the sequence."""
+        return slice(self.first, self.stop)
+
+
+@lru_cache(maxsize=64)
+def _runs(cut: str, rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    if cut == "contiguous":
+        return (Run(0, rank * length, length),)
+    half = length // 2
+    if length % 2:
+        raise ValueError(f"{length} tokens of a rank cannot be cut into two equal runs")
+    return Run(0, rank * half, half), Run(half, (2 * ranks - 1 - rank) * half, half)
+
+
+@lru_cache(maxsize=64)
+def _joined(cut: str, first: int, count: int, ranks: int, length: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """The runs of neighbouring ranks, as they have them one after the other and in the order of the sequence. Of the
+    latter, runs that follow each other are one."""
+    pieces = [
+        Run(place * length + run.begin, run.first, run.length)
+        for place in range(count)
+        for run in _runs(cut, first + place, ranks, length)
+    ]
+    pieces.sort(key=lambda run: run.first)
+    merged: list[Run] = []
+    for piece in pieces:
+        if merged and merged[-1].stop == piece.first:
+            last = merged.pop()
+            merged.append(Run(last.begin, last.first, last.length + piece.length))
+        else:
+            begin = merged[-1].begin + merged[-1].length if merged else 0
+            merged.append(Run(begin, piece.first, piece.length))
+    return tuple(pieces), tuple(merged)
+
 
 @dataclass(frozen=True)
 class ContextGroup:
@@ -40,14 +84,19 @@ class ContextGroup:
     Attributes:
         axis: these ranks.
         method: how attention is to be computed, as `parallel.context_method` has it.
+        together: neighbours that exchange heads in nested attention; None leaves it to the heads.
+        zigzag: whether the cut is zigzag.
     """
 
     axis: Axis = ALONE
     method: str = "auto"
+    together: int | None = None
+    zigzag: bool = False
 
     @classmethod
     def of(cls, mesh: Mesh) -> ContextGroup:
-        return cls(mesh.context, mesh.layout.context_method)
+        layout = mesh.layout
+        return cls(mesh.context, layout.context_method, layout.context_ulysses, layout.zigzag)
 
     @property
     def rank(self) -> int:
@@ -57,12 +106,21 @@ class ContextGroup:
     def size(self) -> int:
         return self.axis.size
 
+    @property
+    def cut_name(self) -> str:
+        return "zigzag" if self.zigzag and self.size > 1 else "contiguous"
+
     def runs(self, length: int) -> tuple[Run, ...]:
         """The runs of neighbouring tokens of this rank, which has `length` tokens, in the order in which it has them.
 
         They are in the order of the sequence, too.
         """
-        return (Run(0, self.rank * length, length),)
+        return _runs(self.cut_name, self.rank, self.size, length)
+
+    def runs_together(self, first: int, count: int, length: int) -> tuple[Run, ...]:
+        """The runs that ranks `first` to `first + count - 1` have together, in the order of the sequence, where each
+        has `length` tokens. `begin` counts the tokens of all."""
+        return _joined(self.cut_name, first, count, self.size, length)[1]
 
     def places(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 [length], the place in the sequence of each of this rank's `length` tokens."""
@@ -81,25 +139,51 @@ class ContextGroup:
     def gather(self, x_Bs: Tensor) -> Tensor:
         """[B, s, ...] of each rank to [B, S, ...] in the order of the sequence; the gradients of all ranks are summed,
         and each gets those of its tokens."""
-        return x_Bs if self.size == 1 else gather_sequence(x_Bs, self.axis)
+        return x_Bs if self.size == 1 else self._ordered(gather_sequence(x_Bs, self.axis), 0, self.size)
 
-    def to_heads(self, x_BscX: Tensor) -> Tensor:
-        """[B, s, c, X], of which the i-th along the third dimension is for rank i, to this rank's [B, S, X] of all
-        tokens."""
-        B, s, c, X = x_BscX.shape
-        rows = x_BscX.permute(2, 0, 1, 3).reshape(c * B * s, X)
-        rows = exchange(rows, [B * s] * c, [B * s] * c, self.axis)
-        return rows.view(c, B, s, X).transpose(0, 1).reshape(B, c * s, X)
+    def to_heads(self, x_BsuX: Tensor, together: int) -> Tensor:
+        """[B, s, u, X] to this rank's [B, u s, X] of the tokens of u neighbours, in the order of the sequence.
 
-    def to_tokens(self, y_BSX: Tensor) -> Tensor:
-        """The way back: [B, S, X] to what all ranks have for this rank's tokens, [B, s, c, X]."""
-        (B, S, X), c = y_BSX.shape, self.size
-        rows = y_BSX.view(B, c, S // c, X).transpose(0, 1).reshape(B * S, X)
-        rows = exchange(rows, [B * S // c] * c, [B * S // c] * c, self.axis)
-        return rows.view(c, B, S // c, X).permute(1, 2, 0, 3)
+        Args:
+            x_BsuX: of which the i-th along the third dimension is for the i-th neighbour.
+            together: u, how many neighbours are together; it divides the ranks.
+        """
+        B, s, u, X = x_BsuX.shape
+        rows, counts = x_BsuX.permute(2, 0, 1, 3).reshape(u * B * s, X), self._neighbours(together, B * s)
+        rows = exchange(rows, counts, counts, self.axis)
+        y = rows.view(u, B, s, X).transpose(0, 1).reshape(B, u * s, X)
+        return self._ordered(y, self.rank // u * u, u)
+
+    def to_tokens(self, y_BTX: Tensor, together: int) -> Tensor:
+        """The way back: [B, u s, X] to what all neighbours have for this rank's tokens, [B, s, u, X]."""
+        (B, T, X), u = y_BTX.shape, together
+        y_BTX = self._ordered(y_BTX, self.rank // u * u, u, back=True)
+        rows = y_BTX.view(B, u, T // u, X).transpose(0, 1).reshape(B * T, X)
+        counts = self._neighbours(u, B * T // u)
+        rows = exchange(rows, counts, counts, self.axis)
+        return rows.view(u, B, T // u, X).permute(1, 2, 0, 3)
+
+    def _neighbours(self, together: int, rows: int) -> list[int]:
+        """`rows` for each rank of the same neighbourhood, none for others."""
+        return [rows if rank // together == self.rank // together else 0 for rank in range(self.size)]
+
+    def _ordered(self, x_BT: Tensor, first: int, count: int, back: bool = False) -> Tensor:
+        """The tokens of `count` ranks, one after the other, in the order of the sequence; or `back`."""
+        if self.cut_name == "contiguous":
+            return x_BT
+        pieces, _ = _joined(self.cut_name, first, count, self.size, x_BT.shape[1] // count)
+        if back:
+            begins = [0]
+            for piece in pieces:
+                begins.append(begins[-1] + piece.length)
+            order = sorted(range(len(pieces)), key=lambda at: pieces[at].begin)
+            return torch.cat([x_BT[:, begins[at] : begins[at + 1]] for at in order], 1)
+        return torch.cat([x_BT[:, piece.here] for piece in pieces], 1)
 
     def from_before(self, last_Bk: Tensor) -> Tensor:
         """What the rank before has given as `last_Bk`, its last k tokens [B, k, ...]; zeros on the first rank."""
+        if self.zigzag:
+            raise ValueError("of a zigzag cut, a rank's tokens do not follow those of the rank before")
         rows, k = last_Bk.flatten(0, 1), last_Bk.shape[:2].numel()
         sent = [k if rank == self.rank + 1 else 0 for rank in range(self.size)]
         received = [k if rank == self.rank - 1 else 0 for rank in range(self.size)]
@@ -119,4 +203,16 @@ class ContextGroup:
             return x_Bs
         parts = [torch.empty_like(x_Bs, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, x_Bs.contiguous(), group=self.axis.group)
-        return torch.cat(parts, 1)
+        return self._ordered(torch.cat(parts, 1), 0, self.size)
+
+    def swap(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+        """Start to send tensors to ranks of the axis, and to receive what others send here; none is done before its
+        `wait`, and received tensors are written then. All ranks must call it in the same order."""
+        calls = [
+            *(dist.P2POp(dist.isend, each, self.axis.ranks[to], group=self.axis.group) for to, each in sent),
+            *(
+                dist.P2POp(dist.irecv, each, self.axis.ranks[source], group=self.axis.group)
+                for source, each in received
+            ),
+        ]
+        return dist.batch_isend_irecv(calls) if calls else []

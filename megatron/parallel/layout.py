@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron.config.sequences import choose_cut
+
 AXES = ("tensor", "context", "data", "pipeline")  # those that ranks are numbered by, innermost first
 
 
@@ -41,6 +43,8 @@ class Layout:
     folded: bool = False
     context: int = 1
     context_method: str = "auto"
+    context_ulysses: int | None = None
+    zigzag: bool = False
 
     @property
     def replicas(self) -> int:
@@ -100,6 +104,8 @@ class Layout:
             folded=parallel.expert_tensor < parallel.tensor,
             context=parallel.context,
             context_method=parallel.context_method,
+            context_ulysses=parallel.context_ulysses,
+            zigzag=parallel.context > 1 and choose_cut(config)[0] == "zigzag",
         )
         if layout.expert_line % layout.expert:
             raise ValueError(f"{layout.expert_line} ranks cannot be cut into groups of {layout.expert} for the experts")

@@ -90,7 +90,13 @@ class Question:
     def from_sources(cls, sources: list[Source], at: Cluster, name: str = "run") -> Question:
         """The same, of sources that were read before."""
         missing: dict[str, Any] = {}
-        parallel = {"pipeline_split": "parameters", "expert_tensor": None, "context_method": "auto"}
+        parallel = {
+            "pipeline_split": "parameters",
+            "expert_tensor": None,
+            "context_method": "auto",
+            "context_ulysses": None,
+            "context_cut": "auto",
+        }
         clean = Source({**Candidate().values(), "launch": {"ranks": None, "hostfile": None}})
         clean.values["parallel"] |= parallel
         clean.values["zero"]["overlap"] = True

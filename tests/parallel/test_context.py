@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron.config import ConfigError, resolve
 from megatron.config.kind import kinds_of
+from megatron.config.sequences import choose_method
 from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
-from megatron.kinds.common.attend_across import attend_across, choose_method
+from megatron.kinds.common.attend_across import attend_across
 from megatron.model.relay import Relay
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
@@ -34,18 +35,21 @@ PATTERNS = {
     "cap": Pattern(D**-0.5, softcap=0.7),
 }
 HEADS = ((4, 4), (4, 2), (4, 1))
+METHODS = ("gather", "ulysses", "ring", "nested")
 CASES = [
-    *product(("gather", "ulysses"), PATTERNS, HEADS, (False, True), (0.0,), (False,)),
-    *product(("gather", "ulysses"), ("plain", "window"), HEADS, (False,), (0.3,), (False,)),
-    *product(("gather", "ulysses"), ("plain", "window"), ((4, 2),), (False, True), (0.0,), (True,)),
-    *(("gather", "plain", heads, True, 0.0, False) for heads in ((6, 2), (3, 3), (1, 1))),
+    *product(METHODS, PATTERNS, HEADS, (False, True), (0.0,), (False,)),
+    *product(METHODS, ("plain", "window"), HEADS, (False,), (0.3,), (False,)),
+    *product(METHODS, ("plain", "window"), ((4, 2),), (False, True), (0.0,), (True,)),
+    *((how, "plain", heads, True, 0.0, False) for how in ("gather", "ring") for heads in ((6, 2), (3, 3), (1, 1))),
+    *(("nested", "plain", heads, True, 0.0, False) for heads in ((6, 2), (2, 1))),
 ]
 
 
 def inputs(heads: int, kv_heads: int) -> list[Tensor]:
-    """Queries, keys, values (wider than keys) and the gradient of the output."""
+    """Queries, keys, values (wider than keys where these have fewer heads) and the gradient of the output."""
     draw = torch.Generator().manual_seed(5)
-    shapes = [(heads, D), (kv_heads, D), (kv_heads, D + 2), (heads, D + 2)]
+    wide = D if heads == kv_heads else D + 2
+    shapes = [(heads, D), (kv_heads, D), (kv_heads, wide), (heads, wide)]
     return [torch.randn(B, own, S, width, generator=draw, dtype=torch.float64) for own, width in shapes]
 
 
@@ -70,7 +74,7 @@ def attended(case, context: ContextGroup | None):
     if context is None:
         y = attend(q, k, v, pattern, documents_BS=whole, dropout=dropout, sinks_n=sinks)
     else:
-        context = dataclasses.replace(context, method=method)
+        context = dataclasses.replace(context, method=method, together=2 if method == "nested" else None)
         stream = Stream(q, documents=None if whole is None else context.cut(whole, 1))
         y = attend_across(context, q, k, v, pattern, stream, dropout, sinks)
     y.backward(of_y)
@@ -78,17 +82,19 @@ def attended(case, context: ContextGroup | None):
     return [each.detach() for each in (y, q.grad, k.grad, v.grad, *gradients)]
 
 
-def all_attended():
-    context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
-    return [attended(case, context) for case in CASES]
+def all_attended(zigzag: bool):
+    context = ContextGroup.of(Mesh.build(Layout(context=RANKS, zigzag=zigzag)))
+    return context.places(S // RANKS), [attended(case, context) for case in CASES]
 
 
-def test_attention_of_one_rank():
-    answers = run(RANKS, all_attended)
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_attention_of_one_rank(zigzag):
+    answers = run(RANKS, all_attended, zigzag)
+    order = torch.cat([places for places, _ in answers]).argsort()
     for index, case in enumerate(CASES):
         for number, expected in enumerate(attended(case, None)):
-            parts = [answer[index][number] for answer in answers]
-            found = sum(parts) if number == 4 else torch.cat(parts, 2)
+            parts = [answer[index][number] for _, answer in answers]
+            found = sum(parts) if number == 4 else torch.cat(parts, 2)[:, :, order]
             assert relative(found, expected) < EXACT, (case, ("output", "queries", "keys", "values", "sinks")[number])
 
 
@@ -164,8 +170,9 @@ def test_a_rank_has_a_run_of_the_sequence():
 
 
 def test_the_method_follows_from_the_heads():
-    assert choose_method("auto", 8, 4)[0] == "ulysses" and choose_method("auto", 6, 4)[0] == "gather"
-    assert choose_method("gather", 8, 4)[0] == "gather"
+    found = [choose_method(*asked) for asked in (("auto", 8, 4), ("auto", 6, 4), ("auto", 3, 4), ("gather", 8, 4))]
+    assert [(each.name, each.together) for each in found] == [("ulysses", 4), ("nested", 2), ("ring", 1), ("gather", 1)]
+    assert choose_method("nested", 8, 8, 4).together == 4
 
 
 def shifted():

@@ -7,9 +7,37 @@ from __future__ import annotations
 
 from ..problems import Problem
 from ..rule_context import RuleContext
-from . import cost, data, deepspeed, launch, layout, model, names, output, parametrization, recipe, schedule, spikes
+from . import (
+    cost,
+    data,
+    deepspeed,
+    launch,
+    layout,
+    model,
+    names,
+    output,
+    parametrization,
+    recipe,
+    schedule,
+    sequences,
+    spikes,
+)
 
-MODULES = (names, model, parametrization, layout, recipe, schedule, data, output, spikes, launch, deepspeed, cost)
+MODULES = (
+    names,
+    model,
+    parametrization,
+    layout,
+    sequences,
+    recipe,
+    schedule,
+    data,
+    output,
+    spikes,
+    launch,
+    deepspeed,
+    cost,
+)
 
 
 def broken(context: RuleContext, inputs: bool) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..divisors import divisors, multiples, near
+from ..divisors import multiples
 from ..problems import Problem
 from ..rule_context import RuleContext
 
@@ -25,51 +25,6 @@ def ranks_fill_the_layout(context: RuleContext) -> Iterator[Problem]:
             *others,
             rule=f"the run's {context.ranks} ranks must be a multiple of tensor * pipeline * context = {inner}",
             fix=f"start {counts} ranks, or use sizes whose product divides {context.ranks}",
-        )
-
-
-def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
-    """With context parallelism a layer has part of a sequence; one that looks beyond a token must ask for the rest.
-
-    ZeRO 3 gathers a layer's parameters from all ranks, of which some wait for a state that the layer makes.
-    """
-    config = context.config
-    if config.parallel.context == 1:
-        return
-    how = {use.kind: context.kinds[use.kind].context for use in context.used}
-    unable, waiting = ([kind for kind, own in how.items() if own == word] for word in ("", "states"))
-    if unable:
-        able = [name for name, about in context.kinds.items() if about.context]
-        yield context.problem(
-            "parallel.context",
-            "model.layers",
-            rule=f"must be 1 with {', '.join(unable)} layers, which need all tokens of a sequence on one rank; layers "
-            f"that can share a sequence are {', '.join(able)}",
-            fix="use parallel.context=1 and tensor, pipeline or data parallel ranks",
-        )
-    if waiting and config.zero.stage == 3:
-        yield context.problem(
-            "zero.stage",
-            "parallel.context",
-            "model.layers",
-            rule=f"must be below 3 where ranks share sequences in {', '.join(waiting)} layers: these run on one rank "
-            "after the other, and ZeRO 3 needs all ranks for each layer",
-            fix="use zero.stage=2, or parallel.context=1",
-        )
-
-
-def sequence_divides_over_context_ranks(context: RuleContext) -> Iterator[Problem]:
-    parallel, length = context.config.parallel, context.config.training.sequence_length
-    unit = parallel.context * (parallel.tensor if parallel.sequence else 1)
-    if parallel.context > 1 and length % unit:
-        also = ("parallel.tensor", "parallel.sequence") if parallel.sequence and parallel.tensor > 1 else ()
-        times = " * parallel.tensor" if also else ""
-        yield context.problem(
-            "training.sequence_length",
-            "parallel.context",
-            *also,
-            rule=f"must be a multiple of parallel.context{times} = {unit}: its ranks have equal parts of a sequence",
-            fix=f"use {multiples(length, unit)} tokens, or fewer ranks for a sequence",
         )
 
 
@@ -277,41 +232,8 @@ def offloaded_optimizer_is_adam(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
-    parallel = context.config.parallel
-    if parallel.context == 1:
-        if context.given("parallel.context_method") and parallel.context_method != "auto":
-            yield context.warning(
-                "parallel.context_method",
-                "parallel.context",
-                rule="must go with ranks that share sequences; alone it has no effect",
-                fix="use parallel.context of 2 or more, or leave context_method out",
-            )
-        return
-    if parallel.context_method != "ulysses":
-        return
-    for use in context.used:
-        heads = getattr(use.options, "heads", None)
-        if context.kinds[use.kind].context != "attends" or not heads or heads % parallel.tensor:
-            continue
-        own = heads // parallel.tensor
-        if own % parallel.context:
-            yield context.problem(
-                "parallel.context",
-                "parallel.context_method",
-                use.key(".heads"),
-                *(("parallel.tensor",) if parallel.tensor > 1 else ()),
-                rule=f"must divide the {own} query heads of {use.kind} on each rank for ulysses, which gives each rank "
-                "some of them",
-                fix=f"use parallel.context = {near(parallel.context, divisors(own))}, or context_method: gather",
-            )
-
-
 RULES = (
     ranks_fill_the_layout,
-    layers_share_sequences,
-    sequence_divides_over_context_ranks,
-    context_methods_fit_the_heads,
     offloaded_parameters_have_one_type,
     sequence_divides_over_tensor_ranks,
     stages_have_layers,

@@ -22,10 +22,22 @@ class ParallelSection(Section):
         unit="ranks",
         gt=0,
     )
-    context_method: Literal["auto", "ulysses", "gather"] = key(
+    context_method: Literal["auto", "ulysses", "ring", "nested", "gather"] = key(
         "auto",
-        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads, gather "
-        "all keys and values; auto is ulysses where the ranks divide the heads.",
+        "How attention works on a sequence that ranks share: ulysses gives each rank all tokens of some heads; ring "
+        "passes keys and values from rank to rank; nested is ulysses among neighbours and rings of these; gather gives "
+        "each rank all keys and values. auto is ulysses where the ranks divide the heads, else nested or ring.",
+    )
+    context_ulysses: int | None = key(
+        None,
+        "nested: neighbours that exchange heads; none is the most that divide both the heads and the ranks.",
+        unit="ranks",
+        gt=0,
+    )
+    context_cut: Literal["auto", "contiguous", "zigzag"] = key(
+        "auto",
+        "Which tokens a rank has: a run of neighbours, or (zigzag) the r-th of 2n runs from both ends, so that causal "
+        "attention is the same work for all; auto is zigzag where that balances something. Results are the same.",
     )
     expert: int = key(
         1,

@@ -103,5 +103,6 @@ KIND = LayerKind(
         parts_of_sequences_have_the_taps,
     ),
     context="attends",
+    neighbours=True,
     keeps_fp32=True,
 )

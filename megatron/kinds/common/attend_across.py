@@ -1,4 +1,4 @@
-"""Softmax attention over a sequence whose tokens several ranks share, and the one place that chooses the method.
+"""Softmax attention over a sequence whose tokens several ranks share.
 
 Shapes: B samples, S positions of the sequence, s of this rank, n query heads, m key/value heads (m divides n), D
 and E channels of a key and of a value.
@@ -13,45 +13,37 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.config.sequences import choose_cut, choose_method
 from megatron.config.variants import options_of
 from megatron.model.options import kind_of
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
 
 from .attend import Dropped, Pattern, attend
-
-
-def choose_method(method: str, heads: int, ranks: int) -> tuple[str, str]:
-    """How attention is computed ("ulysses" or "gather"), and the reason.
-
-    Args:
-        method: what the configuration asks for.
-        heads: query heads of this rank before they are exchanged.
-        ranks: that share the sequence.
-    """
-    if method != "auto":
-        return method, f"parallel.context_method: {method}"
-    if heads % ranks == 0:
-        return "ulysses", f"{ranks} ranks divide {heads} heads: each computes some of them over all tokens"
-    return "gather", f"{ranks} ranks do not divide {heads} heads: each gets all keys and values"
+from .ring import ring_attention
 
 
 def describe_context(config: Config) -> list[str]:
     """One line per choice: how the kinds of layers of a run compute where ranks share its sequences, and why."""
-    ranks, method, tensor = config.parallel.context, config.parallel.context_method, config.parallel.tensor
+    parallel = config.parallel
+    ranks = parallel.context
+    if ranks == 1:
+        return []
+    cut, why = choose_cut(config)
+    lines = [f"sequences over {ranks} ranks: {cut} cut ({why})"]
     chosen: dict[tuple[str, str], list[str]] = {}
     for each in dict.fromkeys(kind for block in config.model.blocks for kind in block.kinds):
         how = kind_of(config.model, each).context
         if how == "attends":
-            choice = choose_method(method, options_of(config.model, each).heads // tensor, ranks)
+            heads = options_of(config.model, each).heads // parallel.tensor
+            method = choose_method(parallel.context_method, heads, ranks, parallel.context_ulysses)
+            chosen.setdefault((method.name, method.why), []).append(str(each))
         elif how == "states":
             choice = "one rank after the other", "each goes on from the state of the rank before"
-        else:
-            continue
-        chosen.setdefault(choice, []).append(str(each))
-    if ranks == 1:
-        return []
-    return [f"sequences over {ranks} ranks: {', '.join(names)}: {how} ({why})" for (how, why), names in chosen.items()]
+            chosen.setdefault(choice, []).append(str(each))
+    return lines + [
+        f"sequences over {ranks} ranks: {', '.join(names)}: {how} ({why})" for (how, why), names in chosen.items()
+    ]
 
 
 def attend_across(
@@ -74,9 +66,13 @@ def attend_across(
     Returns:
         [B, n, s, E].
     """
-    method, _ = choose_method(context.method, q.shape[1], context.size)
-    compute = _by_heads if method == "ulysses" else _gathered
-    return compute(context, q, k, v, pattern, stream, dropout, sinks_n)
+    method = choose_method(context.method, q.shape[1], context.size, context.together)
+    if method.name == "gather":
+        return _gathered(context, q, k, v, pattern, stream, dropout, sinks_n)
+    if method.together == 1:
+        documents = all_documents(context, stream)
+        return ring_attention(context, 1, q, k, v, pattern, documents, dropout, sinks_n, stream.remember)
+    return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n)
 
 
 def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
@@ -89,6 +85,7 @@ def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:
 
 def _by_heads(
     context: ContextGroup,
+    together: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -97,29 +94,33 @@ def _by_heads(
     dropout: Dropped | None,
     sinks_n: Tensor | None,
 ) -> Tensor:
-    """All tokens of some heads for each rank, and back (Ulysses; Jacobs et al. 2023).
+    """All tokens of `together` neighbours, of some heads, for each of them, and back (Ulysses; Jacobs et al. 2023).
+    Where these are not all tokens of the sequence, keys and values pass on between the neighbourhoods.
 
     Where the ranks do not divide the key/value heads, each of these goes to several ranks, and their gradients are
     summed: autograd does that for repeated heads.
     """
-    c, heads, kv_heads = context.size, q.shape[1], k.shape[1]
-    copies = math.lcm(kv_heads, c) // kv_heads
+    u, heads, kv_heads = together, q.shape[1], k.shape[1]
+    copies = math.lcm(kv_heads, u) // kv_heads
     if copies > 1:
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-    own, widths = heads // c, [each.shape[1] // c * each.shape[3] for each in (q, k, v)]
-    parts = [each.transpose(1, 2).unflatten(2, (c, -1)).flatten(3) for each in (q, k, v)]  # [B, s, c, heads / c * D]
+    own, widths = heads // u, [each.shape[1] // u * each.shape[3] for each in (q, k, v)]
+    parts = [each.transpose(1, 2).unflatten(2, (u, -1)).flatten(3) for each in (q, k, v)]  # [B, s, u, heads / u * D]
     channels = [q.shape[3], k.shape[3], v.shape[3]]
-    whole = context.to_heads(torch.cat(parts, -1)).split(widths, -1)
+    whole = context.to_heads(torch.cat(parts, -1), u).split(widths, -1)
     q, k, v = (each.unflatten(-1, (-1, width)).transpose(1, 2) for each, width in zip(whole, channels))
-    first = own * context.rank
+    first = own * (context.rank % u)
     if pattern.slopes is not None:
         pattern = replace(pattern, slopes=pattern.slopes[first : first + own])
     if dropout is not None:
         dropout = replace(dropout, first_head=dropout.first_head + first)
     sinks_n = None if sinks_n is None else sinks_n[first : first + own]
     documents, remember = all_documents(context, stream), stream.remember
-    y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=remember)
-    return context.to_tokens(y.transpose(1, 2).flatten(2)).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
+    if u == context.size:
+        y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=remember)
+    else:
+        y = ring_attention(context, u, q, k, v, pattern, documents, dropout, sinks_n, remember)
+    return context.to_tokens(y.transpose(1, 2).flatten(2), u).flatten(2).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def _gathered(
