@@ -10,7 +10,19 @@ from .catalog import Path
 from .layers import Source
 from .origins import Origin
 from .problems import ConfigError, Problem
-from .registry import HOOK, KIND, METRIC, OBJECTIVE, OPTIMIZER, RUNNER, SCHEDULE, RegistryError, offered, registry_of
+from .registry import (
+    HOOK,
+    KIND,
+    METRIC,
+    OBJECTIVE,
+    OPTIMIZER,
+    RUNNER,
+    SCHEDULE,
+    SOURCE,
+    RegistryError,
+    offered,
+    registry_of,
+)
 from .schema import schema_of
 from .tree import get, put
 
@@ -20,6 +32,7 @@ PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of t
     (OPTIMIZER, ("optimizer", "type")),
     (SCHEDULE, ("schedule", "type")),
     (OBJECTIVE, ("objective", "type")),
+    (SOURCE, ("data", "synthetic")),
     (RUNNER, ("launch", "runner")),
     (HOOK, ("hooks",)),
     (METRIC, ("logging", "sinks")),

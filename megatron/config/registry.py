@@ -25,7 +25,7 @@ from typing import Any
 from .problems import UserError
 
 KIND, OPTIMIZER, SCHEDULE, HOOK, METRIC, RUNNER = "kind", "optimizer", "schedule", "hook", "metric", "runner"
-ARCHITECTURE, OBJECTIVE = "architecture", "objective"
+ARCHITECTURE, OBJECTIVE, SOURCE = "architecture", "objective", "source"
 
 # By role, then by name. What is added inside the tree is one line here.
 INSIDE: dict[str, dict[str, str]] = {
@@ -68,6 +68,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "infinite": "megatron.training.schedule:infinite",
     },
     OBJECTIVE: {"cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy"},  # see megatron.objectives.contract
+    SOURCE: {"copy": "megatron.data.synthetic:Copy"},  # of samples without token files; see megatron.data.contract
     HOOK: {  # in the order in which they act; see megatron.training.hook
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards
         "summary": "megatron.training.hooks.summary:SummaryHook",

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron.config.added import imported
+from megatron.config.problems import UserError
+from megatron.config.registry import SOURCE
 from megatron.objectives.named import objective_of
 
 from .blend import Blend, normalised, weights_by_documents
+from .contract import SampleSource
 from .errors import DataError
 from .left_out import reserve
 from .sample import Infilling, Options, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
-from .synthetic import Copy
 from .targets import Targets
 
 if TYPE_CHECKING:
@@ -213,16 +216,40 @@ class SamplePlan:
 
 
 class SyntheticPlan:
-    """The plan of a set that the run makes itself."""
+    """The plan of a set that is read from no token file."""
 
-    def __init__(self, made: Copy, batch: int, steps: int, targets: Targets):
-        self.made, self.batch, self.steps, self.sources, self.targets = made, batch, steps, [], targets
-        self.masked = targets.weighs
-        # each sample is one document
-        self.begins = np.arange(made.sequence_length + 1) == 0 if targets.marks_documents else None
+    def __init__(self, made: SampleSource, config: Config, steps: int, targets: Targets):
+        self.made, self.steps, self.targets = made, steps, targets
+        self.batch, self.sources = config.training.global_batch_size, []
+        self.masked = made.masked or targets.weighs
+        self.name, self.vocabulary = config.data.synthetic, config.model.vocab_size
+        self.one_document = np.arange(config.training.sequence_length + 1) == 0
 
     def sample(self, number: int) -> Sample:
-        return self.targets.of(Sample(self.made.tokens(number), begins=self.begins))
+        """Sample n of the run.
+
+        Raises:
+            DataError: the source gives something that cannot be a sample.
+        """
+        found = self.made.sample(number)
+        self._check(number, found)
+        if found.begins is None and self.targets.marks_documents:
+            found = replace(found, begins=self.one_document)
+        return self.targets.of(found)
+
+    def _check(self, number: int, found: Sample) -> None:
+        length, wrong = len(self.one_document), None
+        if found.tokens.shape != (length,) or found.tokens.dtype != np.int64:
+            wrong = f"must have tokens int64 [{length}]: {found.tokens.dtype} {list(found.tokens.shape)}"
+        elif found.tokens.min() < 0 or found.tokens.max() >= self.vocabulary:
+            low, high = found.tokens.min(), found.tokens.max()
+            wrong = f"must have ids below model.vocab_size = {self.vocabulary}: {low} ... {high}"
+        elif found.weights is not None and (not self.made.masked or found.weights.shape != (length - 1,)):
+            wrong = f"must have weights [{length - 1}], and `masked` say so: {list(found.weights.shape)}"
+        elif found.begins is not None and found.begins.shape != (length,):
+            wrong = f"must say of {length} tokens whether a document begins there: {list(found.begins.shape)}"
+        if wrong:
+            raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "mend its method sample")
 
     def uses(self) -> list[Use]:
         return []
@@ -304,11 +331,14 @@ class _Builder:
 
     def build(self) -> SamplePlan | SyntheticPlan:
         steps, whole = self.requested
-        if self.data.synthetic == "copy":
-            made = Copy(
-                self.data.seed, self.config.model.vocab_size, self.request.sequence_length, self.name or self.split
-            )
-            return SyntheticPlan(made, self.batch, steps or 1, self.targets)
+        if self.data.synthetic != "none":
+            source = imported(self.config, "data.synthetic", SOURCE, self.data.synthetic)
+            if not (callable(getattr(source, "build", None)) and callable(getattr(source, "sample", None))):
+                raise UserError(
+                    f"data.synthetic = {self.data.synthetic!r} must have build and sample ({SampleSource.__module__})"
+                )
+            made = source.build(self.config, self.name or self.split)
+            return SyntheticPlan(made, self.config, steps or 1, self.targets)
         sections = self._sections()
         opened = self._open([section for _, part in sections for section in part])
         numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron.config import Config
+
 from .errors import DataError
 from .keyed import generator
+from .sample import Sample
 
 
 class Copy:
@@ -14,6 +17,8 @@ class Copy:
     Sample n is a function of (seed, n, vocabulary, sequence length). A model that has learned to copy has a loss of
     about ln(symbols) / 2, from ln(symbols) for one that only knows which tokens there are.
     """
+
+    masked = False
 
     def __init__(self, seed: int, vocabulary: int, sequence_length: int, name: str = "train"):
         """
@@ -28,6 +33,13 @@ class Copy:
         self.seed, self.sequence_length, self.name = seed, sequence_length, name
         self.symbols = min(vocabulary, 64)
         self.period = (sequence_length + 2) // 2
+
+    @classmethod
+    def build(cls, config: Config, name: str) -> Copy:
+        return cls(config.data.seed, config.model.vocab_size, config.training.sequence_length, name)
+
+    def sample(self, number: int) -> Sample:
+        return Sample(self.tokens(number))
 
     def tokens(self, sample: int) -> np.ndarray:
         """int64 [S+1] tokens of sample n."""

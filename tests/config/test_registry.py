@@ -100,6 +100,7 @@ NAMED = {  # role -> a configuration that has a name of it
     "optimizer": {"optimizer": {"type": "guests"}},
     "schedule": {"schedule": {"type": "guests"}},
     "objective": {"objective": {"type": "guests"}},
+    "source": {"data": {"synthetic": "guests"}},
     "hook": {"hooks": ["guests"]},
     "metric": {"logging": {"sinks": [{"type": "guests"}]}},
     "runner": {"launch": {"runner": "guests"}},

@@ -4,6 +4,7 @@ EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},
     "optimizer": {"qhadam": "my_lab.qhadam:QHAdam"},
     "objective": {"focal": "my_lab.focal:Focal"},
+    "source": {"recall": "my_lab.recall:Recall"},
     "hook": {"weights": "my_lab.weights:Weights"},
     "architecture": {"olmo": "my_lab.olmo:OLMO"},
     "runner": {"nice": "my_lab.nice:RUNNER"},

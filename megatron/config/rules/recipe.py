@@ -11,6 +11,7 @@ from ..optimizer_options import OPTIONS
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
+from ..structure import nearest
 
 
 def batch_sizes_multiply_out(context: RuleContext) -> Iterator[Problem]:
@@ -112,7 +113,14 @@ def kernels_are_here(context: RuleContext) -> Iterator[Problem]:
     if wanted in ("auto", "torch"):
         return
     able = {kind: about.packages[wanted] for kind, about in context.kinds.items() if wanted in about.packages}
-    if context.blocks and not any(map(context.uses, able)):
+    if not able:
+        known = ["auto", "torch", *dict.fromkeys(name for about in context.kinds.values() for name in about.packages)]
+        yield context.problem(
+            "model.kernels",
+            rule=f"must be one of {', '.join(known)}",
+            fix=nearest(wanted, known) or "use kernels: auto",
+        )
+    elif context.blocks and not any(map(context.uses, able)):
         yield context.problem(
             "model.kernels",
             "model.layers",

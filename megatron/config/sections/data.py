@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any, Literal
 
+from ..registry import SOURCE
 from .base import Derivable, Derived, Section, key
 
 
@@ -110,9 +111,13 @@ class DataSection(Section):
     )
     workers: int = key(1, "Background threads that prepare batches.", ge=0)
     prefetch: int = key(2, "Steps prepared ahead.", unit="steps", ge=0)
-    synthetic: Literal["none", "copy"] = key(
-        "none", "Make data instead of reading it: `copy` is a learnable random task for tests."
+    synthetic: str = key(
+        "none",
+        "Samples from elsewhere than token files: `copy` is a learnable random task for tests.",
+        role=SOURCE,
+        words=("none",),
     )
+    options: dict[str, Any] = key(dict, "Options of data.synthetic, for a source from a package of yours.")
 
 
 class TokenizerSection(Section):

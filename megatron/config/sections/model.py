@@ -222,8 +222,10 @@ class ModelSection(_Kinds):
     parametrization: ParametrizationOptions = key(
         ParametrizationOptions, "How initial values, multipliers and learning rates follow from width and depth."
     )
-    kernels: Literal["auto", "torch", "mamba_ssm", "fla"] = key(
-        "auto", "What computes recurrent mixers: torch, or a package of GPU kernels; auto takes one that is installed."
+    kernels: str = key(
+        "auto",
+        "What computes recurrent mixers: torch, or a package of GPU kernels that a kind names (mamba_ssm, fla); auto "
+        "takes one that is installed.",
     )
     extensions: list[str] = key(
         list,

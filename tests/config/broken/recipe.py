@@ -63,6 +63,13 @@ RECIPE = [
         "mamba_ssm must have a GPU",
     ),
     case(
+        "kernels misspelt",
+        "model: {kernels: mamba-ssm}",
+        "a.yml:2: model.kernels = 'mamba-ssm'",
+        "must be one of auto, torch, mamba_ssm, fla",
+        "did you mean mamba_ssm?",
+    ),
+    case(
         "kernels for no layer",
         "model: {kernels: mamba_ssm}",
         "a.yml:2: model.kernels = 'mamba_ssm'",
