@@ -67,7 +67,10 @@ INSIDE: dict[str, dict[str, str]] = {
         "inverse_sqrt": "megatron.training.schedule:inverse_sqrt",
         "infinite": "megatron.training.schedule:infinite",
     },
-    OBJECTIVE: {"cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy"},  # see megatron.objectives.contract
+    OBJECTIVE: {  # see megatron.objectives.contract
+        "cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy",
+        "goldfish": "megatron.objectives.goldfish:Goldfish",
+    },
     SOURCE: {"copy": "megatron.data.synthetic:Copy"},  # of samples without token files; see megatron.data.contract
     HOOK: {  # in the order in which they act; see megatron.training.hook
         "goodput": "megatron.training.hooks.goodput:GoodputHook",  # comes last: ends go backwards

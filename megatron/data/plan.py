@@ -448,6 +448,7 @@ class _Builder:
             self.targets.marks_documents,
             infilling or None,
             filler=0 if data.packing == "until_overflow" else None,
+            context=self.targets.context,
         )
 
     def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[OrderedSource]:

@@ -34,6 +34,7 @@ class Options:
         mask_eod: the end-of-document token is no target.
         boundaries: say where documents begin.
         infilling: None leaves documents as they are.
+        context: tokens before a sample to read too, where it begins within a document.
         filler: id that fills samples up and is a target like any other where all tokens are, as in GPT-NeoX; None fills
             them with `eod`, which is no target there.
     """
@@ -45,6 +46,7 @@ class Options:
     boundaries: bool = False
     infilling: Infilling | None = None
     filler: int | None = None
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Sample:
         begins: bool [S+1], whether a document begins at this token; None if nobody asked.
         source: number of its source in the plan.
         spans: the pieces it was made of, before infilling.
+        lead: the tokens before it in the document that it begins within, `Options.context` of them or those that there
+            are; none where documents are reordered.
     """
 
     tokens: np.ndarray
@@ -64,6 +68,7 @@ class Sample:
     begins: np.ndarray | None = None
     source: int = 0
     spans: tuple[TokenRange, ...] = ()
+    lead: np.ndarray | None = None
 
 
 def infill(tokens: np.ndarray, options: Infilling, draw: np.random.Generator) -> np.ndarray:

@@ -147,7 +147,17 @@ class OrderedSource:
                 f"sample {number} has ids {low} ... {high}, but model.vocab_size is {self.vocabulary}",
                 "use the tokenizer that the file was made with, and its vocabulary size",
             )
-        return Sample(made.tokens, made.weights, made.begins, self.index, spans)
+        lead = None if options.infilling else self._lead(spans[0], options)
+        return Sample(made.tokens, made.weights, made.begins, self.index, spans, lead)
+
+    def _lead(self, span: TokenRange, options: Options) -> np.ndarray | None:
+        """Up to `options.context` tokens before a piece in its document."""
+        length = min(span.start, options.context)
+        if not length:
+            return None
+        tokens = self.file.read(span.document, span.start - length, length)
+        ends = np.flatnonzero(tokens == options.eod) if options.eod is not None else np.empty(0, np.int64)
+        return tokens[ends[-1] + 1 :] if len(ends) else tokens
 
     def _targets(self, spans: tuple[TokenRange, ...], loss: bool) -> np.ndarray | None:
         if not loss:

@@ -29,6 +29,11 @@ class Targets:
         return self.objective is not None and self.objective.weighs
 
     @property
+    def context(self) -> int:
+        """Tokens before a sample that its weights depend on."""
+        return self.objective.context if self.weighs and self.objective is not None else 0
+
+    @property
     def marks_documents(self) -> bool:
         """Whether samples must be made with the places where documents begin."""
         return self.boundaries or (self.objective is not None and self.objective.needs_documents)
@@ -42,8 +47,7 @@ class Targets:
         begins = sample.begins if self.boundaries else None
         if self.objective is None or not self.objective.weighs:
             return sample if begins is sample.begins else replace(sample, begins=begins)
-        asked = sample.begins if self.objective.needs_documents else None
-        weights = np.asarray(self.objective.weights(sample.tokens, asked), np.float32)
+        weights = self._weights(sample, self.objective)
         if weights.shape != (len(sample.tokens) - 1,) or not (np.isfinite(weights) & (weights >= 0)).all():
             raise DataError(
                 "objective.type",
@@ -53,3 +57,14 @@ class Targets:
                 "mend its method weights",
             )
         return replace(sample, weights=weights if sample.weights is None else weights * sample.weights, begins=begins)
+
+    @staticmethod
+    def _weights(sample: Sample, objective: Objective) -> np.ndarray:
+        """What an objective gives the labels of a sample, read with the tokens before it."""
+        tokens, begins = sample.tokens, sample.begins if objective.needs_documents else None
+        lead = 0 if sample.lead is None else len(sample.lead)
+        if sample.lead is not None and lead:
+            tokens = np.concatenate([sample.lead.astype(np.int64), tokens])
+            if begins is not None:
+                begins = np.concatenate([np.arange(lead) == 0, [False], begins[1:]])
+        return np.asarray(objective.weights(tokens, begins), np.float32)[lead:]

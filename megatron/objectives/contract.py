@@ -24,10 +24,12 @@ class Objective:
     Attributes:
         weighs: whether `weights` gives any weights. All ranks must know it before they read anything.
         needs_documents: whether `weights` is told where documents begin.
+        context: how many tokens before a sample `weights` reads too, where the sample begins within a document.
     """
 
     weighs = False
     needs_documents = False
+    context = 0
 
     @classmethod
     def build(cls, config: Config) -> Self:
@@ -42,8 +44,9 @@ class Objective:
         """The weight of each label of a sample, [S], at least 0; called in the threads that read ahead.
 
         Args:
-            tokens: int64 [S+1]; label i is token i + 1.
-            begins: bool [S+1], whether a document begins at this token; None unless `needs_documents`.
+            tokens: int64 [S+1]; label i is token i + 1. Up to `context` tokens of the sample's first document may stand
+                before them; what is answered about those is not used.
+            begins: bool, one per token, whether a document begins at it; None unless `needs_documents`.
         """
         return np.ones(len(tokens) - 1, np.float32)
 

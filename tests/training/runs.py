@@ -16,8 +16,11 @@ import torch.nn.functional as F
 
 from megatron.config import Config, resolve
 from megatron.data.batch import StepBatch
+from megatron.data.sample import Sample
+from megatron.data.targets import Targets
 from megatron.kinds.moe.balance import Balance
 from megatron.model.stream import LOSS
+from megatron.objectives.named import objective_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import buffers_of, stored_tensors
@@ -52,6 +55,11 @@ def global_batch(config: Config, step: int) -> StepBatch:
     tokens = torch.randint(0, config.model.vocab_size, (1, B, S + 1), generator=draw)
     counted = torch.rand(1, B, S, generator=draw) < (torch.arange(B).view(1, B, 1) - 1) / B
     mask = torch.rand(1, B, S, generator=draw) * counted
+    targets = Targets(objective_of(config))
+    if targets.weighs:
+        begins = np.arange(S + 1) == 0
+        made = [targets.of(Sample(row.numpy(), begins=begins)).weights for row in tokens[0]]
+        mask = mask * torch.from_numpy(np.stack(made))
     documents = positions = None
     if config.data.reset_attention_at_eod:
         starts = torch.rand(1, B, S, generator=draw) < 0.2

@@ -273,9 +273,38 @@ def stop_comes_before_the_end(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def goldfish_fits_the_sequence(context: RuleContext) -> Iterator[Problem]:
+    objective, length = context.config.objective, context.config.training.sequence_length
+    needs = objective.k if objective.mask == "static" else objective.h
+    if objective.type == "goldfish" and needs > length:
+        yield context.problem(
+            f"objective.{'k' if objective.mask == 'static' else 'h'}",
+            "training.sequence_length",
+            rule=f"must be at most the {length} tokens of training.sequence_length, or no label would be left out",
+            fix="use objective.k=4 and objective.h=13, as the paper does, with longer sequences",
+        )
+
+
+def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
+    """Who gives k without the type would train on every label and believe otherwise."""
+    if context.config.objective.type != "cross_entropy":
+        return
+    for name in ("k", "h", "mask"):
+        if context.given(f"objective.{name}"):
+            yield context.problem(
+                f"objective.{name}",
+                "objective.type",
+                rule=f"objective.{name} must come with objective.type: goldfish",
+                fix=f"set objective.type=goldfish, or remove objective.{name}",
+            )
+            return
+
+
 RULES = (
     steps_are_known,
     samples_can_be_counted,
+    goldfish_fits_the_sequence,
+    goldfish_keys_are_used,
     batch_sizes_multiply_out,
     fp16_needs_a_gpu,
     accumulation_is_no_narrower_mix,

@@ -135,6 +135,15 @@ class TrainingSection(Section):
 
 class ObjectiveSection(Section):
     type: str = key("cross_entropy", "Which labels count, and what each costs (docs/data.md).", role=OBJECTIVE)
+    k: int = key(4, "goldfish: one label of k is left out.", ge=2, le=10**6)
+    h: int = key(
+        13, "goldfish: whether a label is left out depends on the h tokens before it.", unit="tokens", ge=1, le=1024
+    )
+    mask: Literal["hashed", "static", "reference"] = key(
+        "hashed",
+        "goldfish: labels are left out by a hash of the h tokens before them in their document; every k-th one of a "
+        "sample; or as the authors' program has it (docs/memorisation.md).",
+    )
     options: dict[str, Any] = key(dict, "Further options, for an objective from a package of yours.")
 
 

@@ -3,6 +3,21 @@
 from tests.config.broken.case import case
 
 RECIPE = [
+    case("goldfish without its type", "objective: {k: 4}", "a.yml:2: objective.k = 4", "with objective.type: goldfish"),
+    case("goldfish leaves all out", "objective: {type: goldfish, k: 1}", "a.yml:2: objective.k = 1", "[2, "),
+    case(
+        "goldfish looks beyond the sample",
+        "objective: {type: goldfish, h: 33}",
+        "a.yml:2: objective.h = 33",
+        "training.sequence_length = 32 (base.yml:8)",
+        "must be at most the 32 tokens",
+    ),
+    case(
+        "goldfish without an end of documents",
+        "objective: {type: goldfish}\ndata: {train: whole, synthetic: none}",
+        "a.yml:2: objective.type = 'goldfish'",
+        "the end-of-document token must be known",
+    ),
     case("a run without end", "", "training.steps = 1", "1000000000000]", arguments=(f"training.steps={10**40}",)),
     case("learning rate of 1e30", "optimizer: {lr: 1e30}", "a.yml:2: optimizer.lr = 1e+30", ", 1000]"),
     case(
