@@ -71,11 +71,13 @@ class LossOptions:
         return found[0], found[1]
 
 
-def logits_of(
-    x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: LossOptions, out: Tensor | None = None
-) -> Tensor:
-    """This rank's logits [N, V/t] in fp32; `out` is memory for the product."""
-    logits = at_least_fp32(torch.matmul(x_NH, weight_VH.T, out=out))
+def logits_of(x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, options: LossOptions) -> Tensor:
+    """This rank's logits [N, V/t] in fp32."""
+    return _logits_of(at_least_fp32(x_NH @ weight_VH.T), bias_V, options)
+
+
+def _logits_of(logits: Tensor, bias_V: Tensor | None, options: LossOptions) -> Tensor:
+    """From the product of hidden states and head, whose memory they have where nothing changes them."""
     if options.multiplier != 1.0:
         logits = logits * options.multiplier
     if bias_V is not None:
@@ -83,25 +85,28 @@ def logits_of(
     return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
 
 
-@lru_cache(maxsize=1)
-def _chunk_memory(tokens: int, words: int) -> Tensor:
-    """Memory of a chunk's logits on CPU, kept for the next chunk and step.
+ROW_BYTES = 2**22  # of fp32 logits that are looked at together on CPU: they stay in a processor's cache
+
+
+@lru_cache(maxsize=2)
+def _chunk_memory(tokens: int, words: int, dtype: torch.dtype) -> Tensor:
+    """Memory on CPU that is kept for the next chunk and step: of a chunk's logits, and of some rows of them in fp32.
 
     The C library gives so large a block back at once and the kernel clears the next one page by page: 8 to 14 % of the
     time of the loss. GPUs need none of this: torch keeps their memory.
     """
-    return torch.empty(tokens, words)
+    return torch.empty(tokens, words, dtype=dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, train):
-        grads = _Gradients(x_NH, weight_VH, bias_V) if train else None
         unit = weights_N.abs().amax().clamp(min=1e-30) if x_NH.dtype == torch.float16 else None
         unit_weights_N = weights_N if unit is None else weights_N / unit
         ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
         lse_N = torch.empty_like(ce_N)
         step = options.chunk or max(1, x_NH.shape[0])
+        grads = _Gradients(x_NH, weight_VH, bias_V, -(-x_NH.shape[0] // step)) if train else None
         given = (labels_N, unit_weights_N, first, axis, options, ce_N, lse_N, grads)
         for begin in range(0, x_NH.shape[0], step):
             part = slice(begin, begin + step)
@@ -137,23 +142,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """Accumulators of the gradients of the sum of losses."""
+    """Accumulators of the gradients of the sum of losses.
 
-    def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None):
+    That of the weight is a sum over chunks in fp32. A single chunk's is in the weight's type at once, unless fp16 can
+    not hold it yet.
+    """
+
+    def __init__(self, x_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, chunks: int):
         self.x = torch.empty_like(x_NH)
-        self.weight = torch.zeros_like(weight_VH, dtype=wide_type(weight_VH.dtype))
-        self.bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide_type(bias_V.dtype))
         self.dtype = weight_VH.dtype
+        self.sum_dtype = self.dtype if chunks == 1 and self.dtype != torch.float16 else wide_type(self.dtype)
+        self.weight: Tensor | None = None if chunks else torch.zeros_like(weight_VH)
+        self.bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide_type(bias_V.dtype))
 
     def add(self, part: slice, grad_CV: Tensor, x_CH: Tensor, weight_VH: Tensor) -> None:
         """What the gradient of a chunk's products gives."""
-        self.x[part] = grad_CV @ weight_VH
-        if self.weight.dtype == grad_CV.dtype:
+        torch.mm(grad_CV, weight_VH, out=self.x[part])
+        if self.weight is None:
+            self.weight = (grad_CV.T @ x_CH).to(self.sum_dtype)
+        elif self.weight.dtype == grad_CV.dtype:
             self.weight.addmm_(grad_CV.T, x_CH)
         else:
             self.weight += grad_CV.T @ x_CH
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self.weight is not None
         if self.dtype == torch.float16:  # they are not yet of their final size
             return self.x, self.weight, self.bias
         return self.x, self.weight.to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
@@ -219,39 +232,61 @@ def _compiled_chunk(part, x_NH, weight_VH, labels_N, weights_N, first, axis, opt
 
 
 def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, ce_N, lse_N, grads) -> None:
-    """Loss of one chunk into ce_N and lse_N, and its gradients into `grads`."""
-    x_CH, weights_C = x_NH[part], weights_N[part]
-    out = None
-    if x_CH.device.type == "cpu" and x_CH.dtype == torch.float32 and options.chunk:
-        out = _chunk_memory(min(options.chunk, x_NH.shape[0]), weight_VH.shape[0])[: x_CH.shape[0]]
-    logits_CV = logits_of(x_CH, weight_VH, bias_V, options, out)
-    local_C = labels_N[part] - first
-    mine_C = (local_C >= 0) & (local_C < logits_CV.shape[1])
-    local_C = local_C.clamp(0, max(0, logits_CV.shape[1] - 1)).unsqueeze(1)
+    """Loss of one chunk into ce_N and lse_N, and its gradients into `grads`.
 
-    max_C = all_reduce(logits_CV.amax(1), axis, dist.ReduceOp.MAX)
-    target_C = logits_CV.gather(1, local_C).squeeze(1).masked_fill(~mine_C, 0.0)
-    slope_CV = None
+    On CPU the logits are looked at some rows at a time. In 16 bits these alone exist in fp32; their gradients take the
+    place of the product.
+    """
+    x_CH, (tokens, words) = x_NH[part], (x_NH[part].shape[0], weight_VH.shape[0])
+    out = wide = None
+    rows = tokens
+    if x_CH.device.type == "cpu" and axis.size == 1:  # ranks that share a vocabulary meet once for a chunk
+        rows = min(tokens, max(1, ROW_BYTES // max(1, 4 * words)))
+    if x_CH.device.type == "cpu" and x_CH.dtype in (torch.float32, torch.bfloat16) and options.chunk:
+        out = _chunk_memory(min(options.chunk, x_NH.shape[0]), words, x_CH.dtype)[:tokens]
+        if x_CH.dtype == torch.bfloat16 and rows < tokens:
+            wide = _chunk_memory(rows, words, torch.float32)
+    product_CV = torch.matmul(x_CH, weight_VH.T, out=out)
+    for begin in range(0, tokens, rows):
+        some = slice(begin, min(begin + rows, tokens))
+        at = slice(part.start + some.start, part.start + some.stop)
+        product_RV = product_CV[some]
+        logits_RV = at_least_fp32(product_RV) if wide is None else wide[: some.stop - some.start].copy_(product_RV)
+        logits_RV = _logits_of(logits_RV, bias_V, options)
+        grad_RV = _rows(logits_RV, labels_N[at], weights_N[at], first, axis, options, ce_N[at], lse_N[at], grads)
+        if grad_RV is not None and grad_RV is not product_RV:
+            product_RV.copy_(grad_RV)
+    if grads is not None:
+        grads.add(part, product_CV, x_CH, weight_VH)
+
+
+def _rows(logits_RV, labels_R, weights_R, first, axis, options, ce_R, lse_R, grads) -> Tensor | None:
+    """Loss of some tokens into ce_R and lse_R, and the gradient of their product, in the memory of their logits."""
+    local_R = labels_R - first
+    mine_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
+    local_R1 = local_R.clamp(0, max(0, logits_RV.shape[1] - 1)).unsqueeze(1)
+
+    max_R = all_reduce(logits_RV.amax(1), axis, dist.ReduceOp.MAX)
+    target_R = logits_RV.gather(1, local_R1).squeeze(1).masked_fill(~mine_R, 0.0)
+    slope_RV = None
     if options.softcap is not None and grads is not None:
-        slope_CV = 1.0 - (logits_CV / options.softcap).square()
-    exp_CV = logits_CV.sub_(max_C.unsqueeze(1)).exp_()
-    total_C, target_C = all_reduce(torch.stack([exp_CV.sum(1), target_C]), axis)
-    lse_C = max_C + total_C.log()
-    ce_N[part], lse_N[part] = lse_C - target_C, lse_C
+        slope_RV = 1.0 - (logits_RV / options.softcap).square()
+    exp_RV = logits_RV.sub_(max_R.unsqueeze(1)).exp_()
+    total_R, target_R = all_reduce(torch.stack([exp_RV.sum(1), target_R]), axis)
+    torch.add(max_R, total_R.log(), out=lse_R)
+    torch.sub(lse_R, target_R, out=ce_R)
     if grads is None:
-        return
+        return None
 
-    of_ce, of_lse = options.slopes(ce_N[part], lse_C)
-    scale_C = weights_C * (of_ce + of_lse + 2.0 * options.z_loss * lse_C) / total_C
-    grad_CV = exp_CV.mul_(scale_C.unsqueeze(1))
-    grad_CV.scatter_add_(1, local_C, (-weights_C * of_ce * mine_C).unsqueeze(1))
-    if slope_CV is not None:
-        grad_CV.mul_(slope_CV)
+    of_ce, of_lse = options.slopes(ce_R, lse_R)
+    scale_R = weights_R * (of_ce + of_lse + 2.0 * options.z_loss * lse_R) / total_R
+    grad_RV = exp_RV.mul_(scale_R.unsqueeze(1))
+    grad_RV.scatter_add_(1, local_R1, (-weights_R * of_ce * mine_R).unsqueeze(1))
+    if slope_RV is not None:
+        grad_RV.mul_(slope_RV)
     if grads.bias is not None:
-        grads.bias += grad_CV.sum(0)
-    if options.multiplier != 1.0:
-        grad_CV.mul_(options.multiplier)
-    grads.add(part, grad_CV.to(x_NH.dtype), x_CH, weight_VH)
+        grads.bias += grad_RV.sum(0)
+    return grad_RV if options.multiplier == 1.0 else grad_RV.mul_(options.multiplier)
 
 
 def linear_cross_entropy(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.parallel import cross_entropy
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
@@ -108,6 +109,27 @@ def test_in_bf16_the_loss_is_fp32():
     wanted = torch.autograd.grad((exact * weights).sum(), (x, weight, bias))
     for found, expected in zip(torch.autograd.grad(loss, (x, weight, bias)), wanted):
         assert found.dtype == torch.bfloat16 and relative(found.double(), expected.double()) < 2e-2
+
+
+@pytest.mark.parametrize("options", [{}, {"multiplier": 0.5, "softcap": 3.0, "z_loss": 0.1}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 5, 1024])
+def test_rows_at_a_time_change_no_bit(monkeypatch, options: dict, dtype: torch.dtype, chunk: int):
+    """Each row is a sum of its own, and the products see all rows of a chunk; a bias sums over rows, so it has none."""
+    found = []
+    for rows in (N, 3, 1):
+        monkeypatch.setattr(cross_entropy, "ROW_BYTES", 4 * V * rows)
+        x, weight, _, labels, weights = inputs(dtype)
+        loss, ce = linear_cross_entropy(x, weight, None, labels, weights, options=LossOptions(chunk=chunk, **options))
+        found.append((loss.detach(), ce, *torch.autograd.grad(loss, (x, weight))))
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("chunk", [5, 1024])
+def test_rows_at_a_time_with_a_bias(monkeypatch, chunk: int):
+    monkeypatch.setattr(cross_entropy, "ROW_BYTES", 4 * V * 2)
+    test_equals_cross_entropy_for_all_chunks(chunk)
 
 
 def test_no_logits_are_kept():
