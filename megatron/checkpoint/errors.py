@@ -11,6 +11,14 @@ from contextlib import contextmanager
 from ..config.paths import UnsafeName
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_REFUSALS = {
+    getattr(errno, name)
+    for name in (
+        "ENOSPC", "EDQUOT", "EROFS", "EIO", "EACCES", "EPERM", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EREMOTEIO",
+        "EHOSTDOWN", "EHOSTUNREACH", "ENODEV", "ENXIO",
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
 LISTED = 100  # problems that a message has room for: ten thousand lost files are one mishap
 SHOWN = 3  # problems of one checkpoint among several that a line has room for
 
@@ -35,13 +43,14 @@ class CheckpointError(Exception):
         return "\n  - ".join([f"{self.subject}: {len(self.problems)} problems", *self.problems[:LISTED], *more])
 
 
-class DiskFull(CheckpointError):
-    """A checkpoint was not written because there is no room for it; on every rank alike."""
+class StoreRefuses(CheckpointError):
+    """A checkpoint was not written because the disk has no room for it, or refuses; on every rank alike."""
 
 
-def no_room(error: BaseException | None) -> bool:
-    """Whether an error of the system says that a disk, or a user's share of it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def refused(error: BaseException | None) -> bool:
+    """Whether an error of the system says that a disk cannot be written now, but may be later: it, or a user's share of
+    it, is full; it has become read-only; its server, or the right to it, is gone."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 @contextmanager

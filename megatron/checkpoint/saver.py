@@ -12,7 +12,7 @@ import torch
 
 from ..config.sections.output import CheckpointSection
 from .communicator import SOLO, Communicator
-from .errors import CheckpointError, DiskFull
+from .errors import CheckpointError, StoreRefuses
 from .fragment import Fragment
 from .meta import Meta
 from .names import step_name, step_of
@@ -96,7 +96,7 @@ class Saver:
         self._ended: list[Saved] = []
         self._owed: list[Path] | None = None  # not known before the first look at what is there
         self._upload_problem: str | None = None
-        self._full: DiskFull | None = None  # the last save's
+        self._refused: StoreRefuses | None = None  # the last save's
         self._host = HostCopy()
 
     def prepare(self, fragments: Iterable[Fragment]) -> None:
@@ -108,8 +108,9 @@ class Saver:
         """Save a step; all ranks call. Returns the seconds for which the training stood still.
 
         In the background the step waits for the end of the previous save, if it still runs, and for the copy to host
-        memory. What then goes wrong is raised by the next `poll`, `save` or `close`. A full disk does not stop a run,
-        which loses nothing by going on: `poll` tells of it, and only `close` raises it, if no later save went well.
+        memory. What then goes wrong is raised by the next `poll`, `save` or `close`. A disk that is full or refuses
+        does not stop a run, which loses nothing by going on: `poll` tells of it, and only `close` raises it, if no
+        later save went well.
         """
         began = time.perf_counter()
         self._settle()
@@ -120,7 +121,7 @@ class Saver:
             return stall
         try:
             path = save(self.store.directory, step, fragments, meta, self._communicator)
-        except DiskFull as error:
+        except StoreRefuses as error:
             self._ended.append(self._failed(error, step, time.perf_counter() - began))
             return time.perf_counter() - began
         stall = time.perf_counter() - began
@@ -153,8 +154,8 @@ class Saver:
             ended = self.wait()
             if self._section.upload and self._find_owed():
                 self._upload_owed()
-            if self._full is not None:
-                raise self._full
+            if self._refused is not None:
+                raise self._refused
             if self._owed:
                 names = ", ".join(path.name for path in self._owed)
                 raise CheckpointError(self._section.upload, f"never uploaded: {names}. {self._upload_problem}")
@@ -170,17 +171,17 @@ class Saver:
     def _write(self, step: int, copies: list[Fragment], meta: Meta, began: float, stall: float) -> Saved:
         try:
             path = save(self.store.directory, step, copies, meta, self._communicator)
-        except DiskFull as error:
+        except StoreRefuses as error:
             return self._failed(error, step, stall, time.perf_counter() - began)
         return self._finish(path, stall, time.perf_counter() - began)
 
-    def _failed(self, error: DiskFull, step: int, stall: float, seconds: float | None = None) -> Saved:
-        self._full = error
+    def _failed(self, error: StoreRefuses, step: int, stall: float, seconds: float | None = None) -> Saved:
+        self._refused = error
         path = self.store.directory / step_name(step)
         return Saved(path, stall, stall if seconds is None else seconds, [], failure=str(error))
 
     def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
-        self._full = None
+        self._refused = None
         uploaded = self._upload(path) if self._section.upload else None
         deleted = self.store.retain(
             self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()}

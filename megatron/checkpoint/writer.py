@@ -20,7 +20,7 @@ import torch
 from ..config.paths import UnsafeName, inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
-from .errors import CheckpointError, DiskFull, no_room, understanding
+from .errors import CheckpointError, StoreRefuses, refused, understanding
 from .fragment import Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
@@ -47,7 +47,7 @@ def save(
         The checkpoint's directory. A checkpoint of the same step that was there is replaced.
 
     Raises:
-        DiskFull: on every rank, if nothing but room is missing.
+        StoreRefuses: on every rank, if the disk alone is to blame: it is full, or refuses.
         CheckpointError: on every rank, if any rank could not write, or elements are missing or written twice.
     """
     if meta.step != step:
@@ -121,10 +121,10 @@ class Draft:
                 draft.root.mkdir(parents=True)
                 answer = [draft.token, None, False]
             except OSError as error:
-                answer = [None, str(error), no_room(error)]
+                answer = [None, str(error), refused(error)]
         token, failure, full = communicator.broadcast(answer)
         if failure:
-            raise (DiskFull if full else CheckpointError)(target, f"cannot be created: {failure}")
+            raise (StoreRefuses if full else CheckpointError)(target, f"cannot be created: {failure}")
         return cls(target, token)
 
     def finish(
@@ -136,7 +136,7 @@ class Draft:
             records: the files that this rank wrote.
             failure: why it could not.
         """
-        own = [[record.to_dict() for record in records], failure and describe(failure), no_room(failure)]
+        own = [[record.to_dict() for record in records], failure and describe(failure), refused(failure)]
         reports = communicator.collect(own)
         problems, full = [], False
         if reports is not None:
@@ -148,7 +148,7 @@ class Draft:
                 shutil.rmtree(self.root, ignore_errors=True)
         problems, full = communicator.broadcast([problems, full])
         if problems:
-            raise (DiskFull if full else CheckpointError)(
+            raise (StoreRefuses if full else CheckpointError)(
                 self.target, ["it was not saved; earlier checkpoints are untouched", *problems]
             ) from failure
 
@@ -159,7 +159,7 @@ class Draft:
         except CheckpointError as error:
             return error.problems, False
         except Exception as error:  # the other ranks wait for the answer; every rank raises it
-            return [describe(error)], no_room(error)
+            return [describe(error)], refused(error)
         return [], False
 
     def commit(self, records: list[FileRecord], meta: Meta) -> None:

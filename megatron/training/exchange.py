@@ -7,7 +7,7 @@ decide alike. The sums stay on the device until somebody reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,8 +59,7 @@ class StepReport:
     @property
     def batch_hash(self) -> int:
         """Sum modulo 2**64 of the hashes of all data parallel ranks."""
-        limbs = self._values[2 : 2 + _LIMBS]
-        return sum(int(limb) << (16 * index) for index, limb in enumerate(limbs)) % 2**64
+        return joined(self._values[2 : 2 + _LIMBS])
 
     @property
     def requests(self) -> set[str]:
@@ -109,6 +108,11 @@ class Exchange:
             dist.all_reduce(vector)
         return vector
 
+    def limbs(self, batch_hash: int) -> list[float]:
+        """What this rank adds to the sum that `joined` makes the hash of the global batch of."""
+        code = batch_hash % 2**64 if self._reports_hash else 0
+        return [float(code >> (16 * index) & 0xFFFF) for index in range(_LIMBS)]
+
     def look(self, requests: Collection[str], elapsed: float) -> tuple[set[str], float]:
         """Requests that some rank has within a step, and rank 0's `elapsed`; every rank calls it, and waits."""
         with phase("look"):
@@ -121,15 +125,18 @@ class Exchange:
         self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:
         """Exchange a step's numbers; every rank calls it once per step."""
-        code = batch_hash % 2**64 if self._reports_hash else 0
-        limbs = [code >> (16 * index) & 0xFFFF for index in range(_LIMBS)]
         sums = self.sum([
             *weighted(result.loss, result.tokens),
-            *limbs,
+            *self.limbs(batch_hash),
             *(request in requests for request in REQUESTS),
             seconds * (self._rank == 0),
         ])
         return StepReport(step, lr, result, sums)
+
+
+def joined(limbs: Sequence[float]) -> int:
+    """The sum of hashes modulo 2**64, from the sums of their limbs."""
+    return sum(int(limb) << (16 * index) for index, limb in enumerate(limbs)) % 2**64
 
 
 def weighted(loss: Number, tokens: Number) -> tuple[Number, Number]:

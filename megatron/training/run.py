@@ -33,6 +33,7 @@ from megatron.worker.place import StartError, WorkerEnvironment
 
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
+from .proof import check, proven
 from .resume import StartPoint, contents, data_changes, find, load, tokens_read
 from .rollback import roll_back
 from .sampler import sampler
@@ -93,6 +94,9 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     try:
         while True:
             loader.leave_out(source.left_out)
+            if source.checkpoint is not None and config.checkpoint.prove:
+                with _mistakes(place):
+                    source.facts.update(check(source.checkpoint, config, world, engine, loader, log))
             outcome = _train(config, place, world, engine, loader, validation, source, log)
             if outcome.back is None:
                 return outcome
@@ -134,14 +138,16 @@ def _train(
     saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
     saver.prepare(engine.state.fragments())
     tokens = tokens_read(source, config)
-    text, left_out = place.config_text, source.left_out
+    saves = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger, source.left_out)
+    if config.checkpoint.prove:
+        saves = proven(saves, config, world, engine, loader)
     hooks = hooks_of(
         Parts(
             config,
             flops_per_token=totals(config).training_flops,
             validation=validation,
             saver=saver,
-            contents=contents(config, text, world, engine, loader.plan, tokens, ledger, left_out),
+            contents=saves,
             inspect=partial(faults, compute=DTYPES[config.precision.compute]),
             generate=sampler(config, engine, log),
             facts=source.facts,

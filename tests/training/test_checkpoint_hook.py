@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saver
 from megatron.report.ledger import read_ledger
+from megatron.training.hooks import checkpoint as checkpoint_hook
 from megatron.training.hooks.checkpoint import CheckpointHook
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
@@ -55,9 +57,17 @@ def test_saved_steps_are_whole_and_of_their_step(tmp_path, asynchronous):
     assert sum(len(entry["deleted"]) for entry in written) == 5
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("last", [False, True])
-def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, last):
+@pytest.mark.parametrize(
+    ("asynchronous", "last", "number"),
+    [
+        (False, False, "ENOSPC"),
+        (False, True, "ENOSPC"),
+        (True, True, "ENOSPC"),
+        (True, False, "EROFS"),
+        (False, False, "ESTALE"),
+    ],
+)
+def test_a_disk_that_is_full_or_refuses_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, last, number):
     """Saves for which there is no room are told and noted; the next one that is due tries again. Only a run that ends
     without its last checkpoint fails."""
     config = settings(
@@ -68,14 +78,14 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, l
     )
     trainer = toy_trainer(config)
     saver = Saver(tmp_path / "checkpoints", config.checkpoint)
-    full = (4, 6, 8) if last else (4, 6)
+    full, code = (4, 6, 8) if last else (4, 6), getattr(errno, number)
     write, said = durable.write_fully, []
     writing = {"step": 0}
 
     def write_or_not(handle, data):
         if f"step_{writing['step']:08d}" in os.readlink(f"/proc/self/fd/{handle}") and writing["step"] in full:
             write(handle, data[:1])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         write(handle, data)
 
     def contents(step: int):
@@ -97,5 +107,42 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, asynchronous, l
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_{2 if last else 8:08d}"]
     open_checkpoint(saver.store.paths()[0], verify="checksums")
     failed = [each for each in read_ledger(tmp_path / "ledger.jsonl") if each["event"] == "checkpoint_failed"]
-    assert [int(each["path"][-8:]) for each in failed][:2] == [4, 6] and "No space left" in failed[0]["problem"]
+    assert [int(each["path"][-8:]) for each in failed][:2] == [4, 6] and os.strerror(code) in failed[0]["problem"]
     assert any("goes on" in line for line in said)
+
+
+def test_a_save_that_was_refused_is_tried_again_before_the_next_is_due(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_hook, "AGAIN", 0.0)
+    config = settings(
+        12,
+        run={"dir": str(tmp_path), "name": "run"},
+        logging={"console": "quiet", "curve": False},
+        checkpoint={"every": 5},
+    )
+    trainer = toy_trainer(config)
+    saver, make = Saver(tmp_path / "checkpoints", config.checkpoint), Path.mkdir
+    refusals = iter([OSError(errno.EROFS, os.strerror(errno.EROFS))])
+
+    def mkdir(path, *arguments, **options):
+        if ".tmp-" in path.name and (error := next(refusals, None)):
+            raise error
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    place = next(index for index, hook in enumerate(trainer.hooks) if isinstance(hook, CheckpointHook))
+
+    def contents(step: int):
+        fragments = [Fragment(p.logical, MASTER, 0, 1, 0, p.detach().flatten()) for p in trainer.engine.parameters]
+        return fragments, Meta(step=step)
+
+    trainer.hooks[place] = CheckpointHook(SavePolicy.of(config.checkpoint), saver, contents)
+    assert run(trainer).finished
+    saves = [
+        (each["step"], each["reason"])
+        for each in read_ledger(tmp_path / "ledger.jsonl")
+        if each["event"] == "checkpoint"
+    ]
+    again = "the last one could not be written"
+    assert saves[0] == (5, "every 5 steps") and saves[1][1] == again and 5 < saves[1][0] < 10
+    assert [each for each in saves[2:]] == [(10, "every 5 steps"), (12, "the last step")]
+    assert [int(path.name[-8:]) for path in saver.store.paths()] == [saves[1][0], 10, 12]

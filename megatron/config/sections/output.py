@@ -71,6 +71,11 @@ class CheckpointSection(Section):
         "With initialize_from: the rows of new tokens. same: there are none. mean: each starts as the mean of the "
         "known ones. initial: by model.init. Known tokens must have the ids that they had.",
     )
+    prove: bool = key(
+        False,
+        "Save with each checkpoint the loss of its weights on the batch of the last step; a run that resumes computes "
+        "it again, and refuses to go on if it differs: on the same layout in any bit, on others beyond rounding.",
+    )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")

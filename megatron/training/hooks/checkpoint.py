@@ -16,6 +16,8 @@ from ..hook import Hook, Parts, SaverProtocol
 from ..trainer import Trainer
 from .guard import NonFinite
 
+AGAIN = 60.0  # seconds after which a save that a disk has refused is tried again
+
 
 class CheckpointHook(Hook):
     """Decides when to save; how is the saver's business.
@@ -45,6 +47,7 @@ class CheckpointHook(Hook):
         self._saved_at = 0.0
         self._saved_step: int | None = None
         self._time_is_up = False
+        self._refused_at: float | None = None  # when the last save was found to have failed
 
     @classmethod
     def of(cls, parts: Parts) -> CheckpointHook | None:
@@ -60,8 +63,9 @@ class CheckpointHook(Hook):
             self._save_if_due(trainer)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        minutes = self._policy.minutes
-        if minutes is not None and trainer.is_main and trainer.clock.total - self._saved_at >= 60 * minutes:
+        minutes, now = self._policy.minutes, trainer.clock.total
+        due = minutes is not None and now - self._saved_at >= 60 * minutes
+        if trainer.is_main and (due or (self._refused_at is not None and now - self._refused_at >= AGAIN)):
             trainer.request("save")  # clocks differ, so rank 0's decides
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
@@ -90,6 +94,8 @@ class CheckpointHook(Hook):
             stopping=stopping,
             seconds_since_save=math.inf if self._time_is_up else 0.0,
         )
+        if reason is None and self._time_is_up and self._refused_at is not None:
+            reason = "the last one could not be written"
         if reason is None or self._saved_step == trainer.completed:
             return
         trainer.settle()
@@ -101,6 +107,7 @@ class CheckpointHook(Hook):
             fragments = list(fragments)
             self._refuse_broken(trainer, fragments)
             stall = self._saver.save(trainer.completed, fragments, meta)
+        self._refused_at = None
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
         facts = {"reason": reason, "stall_seconds": stall, "spent": trainer.spent()}
         trainer.record("checkpoint", step=trainer.completed, **facts)
@@ -127,7 +134,10 @@ class CheckpointHook(Hook):
         for saved in ended:
             if saved.failure:
                 trainer.record("checkpoint_failed", path=str(saved.path), problem=saved.failure)
-                trainer.log(f"warning: {saved.failure}\nthe run goes on, and saves again when it is due")
+                trainer.log(
+                    f"warning: {saved.failure}\nthe run goes on, and tries again within {AGAIN:.0f} s of training"
+                )
+                self._refused_at = trainer.clock.total
                 continue
             trainer.record(
                 "checkpoint_written",

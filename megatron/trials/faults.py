@@ -1,0 +1,220 @@
+"""What can happen to a run, one function each: it lays hands on a `Job` and says what it did."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .inject import DIE_IN_SAVE, FLIP, NAN, SPIKE
+from .job import Job, kill
+
+RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
+Act = Callable[[Job, random.Random], str]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of mishap.
+
+    Attributes:
+        name: in tables.
+        act: does it, and says on whom.
+        then: what must follow: `RESTART`, `AGAIN` or `GOES_ON`.
+        noticed: the event of the ledger that must follow where the run goes on; None where it need not notice.
+        undo: what ends it, where it does not end by itself.
+        needs: what the run must have: "ranks", "replicas" (ranks that hold the same bits), "disk" (a file system of
+            its own for checkpoints).
+    """
+
+    name: str
+    act: Act
+    then: str
+    noticed: str | None = None
+    undo: Act | None = None
+    needs: tuple[str, ...] = ()
+
+
+def _rank(job: Job, draw: random.Random) -> tuple[int, int]:
+    """(rank, process id) of a rank that lives."""
+    members = job.members()
+    rank = draw.choice(sorted(members)) if members else -1
+    return rank, members.get(rank, -1)
+
+
+def _signal_rank(number: signal.Signals) -> Act:
+    def act(job: Job, draw: random.Random) -> str:
+        rank, pid = _rank(job, draw)
+        return f"rank {rank}" if pid > 0 and kill(pid, number) else ""
+
+    return act
+
+
+def _kill_agent(job: Job, draw: random.Random) -> str:
+    agents = job.agents()
+    return "agent" if agents and kill(agents[0], signal.SIGKILL) else ""
+
+
+def _signal_launcher(number: signal.Signals) -> Act:
+    def act(job: Job, draw: random.Random) -> str:
+        assert job.process is not None
+        return "launcher" if kill(job.process.pid, number) else ""
+
+    return act
+
+
+def _term_in_save(job: Job, draw: random.Random) -> str:
+    """TERM when a checkpoint is being written, if one is seen soon."""
+    folder, limit = job.run / "checkpoints", time.monotonic() + 60
+    while time.monotonic() < limit and job.status is None:
+        if any(folder.glob("*.tmp-*")):
+            return _signal_launcher(signal.SIGTERM)(job, draw)
+    return ""
+
+
+def _pause(job: Job, draw: random.Random) -> str:
+    rank, pid = _rank(job, draw)
+    if pid < 0 or not kill(pid, signal.SIGSTOP):
+        return ""
+    seconds = draw.uniform(0.2, 3.0)
+    time.sleep(seconds)
+    kill(pid, signal.SIGCONT)
+    return f"rank {rank}, {seconds:.1f} s"
+
+
+def _order(kind: str) -> Act:
+    def act(job: Job, draw: random.Random) -> str:
+        rank = draw.randrange(job.ranks)
+        (job.orders / f"{kind}.{rank}").touch()
+        return f"rank {rank}"
+
+    return act
+
+
+# ---- what happens to files
+
+
+def _files(job: Job, step: int) -> list[Path]:
+    return sorted(path for path in job.checkpoint(step).rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def damage(file: Path, draw: random.Random, how: str) -> str:
+    """Flip a bit, cut the end off, or delete."""
+    size = file.stat().st_size
+    if how == "delete":
+        file.unlink()
+        return f"{file.name} deleted"
+    if how == "cut":
+        os.truncate(file, draw.randrange(size))
+        return f"{file.name} cut"
+    at, bit = draw.randrange(size), draw.randrange(8)
+    with open(file, "rb+") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1 << bit]))
+    return f"bit {bit} of byte {at} of {file.name}"
+
+
+def _damaged(how: str, places: tuple[int, ...], then: Act | None) -> Act:
+    """Damage a file of checkpoints, by their places from the newest (-1) on; then something else, at once."""
+
+    def act(job: Job, draw: random.Random) -> str:
+        steps = job.checkpoints()
+        if len(steps) <= max(-place for place in places):  # one must be left
+            return ""
+        said = []
+        if then is not None:  # first, so that nothing is saved in between
+            said.append(then(job, draw))
+            if not said[0]:
+                return ""
+        for place in places:
+            said.append(f"step {steps[place]}: {damage(draw.choice(_files(job, steps[place])), draw, how)}")
+        return "; ".join(said)
+
+    return act
+
+
+def _both(*acts: Act) -> Act:
+    def act(job: Job, draw: random.Random) -> str:
+        return "; ".join(filter(None, [each(job, draw) for each in acts]))
+
+    return act
+
+
+# ---- what happens to the disk of checkpoints
+
+
+def mount(folder: Path, size: int) -> bool:
+    """Give a folder a small file system of its own; False where that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+
+
+def unmount(folder: Path) -> bool:
+    return _run("umount", "-l", str(folder))
+
+
+def _run(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _fill(job: Job, draw: random.Random) -> str:
+    left = draw.randrange(4096)
+    with open(job.run / "checkpoints" / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            pass
+        file.truncate(max(file.tell() - left, 0))
+    return "no room"
+
+
+def _empty(job: Job, draw: random.Random) -> str:
+    (job.run / "checkpoints" / "filler").unlink()
+    return "room again"
+
+
+def _forbid(job: Job, draw: random.Random) -> str:
+    folder = str(job.run / "checkpoints")
+    done = _run("mount", "--bind", folder, folder) and _run("mount", "-o", "remount,ro,bind", folder)
+    return "read-only" if done else ""
+
+
+def _allow(job: Job, draw: random.Random) -> str:
+    return "writable" if unmount(job.run / "checkpoints") else ""
+
+
+KILL_RANK = _signal_rank(signal.SIGKILL)
+FAULTS = (
+    Fault("rank killed", KILL_RANK, RESTART),
+    Fault("agent killed", _kill_agent, RESTART),
+    Fault("launcher killed", _signal_launcher(signal.SIGKILL), AGAIN),
+    Fault("TERM to the launcher", _signal_launcher(signal.SIGTERM), AGAIN),
+    Fault("TERM during a save", _term_in_save, AGAIN),
+    Fault("rank killed during a save", _order(DIE_IN_SAVE), RESTART),
+    Fault("rank stopped for a while", _pause, GOES_ON),
+    Fault("rank stopped for good", _signal_rank(signal.SIGSTOP), RESTART, needs=("ranks",)),
+    Fault("newest checkpoint: bit flipped, and kill", _damaged("flip", (-1,), KILL_RANK), RESTART),
+    Fault("newest checkpoint: file cut, and kill", _damaged("cut", (-1,), KILL_RANK), RESTART),
+    Fault("newest checkpoint: file deleted, and kill", _damaged("delete", (-1,), KILL_RANK), RESTART),
+    Fault("two newest checkpoints: bits flipped, and kill", _damaged("flip", (-1, -2), KILL_RANK), RESTART),
+    Fault("older checkpoint: bit flipped", _damaged("flip", (-2,), None), GOES_ON),
+    Fault("NaN in a gradient", _order(NAN), GOES_ON, noticed="replay"),
+    Fault("spike of a gradient", _order(SPIKE), GOES_ON, noticed="replay"),
+    Fault("bit of a weight flipped", _order(FLIP), RESTART, needs=("replicas",)),
+    Fault("full disk", _fill, GOES_ON, noticed="checkpoint_failed", undo=_empty, needs=("disk",)),
+    Fault("read-only disk", _forbid, GOES_ON, noticed="checkpoint_failed", undo=_allow, needs=("disk",)),
+    Fault("two at once: NaN, and rank killed", _both(_order(NAN), KILL_RANK), RESTART),
+    Fault("two at once: rank and agent killed", _both(KILL_RANK, _kill_agent), RESTART),
+    Fault("two at once: rank and launcher killed", _both(KILL_RANK, _signal_launcher(signal.SIGKILL)), AGAIN),
+)

@@ -1,0 +1,100 @@
+"""Hooks that hurt a run from inside, where and when a trial orders it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.checkpoint.names import step_name
+from megatron.training.hook import Hook
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Trainer
+
+NAN, SPIKE, FLIP, DIE_IN_SAVE = "nan", "spike", "flip", "die_in_save"
+KINDS = (NAN, SPIKE, FLIP, DIE_IN_SAVE)
+HUGE = 1e6  # what a gradient is multiplied with
+
+
+class KillAt(Hook):
+    """The last rank ends itself with SIGKILL before a step, once there is a checkpoint of the step before.
+
+    Args:
+        step: completed updates of that checkpoint.
+        folder: of checkpoints.
+    """
+
+    def __init__(self, step: int, folder: str) -> None:
+        self._step, self._checkpoint = step, Path(folder) / step_name(step)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        last = trainer.mesh.rank == trainer.mesh.layout.world_size - 1
+        if last and trainer.start < self._step < step and self._checkpoint.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Orders(Hook):
+    """Does once what a file of the name `<kind>.<rank>` asks for, and removes the file first.
+
+    nan and spike spoil a gradient of this rank in the next step, flip changes a bit of a weight, die_in_save ends the
+    rank with SIGKILL some time after the next checkpoint has begun to be written.
+
+    Args:
+        folder: of the files.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._handle: Any = None
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        rank = trainer.mesh.rank
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        for kind, factor in ((NAN, float("nan")), (SPIKE, HUGE)):
+            if self._take(kind, rank):
+                self._spoil(trainer, factor)
+        if self._take(FLIP, rank):
+            flip(_parameter(trainer))
+
+    def before_save(self, trainer: Trainer) -> None:
+        if self._take(DIE_IN_SAVE, trainer.mesh.rank):
+            threading.Thread(target=_die, args=(trainer.completed % 10,), daemon=True).start()
+
+    def _take(self, kind: str, rank: int) -> bool:
+        try:
+            (self._folder / f"{kind}.{rank}").unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _spoil(self, trainer: Trainer, factor: float) -> None:
+        """Once: a step that is computed again finds the gradient in order."""
+        left = [factor]
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * left.pop() if left else gradient
+
+        self._handle = _parameter(trainer).register_hook(spoil)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change the lowest bit of the first element."""
+    with torch.no_grad():
+        tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
+
+
+def _parameter(trainer: Trainer) -> torch.nn.Parameter:
+    return next(getattr(trainer.engine, "deepspeed").module.parameters())  # noqa: B009  (the protocol does not have it)
+
+
+def _die(milliseconds: int) -> None:
+    time.sleep(milliseconds / 1000)
+    os.kill(os.getpid(), signal.SIGKILL)

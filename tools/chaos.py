@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Let faults happen to a run until it is done, and prove that it ends like one that was left alone.
+
+    python tools/chaos.py my.yml [key.path=value ...] --minutes 30 --seed 1 [--ranks N] [--steps N] [--every N]
+
+Ranks, agents and launchers are killed and stopped, checkpoints damaged, disks filled, gradients and weights spoilt, in
+an order drawn from the seed. At the end of each run its weights, optimizer states and losses must be equal to the last
+bit to those of a run that was left alone, each batch read once, and no process or private file left. Printed are the
+faults, in how many seconds each was detected and recovered from, and how many steps were lost.
+
+`--faults` lists the kinds, and `--only` takes some of them. Full and read-only disks need root.
+
+Exit status 1: something was not as it must be (its folder is kept); 2: the configuration has mistakes; 3: the run fails
+without any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; returns the exit status."""
+    options = _options(arguments)
+    from megatron.config import ConfigError, load
+    from megatron.trials.chaos import Arena, Round, chaos, overrides
+    from megatron.trials.faults import FAULTS
+    from megatron.trials.job import TrialError
+
+    names = [each.name for each in FAULTS]
+    if options.faults:
+        print("\n".join(names))
+        return 0
+    if unknown := [each for each in options.only or () if each not in names]:
+        print(f"--only {unknown[0]!r}: must be one of {', '.join(names)}", file=sys.stderr)
+        return 2
+    words = [options.file, *options.overrides]
+    try:
+        own = [*options.overrides, *overrides(options.steps, options.every)]
+        config = load([options.file], own, ranks=options.ranks).config
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos_"))
+    end = time.monotonic() + 60 * options.minutes
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    arena = Arena(folder, words, config, options.ranks, options.steps, options.every, tell)
+    rounds: list[Round] = []
+    try:
+        for each in chaos(arena, seed=options.seed, until=lambda: time.monotonic() > end, only=options.only or ()):
+            rounds.append(each)
+            tell(f"run {each.number}: {len(each.events)} faults, " + ("; ".join(each.problems) or "equal in every bit"))
+            if each.problems:
+                break
+    except TrialError as error:
+        print(error, file=sys.stderr)
+        return 3
+    _print(rounds, options.json)
+    return 1 if any(each.problems for each in rounds) else 0
+
+
+def _print(rounds: list, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"rounds": [asdict(each) for each in rounds]}))
+        return
+    from megatron.trials.table import table
+
+    print(table(rounds))
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", help="configuration")
+    parser.add_argument("overrides", nargs="*", help="key.path=value")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine (2)")
+    parser.add_argument("--steps", type=int, default=300, metavar="N", help="length of a run (300)")
+    parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (10)")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this kind of fault; may be given again")
+    parser.add_argument("--faults", action="store_true", help="list the kinds of faults")
+    parser.add_argument("--folder", type=Path, help="where the runs are; must not exist")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    options = parser.parse_intermixed_args(arguments)
+    if options.file is None and not options.faults:
+        parser.error("no configuration file")
+    if options.folder is not None and options.folder.exists():
+        parser.error(f"--folder {options.folder} exists: nothing is overwritten")
+    if not 1 <= 3 * options.every <= options.steps or options.ranks < 1:
+        parser.error("--ranks must be at least 1, and --steps at least three times --every")
+    return options
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
