@@ -1,0 +1,123 @@
+"""Faults that happen to real runs, which must end as if nothing had been; and what tells that they do not."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.trials.chaos import Event, Round
+from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage
+from megatron.trials.inject import KINDS, flip
+from megatron.trials.job import Job
+from megatron.trials.table import table
+from tests.paths import ROOT
+
+TINY = """
+model: {layers: "(attention/mlp) x2", hidden_size: 32, vocab_size: 64, dropout: 0.1, attention: {heads: 2}}
+training: {sequence_length: 16, micro_batch_size: 2, global_batch_size: 4, steps: 100}
+optimizer: {lr: 1e-2}
+data: {synthetic: copy}
+tokenizer: {type: none}
+zero: {stage: 0}
+evaluation: {at_end: false}
+logging: {console: quiet, curve: false}
+launch: {device: cpu}
+"""
+
+
+def chaos(folder: Path, *words: str) -> tuple[int, list[dict], str]:
+    (folder / "tiny.yml").write_text(TINY)
+    command = [sys.executable, str(ROOT / "tools" / "chaos.py"), str(folder / "tiny.yml"), *words, "--json"]
+    done = subprocess.run([*command, "--folder", str(folder / "runs")], capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, json.loads(done.stdout)["rounds"] if done.stdout else [], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [each.name for each in FAULTS])
+def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
+    status, rounds, said = chaos(tmp_path, "--only", name, "--steps", "60", "--every", "5", "--minutes", "0.5")
+    assert status == 0, said
+    if "disk" not in name:  # needs the right to mount
+        assert rounds[0]["events"], said
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_end_like_the_other_is_told(tmp_path: Path) -> None:
+    """A hook with a state that no checkpoint knows: after a restart other weights come out."""
+    hooks = "hooks=['tests.trials.test_verify_resume:Forgetful']"
+    words = ("--only", "rank killed", "--steps", "40", "--every", "5", "--minutes", "5", "--ranks", "1")
+    status, rounds, said = chaos(tmp_path, hooks, "checkpoint.prove=false", *words)
+    assert status == 1, said
+    assert rounds[-1]["problems"], said
+
+
+def test_damage_changes_a_file_as_it_says(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    for number in range(50):
+        file, before = tmp_path / "file", random.Random(number).randbytes(1 + number)
+        file.write_bytes(before)
+        said = damage(file, draw, "flip")
+        after = file.read_bytes()
+        changed = [(at, a ^ b) for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+        (only,) = changed
+        assert bin(only[1]).count("1") == 1 and f"of byte {only[0]} of" in said
+        damage(file, draw, "cut")
+        assert len(file.read_bytes()) < len(before) and after.startswith(file.read_bytes())
+        damage(file, draw, "delete")
+        assert not file.exists()
+
+
+def test_flip_changes_one_bit() -> None:
+    tensor = torch.randn(5)
+    before = tensor.clone()
+    flip(tensor)
+    changed = tensor.view(torch.int32) ^ before.view(torch.int32)
+    assert changed.tolist() == [1, 0, 0, 0, 0]
+
+
+def test_a_job_knows_its_own_processes(tmp_path: Path) -> None:
+    """And those that they have started, and no others."""
+    mine, other = Job(tmp_path / "a", [], 1), Job(tmp_path / "b", [], 1)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, env={"DEEPY_TRIAL": mine.mark}, start_new_session=True
+    )
+    mine.process = process
+    mine.wait_until(lambda: len(mine.processes()) == 2, "both processes")
+    assert other.processes() == [] and mine.agents() == [] and mine.members() == {}
+    mine.close()
+    mine.wait_until(lambda: mine.processes() == [], "their end")
+
+
+def test_the_table_has_every_fault_and_every_miss() -> None:
+    events = [
+        Event("rank killed", "rank 1", 12, 0.5, 10.0, 3, 137),
+        Event("rank killed", "rank 0", 40, 1.5, 20.0, 0, 137),
+    ]
+    missed = Event("spike of a gradient", "rank 0", 50, problem="nobody saw it")
+    text = table([Round(1, events), Round(2, [missed], ["spike of a gradient: nobody saw it"])])
+    row = next(line for line in text.splitlines() if line.startswith("| rank killed"))
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        "rank killed",
+        "2",
+        "1.0 (1.5)",
+        "15.0 (20.0)",
+        "0-3",
+        "137",
+    ]
+    assert "3 faults in 2 runs, 3 steps done again; 1 of 2 runs ended equal" in text
+    assert text.endswith("run 2: spike of a gradient: nobody saw it")
+
+
+def test_every_fault_says_what_must_follow() -> None:
+    names = [each.name for each in FAULTS]
+    assert len(set(names)) == len(names) and len(KINDS) == 4
+    for each in FAULTS:
+        assert each.then in (RESTART, AGAIN, GOES_ON)
+        assert each.noticed is None or each.then == GOES_ON
