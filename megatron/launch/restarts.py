@@ -42,8 +42,10 @@ class Restarts:
         if self.done == 0 and not result.started:
             return ""
         if self._repeated:
+            assert self.last is not None
             step, _, what = self.last
-            return f"not started again: {what} has come twice at step {step}, so it would come again"
+            where = f"at step {step}" if step >= 0 else "before the first step"
+            return f"not started again: {what} has come twice {where}, so it would come again"
         if self.idle >= CYCLES:
             return f"not started again: {CYCLES} starts in a row have come no further than step {self.furthest}"
         return None
@@ -64,7 +66,7 @@ class Restarts:
 def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
     """What makes two failures the same: step, status, and the exception's own words. None of one that chance may have
     brought: a killed process, a lost host, a hang, a peer that has gone."""
-    if failure is None or failure.step is None or failure.step < 0 or failure.status in (HANG,) or failure.status <= 0:
+    if failure is None or failure.step is None or failure.status in (HANG,) or failure.status <= 0:
         return None
     lines = last_traceback(failure.text).strip().splitlines()
     if failure.reason or not lines or "Traceback" not in failure.text or COMPLAINT.search(failure.text):

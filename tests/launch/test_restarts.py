@@ -9,6 +9,7 @@ import pytest
 from megatron.launch.launcher import Result
 from megatron.launch.restarts import CYCLES, Restarts
 from megatron.launch.status import HANG, HOST_LOST, Failure
+from megatron.worker.job import CORRUPT
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
 
@@ -34,6 +35,22 @@ def test_a_failure_that_comes_twice_at_one_step_is_not_tried_again():
     first, second = answers(failed(12), failed(12))
     assert (
         first is None and second == "not started again: ValueError: x has come twice at step 12, so it would come again"
+    )
+
+
+def test_so_is_one_that_comes_twice_before_the_first_step():
+    first, second = answers(failed(-1), failed(-1))
+    assert first is None and second.endswith(
+        "ValueError: x has come twice before the first step, so it would come again"
+    )
+
+
+def test_corruption_is_started_again_unless_it_is_the_same():
+    """Status 17: other updates, other words."""
+    found = [failed(n, status=CORRUPT, text=f"{TRACE}Corruption: after {n + 1} updates rank 3") for n in (12, 30, 30)]
+    first, second, third = answers(*found)
+    assert first is second is None and third.startswith(
+        "not started again: Corruption: after 31 updates rank 3 has come"
     )
 
 
