@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron.config.epochs import document_bounds
 
@@ -25,6 +27,29 @@ class TokenRange(NamedTuple):
     document: int
     start: int
     length: int
+
+
+class Lookup:
+    """Where values lie in an array: found by scanning it, and by an index from the ninth question on."""
+
+    SCANS = 8
+
+    def __init__(self, values: np.ndarray):
+        self.values, self._asked = values, 0
+
+    def places(self, wanted: Iterable[int]) -> np.ndarray:
+        """Ascending places of any of the values."""
+        wanted, self._asked = np.fromiter(wanted, np.int64), self._asked + 1
+        if self._asked <= self.SCANS:
+            return np.flatnonzero(np.isin(self.values, wanted))
+        order, ascending = self._index
+        low, high = (np.searchsorted(ascending, wanted, side) for side in ("left", "right"))
+        return np.sort(np.concatenate([order[:0], *(order[begin:end] for begin, end in zip(low, high))]))
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.values, kind="stable")
+        return order, self.values[order]
 
 
 class Order(ABC):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
 from .cache import Arrays, cached
 from .errors import DataError
-from .order import Order, TokenRange, documents_tokens
+from .order import Lookup, Order, TokenRange, documents_tokens
 from .token_file import TokenFile
 
 
@@ -137,11 +138,17 @@ class OverflowOrder(Order):
         arrays = cached(cache, "overflow", key, lambda: build_arrays(sizes, first, width, seed, wanted, chosen))
         self.documents, self.starts, self.pieces = arrays["documents"], arrays["starts"], arrays["pieces"]
         self.length = max(len(self.pieces) - (0 if self.closed else 1), 1)
+        self._entries = Lookup(self.documents)
         lengths = np.add.reduceat(file.sizes[self.documents].astype(np.int64), self.starts[:-1])
         self.filled = float(np.minimum(lengths, width).mean()) / width
         self.description = f"GPT-NeoX's pack_until_overflow, samples {100 * self.filled:.1f} % full"
         if left := int((~usable).sum()):
             self.description += f", {left} of {len(usable)} documents left out"
+
+    @cached_property
+    def _read(self) -> Lookup:
+        """Which piece each sample is."""
+        return Lookup(np.array([self.place(sample) for sample in range(len(self.pieces))]))
 
     def place(self, sample: int) -> int:
         """Which piece sample k is."""
@@ -165,13 +172,12 @@ class OverflowOrder(Order):
         return spans
 
     def find(self, document: int, below: int) -> Iterator[int]:
-        entries = np.flatnonzero(self.documents == document)
+        entries = self._entries.places([document])
         near = np.searchsorted(self.starts, entries, side="right") - 1
         near = np.union1d(near, near - 1).tolist()  # the first token of a document ends the sample before
-        read = np.array([self.place(sample) for sample in range(len(self.pieces))])
         found = [
             sample
-            for sample in np.flatnonzero(np.isin(read, near)).tolist()
+            for sample in self._read.places(near).tolist()
             if any(span.document == document for span in self.spans(sample))
         ]
         yield from (sample for sample in found if sample < below)

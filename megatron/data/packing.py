@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from .cache import Arrays, cached
-from .order import Order, TokenRange, documents_tokens, too_small
+from .order import Lookup, Order, TokenRange, documents_tokens, too_small
 from .permutation import Permutation
 from .token_file import TokenFile
 
@@ -128,7 +128,7 @@ class PackedOrder(Order):
         key = () if cache is None else (fingerprint or file.fingerprint(), first, last, sequence_length)
         arrays = cached(cache, "packing", key, lambda: build_arrays(file.sizes, first, last, sequence_length + 1))
         self.documents, self.starts, self.lengths = arrays["documents"], arrays["starts"], arrays["lengths"]
-        self.bounds = arrays["bounds"]
+        self.bounds, self._pieces = arrays["bounds"], Lookup(self.documents)
         self.length = len(self.bounds) - 1
         if self.length < 1:
             raise too_small(file, self.tokens, sequence_length)
@@ -147,7 +147,7 @@ class PackedOrder(Order):
         ]
 
     def find(self, document: int, below: int) -> Iterator[int]:
-        pieces = np.flatnonzero(self.documents == document)
+        pieces = self._pieces.places([document])
         places = sorted(set((np.searchsorted(self.bounds, pieces, side="right") - 1).tolist()))
         for epoch in range(-(-below // self.length)):
             found = (self.permutation(epoch).inverse(place) if self._seeded else place for place in places)

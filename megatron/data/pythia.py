@@ -14,7 +14,7 @@ import numpy as np
 
 from .cache import Arrays, cached
 from .errors import DataError
-from .order import Order, TokenRange, documents_tokens, too_small, touching
+from .order import Lookup, Order, TokenRange, documents_tokens, too_small, touching
 from .token_file import TokenFile
 
 STRIDE = 16  # entries of the shuffled documents between two kept starts
@@ -114,6 +114,7 @@ class PythiaOrder(Order):
             cache, "pythia", key, lambda: build_arrays(file.sizes, first, last, sequence_length, seed, self.epochs)
         )
         self.documents, self.pieces, self.starts = arrays["documents"], arrays["pieces"], arrays["starts"]
+        self._entries, self._shuffled = Lookup(self.documents), Lookup(self.pieces)
         self.length = len(self.pieces) - 1
         self.description = f"GPT-NeoX's order, {self.epochs} epoch{'s' * (self.epochs > 1)} shuffled together"
 
@@ -152,7 +153,7 @@ class PythiaOrder(Order):
 
     def find(self, document: int, below: int) -> Iterator[int]:
         places = set()
-        for entry in np.flatnonzero(self.documents == document):
+        for entry in self._entries.places([document]):
             block = int(entry) // STRIDE
             start = int(
                 self.starts[block] + self.file.sizes[self.documents[block * STRIDE : entry]].sum(dtype=np.int64)
@@ -160,7 +161,7 @@ class PythiaOrder(Order):
             size = int(self.file.sizes[document])
             if size:
                 places.update(touching(start, size, self.sequence_length, self.sequence_length + 1, len(self.pieces)))
-        found = np.flatnonzero(np.isin(self.pieces, sorted(places))).tolist()
+        found = self._shuffled.places(places).tolist()
         yield from (place for place in found if place < below)
         for epoch in range(1, -(-below // self.length)):
             repeated = (epoch * self.length + place for place in found if place < self.length)

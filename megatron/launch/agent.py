@@ -302,9 +302,13 @@ class Agent:
         if self.job.console == "all" and not (self.job.plain and rank.rank == 0):
             if lines:
                 self._show(rank, stream, b"".join(line + b"\n" for line in lines))
-        elif rank.rank == 0 or self.job.wrapper:
+        elif self._speaks(rank):
             self._show_or_hold(rank, stream, data)
         return True
+
+    def _speaks(self, rank: RankProcess) -> bool:
+        """Whether the launcher's console shows what a rank says."""
+        return self.job.console == "all" or rank.rank == 0 or self.job.wrapper
 
     def _show_or_hold(self, rank: RankProcess, stream: OutputStream, data: bytes) -> None:
         """Show what the speaking rank says, but keep a traceback back: if the rank ends, the launcher shows it once."""
@@ -349,9 +353,11 @@ class Agent:
                     pass  # ended and waited for since we looked
 
     def _ended(self, rank: RankProcess, status: int) -> None:
+        shown = self._speaks(rank)
         for stream in rank.streams:
             while self._from_rank(rank, stream):
                 pass
+            shown = shown and not stream.held
             if stream.held and status == 0:
                 self._show(rank, stream, b"".join(stream.held))
             stream.held.clear()
@@ -365,7 +371,8 @@ class Agent:
         if status != 0 and not self.told_tail:
             words = rank.last_words()
             self.told_tail = bool(words) and not COMPLAINT.search(words)  # after silence, or of a peer: one may say why
-            for line in encode_text({"type": "tail", "host": self.index, "rank": rank.rank}, words):
+            message = {"type": "tail", "host": self.index, "rank": rank.rank, "shown": shown and not self.dropped}
+            for line in encode_text(message, words):
                 self._queue(line)
         self._send({
             "type": "exit",

@@ -102,7 +102,7 @@ def last_traceback(text: str) -> str:
 def report(first: Failure, others: list[Failure], seconds: float, logs: str | None) -> str:
     """The end of a failed run, for people: traceback, who, how, why, where to read more."""
     lines = []
-    if first.text.strip():
+    if first.text.strip() and (not first.shown or _START in first.text):
         where = f"[{first.host}:{first.rank}] " if first.rank is not None else f"[{first.host}] "
         lines += [where + line for line in last_traceback(first.text).splitlines()]
     if first.rank is None:

@@ -90,6 +90,7 @@ class Launcher:
         self.selector = selectors.DefaultSelector()
         self.failures: list[Failure] = []
         self.tails: dict[int, str] = {}
+        self.shown: set[int] = set()  # ranks whose last words were on the console
         self.signals: list[int] = []
         self.received: dict[int, float] = {}
         self.begin = self.beat_at = self.ticked = time.monotonic()
@@ -335,6 +336,8 @@ class Launcher:
             self._start(int(message["port"]))
         elif kind == "tail":
             self.tails[message["rank"]] = self.tails.get(message["rank"], "") + message["text"]
+            if message["shown"]:
+                self.shown.add(message["rank"])
         elif kind == "exit":
             self._rank_ended(host, message)
         elif kind == "signalled":
@@ -358,9 +361,8 @@ class Launcher:
             if obeyed
             else f"it had not ended {self.job.grace:.0f} s after the signal (launch.grace)" * message["late"]
         )
-        self.failures.append(
-            Failure(message["time"] + host.offset, host.name, rank, status, reason, self.tails.get(rank, ""), step)
-        )
+        when, words = message["time"] + host.offset, self.tails.get(rank, "")
+        self.failures.append(Failure(when, host.name, rank, status, reason, words, step, shown=rank in self.shown))
         if not stopped(status, self.signals):  # one that obeyed a signal is no reason to hurry the others
             self._stop_all(FAILURE_GRACE)
 

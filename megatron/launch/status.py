@@ -39,6 +39,7 @@ class Failure:
         text: the end of what the rank said.
         since: when it stopped to get on, by the launcher's clock, where that was before it was ended for it (a hang).
         step: the last one that the rank had begun, from 0; -1 before the first; None where it does not tell.
+        shown: whether the console has shown all that the rank said.
     """
 
     time: float
@@ -49,6 +50,7 @@ class Failure:
     text: str = ""
     step: int | None = None
     since: float | None = None
+    shown: bool = False
 
 
 def exit_status(status: int) -> int:

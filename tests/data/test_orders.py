@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.order import SequentialOrder, StreamOrder
+from megatron.data.order import Lookup, SequentialOrder, StreamOrder
 from megatron.data.packing import PackedOrder, best_fit
 from megatron.data.permutation import Permutation
 from tests.data.make import write_documents, write_sizes
@@ -122,3 +122,10 @@ def test_packing_loses_and_cuts_nothing(tmp_path_factory, sizes, length, shuffle
 def test_packing_fills_well(tmp_path):
     file = write_sizes(tmp_path / "a", np.random.default_rng(0).integers(1, 400, 3000).tolist())
     assert PackedOrder(file, 0, 3000, 511, 1).filled > 0.99
+
+
+@settings(max_examples=40, deadline=None)
+@given(values=st.lists(st.integers(0, 9), max_size=30), wanted=st.sets(st.integers(-1, 11), max_size=4))
+def test_places_by_scanning_and_by_an_index(values, wanted):
+    lookup, expected = Lookup(np.array(values, np.int32)), [k for k, value in enumerate(values) if value in wanted]
+    assert [lookup.places(wanted).tolist() for _ in range(Lookup.SCANS + 2)] == [expected] * (Lookup.SCANS + 2)

@@ -22,7 +22,7 @@ from tests.training.matrix import merged
 from tests.training.test_resume_layouts import identical, together
 from tests.workers import run
 
-QUICK, ALL = 10, 200
+QUICK, ALL = 20, 200
 LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
 
 

@@ -226,6 +226,14 @@ def test_the_first_traceback_is_shown_last_and_once(tmp_path):
     assert any("likely cause" in line and "micro_batch_size" in line for line in last)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reason_without_a_traceback_is_shown_once(rank, tmp_path):
+    """Rank 0's as it came, another's by the launcher, with its name."""
+    status, _, error = Job(tmp_path, "refuses", str(rank), ranks=2).finish()
+    assert status == 2 and error.count("the reason, in a sentence") == 1, error
+    assert (f":{rank}] the reason" in error) == (rank != 0)
+
+
 def test_a_survived_traceback_is_shown(tmp_path):
     for seconds in ("0", "3.5"):
         status, _, error = Job(tmp_path, "caught", seconds, ranks=1).finish()

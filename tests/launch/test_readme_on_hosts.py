@@ -1,4 +1,4 @@
-"""The README's section on several hosts, its commands typed as they stand on hosts made of namespaces, scaled down."""
+"""The README's section on several hosts, its commands typed on hosts made of namespaces, one rank on each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_readme import SMALL, blocks, copy, shell  # noqa: F401  (copy is a fixture)
+from tests.test_readme import blocks, copy, shell  # noqa: F401  (copy is a fixture)
 
 from .host_job import HostJob
 from .namespaces import wait_for
@@ -38,18 +38,17 @@ def scaled(text: str) -> str:
 
 def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
     (data,) = [block for block in blocks() if "tokenize.py --input" in block.text]
-    assert shell(data.script, copy).returncode == 0
+    assert shell(data.text, copy).returncode == 0
     for block in blocks():
         if block.mark == "file":
-            (copy / block.detail).write_text(scaled(block.text))
-    (copy / "small.yml").write_text(SMALL + "logging: {every: 1}\n")
+            (copy / block.name).write_text(scaled(block.text))
     doctor, *starts = commands()
     said = typed(jobs(cluster, copy, typing(doctor), environment=environment(slurm)), slurm)
     assert "node1" in said and "node2" in said or "2 hosts" in said, said
     run = copy / "runs" / "my"
     for stop, command in zip(STOPS, starts, strict=True):
         assert command.count("my.yml") == 1
-        line = scaled(command).replace("my.yml", f"my.yml small.yml training.stop_at_step={stop}")
+        line = scaled(command).replace("my.yml", f"my.yml training.stop_at_step={stop}")
         typed(jobs(cluster, copy, typing(line), environment=environment(slurm)), slurm)
         wait_for(partial(has_ended, run, stop), 400, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]

@@ -188,6 +188,13 @@ def flaky() -> None:
     sys.exit(3 if attempt < 2 else 0)
 
 
+def refuses() -> None:
+    """One rank says why and ends, without a traceback; the others end well."""
+    if RANK == sys.argv[2]:
+        print("the reason, in a sentence", file=sys.stderr)
+        sys.exit(2)
+
+
 def exits() -> None:
     """Ends with the status of its rank in the list."""
     sys.exit(int(sys.argv[2].split(",")[int(RANK)]))
