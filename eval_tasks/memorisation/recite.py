@@ -37,13 +37,19 @@ class Recital:
 
 
 def recite(scorer: Scorer, rows: Sequence[Row], context: int, *, scores: bool = True) -> list[Recital]:
-    """The recitals of sequences. All ranks call it with the same ones.
+    """The recitals of sequences, those that occur several times computed once. All ranks call it with the same ones.
 
     Args:
         rows: k + l tokens each.
         context: k.
         scores: also continue what is not extractable, which costs up to l passes instead of one.
     """
+    different = list(dict.fromkeys(rows))
+    found = dict(zip(different, _recite(scorer, different, context, scores), strict=True))
+    return [found[row] for row in rows]
+
+
+def _recite(scorer: Scorer, rows: Sequence[Row], context: int, scores: bool) -> list[Recital]:
     length = len(rows[0]) - context if rows else 0
     read = scorer.score([Text(row, length) for row in rows])
     others = [number for number, each in enumerate(read) if scores and not each.greedy]

@@ -45,7 +45,7 @@ from .expert_load import ExpertLoad
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
-from .protocol import StepResult
+from .protocol import LabelGroups, StepResult
 from .reduction import sum_large_gradients_in_place
 from .state import EngineState
 
@@ -78,10 +78,17 @@ NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
 @dataclass
 class LossAccumulator:
-    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight."""
+    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight.
+
+    Attributes:
+        groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
+        sums: by group; see `protocol.LabelGroups`.
+    """
 
     loss: Tensor
     weight: Tensor
+    groups: Iterator[Tensor] | None = None
+    sums: Tensor | None = None
 
     @classmethod
     def zero(cls, device: torch.device) -> LossAccumulator:
@@ -90,8 +97,13 @@ class LossAccumulator:
         )
 
     def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
-        self.loss += (ce_BS.detach() * weights_BS).sum()
+        losses_BS = ce_BS.detach() * weights_BS
+        self.loss += losses_BS.sum()
         self.weight += weights_BS.sum()
+        if self.groups is not None and self.sums is not None:
+            both = torch.stack([losses_BS.flatten(), weights_BS.flatten()]).double()
+            for ids_BS in next(self.groups).unbind(-1):
+                self.sums.index_add_(1, ids_BS.flatten(), both)
 
     @property
     def mean(self) -> Tensor:
@@ -313,6 +325,14 @@ class BaseEngine:
         """Whether this rank reports its labels: each label is reported by one rank."""
         return self.mesh.at.tensor == 0 and self.mesh.at.pipeline == self.mesh.pipeline.size - 1
 
+    def _accumulator(self, groups: LabelGroups | None) -> LossAccumulator:
+        """Nothing so far, of labels in these groups."""
+        made = LossAccumulator.zero(self.device)
+        if groups is not None and self.reports:
+            made.groups = iter(self.context.cut(groups.ids.to(self.device), 2))
+            made.sums = groups.sums
+        return made
+
     def _scale(self, batch: StepBatch) -> float | Tensor | None:
         """Replicas times accumulation over the weight of all labels of the global batch; None if that is 0.
 
@@ -395,10 +415,10 @@ class PlainEngine(BaseEngine):
 
     @phase(EVALUATE)
     @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
-        """Sum of the losses of the labels that this rank reports, and their weight."""
+    def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
+        """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
         self.model.eval()
-        losses = LossAccumulator.zero(self.device)
+        losses = self._accumulator(groups)
         for micro in self._micro_batches(batch, 1.0):
             losses.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
         return (losses.loss, losses.weight) if self.reports else (0.0, 0.0)
@@ -452,9 +472,9 @@ class PipelinedEngine(BaseEngine):
 
     @phase(EVALUATE)
     @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> tuple[Tensor | float, Tensor | float]:
-        """Sum of the losses of the labels that this rank reports, and their weight."""
-        self.losses = LossAccumulator.zero(self.device)
+    def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
+        """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
+        self.losses = self._accumulator(groups)
         self.deepspeed.eval_batch(
             self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
         )

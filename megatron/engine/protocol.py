@@ -40,6 +40,20 @@ class StepResult:
     extras: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LabelGroups:
+    """Groups whose losses are wanted apart.
+
+    Attributes:
+        ids: int64 [A, M, S, K], the K groups of each label of a batch.
+        sums: float64 [2, G] on the engine's device: each group's sum of losses and of weights, which is added to on
+            ranks that report labels.
+    """
+
+    ids: torch.Tensor
+    sums: torch.Tensor
+
+
 class StepDropped(Exception):
     """A step is given up between two of its micro-batches, on all ranks: no weight and no optimizer state has changed.
 
@@ -65,8 +79,14 @@ class Engine(Protocol):
                 raising `StepDropped`. The engine is then good for saving, and for no further step.
         """
 
-    def evaluate(self, batch: StepBatch) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """The sum of the losses of the labels that this rank reports, and their weight (see `StepResult.tokens`)."""
+    def evaluate(
+        self, batch: StepBatch, groups: LabelGroups | None = None
+    ) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """The sum of the losses of the labels that this rank reports, and their weight (see `StepResult.tokens`).
+
+        Args:
+            groups: add them up by groups too.
+        """
 
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from the head's input of its micro-batch; an empty list on ranks without the head.

@@ -107,6 +107,11 @@ class EvaluationSection(Section):
     )
     at_start: bool = key(False, "Evaluate before the first step.")
     at_end: bool = key(True, "Evaluate after the last step.")
+    breakdown: list[Literal["source", "position", "frequency"]] = key(
+        list,
+        "Losses of validation by parts too: by source, by tokens read before, by the token's share of the training "
+        "tokens (docs/evaluation.md).",
+    )
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
     tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from megatron.data.batch import StepBatch
 from megatron.engine.protocol import Engine
 from megatron.worker.beacon import EVALUATE
 
+from ..breakdown import (
+    Breakdown,
+    ByFrequency,
+    ByPosition,
+    BySource,
+    Grouping,
+    bits_per_byte,
+    bytes_of_tokens,
+    token_shares,
+)
 from ..exchange import Exchange, StepReport
 from ..hook import Hook, Parts, ValidationSet
 from ..trainer import Trainer
@@ -23,19 +36,53 @@ def _double(number: torch.Tensor | float) -> torch.Tensor | float:
     return number.detach().double() if isinstance(number, torch.Tensor) else number
 
 
-def evaluate(engine: Engine, exchange: Exchange, which: ValidationSet) -> dict[str, float]:
+@dataclass(frozen=True)
+class Measures:
+    """What is told of a set beside its loss.
+
+    Attributes:
+        sizes: bytes of each id's text, float64 [V]; None if they are not known.
+        counts_bytes: whether this rank counts them: one rank of each data parallel index.
+        breakdown: losses by parts.
+    """
+
+    sizes: torch.Tensor | None = None
+    counts_bytes: bool = False
+    breakdown: Breakdown | None = None
+
+    def size(self, batch: StepBatch) -> float:
+        """Bytes of this rank's labels, each as often as it counts."""
+        if self.sizes is None or not self.counts_bytes:
+            return 0.0
+        sizes = self.sizes[batch.labels]
+        return float(sizes.sum() if batch.loss_mask is None else (sizes * batch.loss_mask).sum())
+
+
+def evaluate(
+    engine: Engine, exchange: Exchange, which: ValidationSet, measures: Measures = Measures()
+) -> dict[str, Any]:
     """Loss of a set: the mean over its labels, however they fall into batches and ranks. All ranks call it.
 
     Returns:
         loss in nats per token, perplexity, and the number (weight) of tokens; loss nan where there were no labels.
+        Bits per byte, where bytes are known, and the losses of the breakdown's groups.
     """
-    loss_sum, tokens = 0.0, 0.0
+    loss_sum, tokens, size = 0.0, 0.0, 0.0
+    breakdown = measures.breakdown
+    sums = torch.zeros(2, breakdown.size if breakdown else 0, dtype=torch.float64, device=exchange.device)
     for index in range(which.batches):
-        loss, count = engine.evaluate(which.loader.step(index))
+        batch = which.loader.step(index)
+        loss, count = engine.evaluate(batch, breakdown.labels(batch, sums)) if breakdown else engine.evaluate(batch)
         loss_sum, tokens = loss_sum + _double(loss), tokens + _double(count)
-    total, count = exchange.sum([loss_sum, tokens]).tolist()
+        size += measures.size(batch)
+    total, count, size, *parts = exchange.sum([loss_sum, tokens, size, *sums.flatten().unbind()]).tolist()
     loss = total / count if count else math.nan
-    return {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+    found: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
+    if measures.sizes is not None:
+        found["bits_per_byte"] = bits_per_byte(total, size)
+    if breakdown is not None:
+        found |= breakdown.record(parts[: breakdown.size], parts[breakdown.size :])
+    return found
 
 
 class EvaluateHook(Hook):
@@ -45,19 +92,33 @@ class EvaluateHook(Hook):
         sets: what to evaluate.
         every: n, None for never.
         average: evaluate them with the average of the weights too, as "<set> (average)".
+        breakdown: what losses are broken down by.
     """
 
     def __init__(
-        self, sets: Sequence[ValidationSet], *, every: int | None, at_start: bool, at_end: bool, average: bool = False
+        self,
+        sets: Sequence[ValidationSet],
+        *,
+        every: int | None,
+        at_start: bool,
+        at_end: bool,
+        average: bool = False,
+        breakdown: Sequence[str] = (),
     ) -> None:
-        self._average = average
+        self._average, self._breakdown = average, tuple(breakdown)
+        self._measures: dict[str, Measures] = {}
         self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
 
     @classmethod
     def of(cls, parts: Parts) -> EvaluateHook:
         options, average = parts.config.evaluation, parts.config.training.weight_average is not None
         return cls(
-            parts.validation, every=options.every, at_start=options.at_start, at_end=options.at_end, average=average
+            parts.validation,
+            every=options.every,
+            at_start=options.at_start,
+            at_end=options.at_end,
+            average=average,
+            breakdown=options.breakdown,
         )
 
     def on_start(self, trainer: Trainer) -> None:
@@ -76,12 +137,14 @@ class EvaluateHook(Hook):
         found = {}
         for each in self._sets:
             with trainer.aside(EVALUATE, each.name):
-                found[each.name] = evaluate(trainer.engine, trainer.exchange, each)
+                found[each.name] = evaluate(trainer.engine, trainer.exchange, each, self._of(trainer, each))
         if self._average:
             with trainer.engine.averaged():
                 for each in self._sets:
                     with trainer.aside(EVALUATE, each.name):
-                        found[f"{each.name} (average)"] = evaluate(trainer.engine, trainer.exchange, each)
+                        found[f"{each.name} (average)"] = evaluate(
+                            trainer.engine, trainer.exchange, each, self._of(trainer, each)
+                        )
         if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():
@@ -90,3 +153,23 @@ class EvaluateHook(Hook):
                     f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
                     f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data"
                 )
+
+    def _of(self, trainer: Trainer, which: ValidationSet) -> Measures:
+        """What is told of a set; what that needs is computed once."""
+        if which.name not in self._measures:
+            config, at = trainer.config, trainer.mesh.at
+            vocabulary = config.model.vocab_size
+            groupings: dict[str, Grouping] = {}
+            for name in self._breakdown:
+                if name == "source":
+                    groupings["by_source"] = BySource(which.loader.plan)
+                elif name == "position":
+                    groupings["by_position"] = ByPosition(config.training.sequence_length)
+                else:
+                    groupings["by_frequency"] = ByFrequency(token_shares(trainer.loader.plan, vocabulary))
+            self._measures[which.name] = Measures(
+                bytes_of_tokens(config.tokenizer, vocabulary),
+                at.tensor == at.context == at.pipeline == 0,
+                Breakdown(groupings) if groupings else None,
+            )
+        return self._measures[which.name]
