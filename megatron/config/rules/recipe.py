@@ -11,6 +11,7 @@ from ..optimizer_options import OPTIONS
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
+from ..sections.recipe import ObjectiveSection
 from ..structure import nearest
 
 
@@ -286,7 +287,7 @@ def goldfish_fits_the_sequence(context: RuleContext) -> Iterator[Problem]:
 
 
 def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
-    """Who gives k without the type would train on every label and believe otherwise."""
+    """Who gives k without the type would train on every label and believe otherwise. A resolved file has all keys."""
     if context.config.objective.type != "cross_entropy":
         return
     for name in ("k", "h", "mask"):
@@ -296,8 +297,8 @@ def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
                 "objective.type",
                 rule=f"objective.{name} must come with objective.type: goldfish",
                 fix=f"set objective.type=goldfish, or remove objective.{name}",
+                fatal=context.value(f"objective.{name}") != ObjectiveSection.model_fields[name].default,
             )
-            return
 
 
 RULES = (

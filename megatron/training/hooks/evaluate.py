@@ -69,13 +69,17 @@ def evaluate(
     """
     loss_sum, tokens, size = 0.0, 0.0, 0.0
     breakdown = measures.breakdown
-    sums = torch.zeros(2, breakdown.size if breakdown else 0, dtype=torch.float64, device=exchange.device)
+    sums = torch.zeros(2, breakdown.size, dtype=torch.float64, device=exchange.device) if breakdown else None
     for index in range(which.batches):
         batch = which.loader.step(index)
-        loss, count = engine.evaluate(batch, breakdown.labels(batch, sums)) if breakdown else engine.evaluate(batch)
+        if breakdown is not None and sums is not None:
+            loss, count = engine.evaluate(batch, breakdown.labels(batch, sums))
+        else:
+            loss, count = engine.evaluate(batch)
         loss_sum, tokens = loss_sum + _double(loss), tokens + _double(count)
         size += measures.size(batch)
-    total, count, size, *parts = exchange.sum([loss_sum, tokens, size, *sums.flatten().unbind()]).tolist()
+    extra = [] if sums is None else list(sums.flatten().unbind())
+    total, count, size, *parts = exchange.sum([loss_sum, tokens, size, *extra]).tolist()
     loss = total / count if count else math.nan
     found: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), "tokens": count}
     if measures.sizes is not None:

@@ -3,7 +3,7 @@
 from tests.config.broken.case import case
 
 RECIPE = [
-    case("goldfish without its type", "objective: {k: 4}", "a.yml:2: objective.k = 4", "with objective.type: goldfish"),
+    case("goldfish without its type", "objective: {k: 3}", "a.yml:2: objective.k = 3", "with objective.type: goldfish"),
     case("goldfish leaves all out", "objective: {type: goldfish, k: 1}", "a.yml:2: objective.k = 1", "[2, "),
     case(
         "goldfish looks beyond the sample",
