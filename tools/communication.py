@@ -5,7 +5,8 @@
     python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
 The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one; with
-logging.communication=times also how long it took, and as a trace for Perfetto. The second predicts a step of a
+logging.communication=times also how long it took, and as a trace for Perfetto, and
+beside the machine's own curves (--machine). The second predicts a step of a
 configuration, and trains nothing (docs/communication.md).
 
 Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
@@ -26,6 +27,7 @@ if str(ROOT) not in sys.path:
 from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
+from megatron.parallel.curve import Curve, read_curves  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable, regular, table  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
@@ -114,6 +116,14 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     return text
 
 
+def curves_of(path: str | None) -> tuple[Curve, ...]:
+    """The measured collectives of a machine, none without a file."""
+    try:
+        return read_curves(path) if path else ()
+    except (OSError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
 def write_step(run: str, path: str, step: int | None) -> list[int]:
     """Write the single messages of a run's last timed steps, or of one of them, as a trace; returns these steps."""
     try:
@@ -138,6 +148,7 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     parser.add_argument("--layers", action="store_true", help="tell layers apart")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
+    parser.add_argument("--machine", metavar="FILE", help="machine.yml of tools/bench/communication.py, to set beside")
     parser.add_argument("--trace", metavar="FILE", help="write the run's last timed steps for Perfetto or Chrome")
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
@@ -159,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             accounts = accounts_of(run, options.rank)
             facts, counted, predicted = of_run(run, accounts, options.step)
-            times = StepTimes.of(accounts, options.step)
+            times = StepTimes.of(accounts, options.step, curves_of(options.machine))
             if options.output:
                 keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
                 save_account(options.output, counted, predicted, times, f"communication of step {facts['step']}")

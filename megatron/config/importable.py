@@ -33,8 +33,8 @@ def check_importable(path: str) -> None:
 def _file_of(module: str) -> Path | None:
     search: list[str] | None = None
     file, parts = None, module.split(".")
-    for number in range(len(parts)):
-        found = PathFinder.find_spec(".".join(parts[: number + 1]), search)
+    for part in parts:
+        found = PathFinder.find_spec(part, search)  # with its whole name Python would want the parents imported
         if found is None:
             raise RegistryError(
                 f"module {module} must be found by Python",

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.config.problems import ConfigError, Problem
+from megatron.parallel.curve import Curve
 from megatron.report.peaks import device_peak
 
 FILE = Path(__file__).with_name("devices.yml")
@@ -94,6 +95,8 @@ class Network(_Entry):
 class _Machines(_Entry):
     devices: dict[str, Device] = Field(default_factory=dict)
     networks: dict[str, Network] = Field(default_factory=dict)
+    measured: dict[str, Any] = Field(default_factory=dict)  # where and when the collectives were measured
+    collectives: list[Any] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,14 @@ class Cluster:
     Attributes:
         devices: in all.
         per_host: devices of a host.
+        curves: collectives as they were measured there; where there is one, nothing is calculated.
     """
 
     device: Device
     network: Network
     devices: int
     per_host: int
+    curves: tuple[Curve, ...] = ()
 
     @property
     def hosts(self) -> int:
@@ -127,6 +132,22 @@ def known(path: str | None = None) -> tuple[Mapping[str, Device], Mapping[str, N
         return machines.devices, machines.networks
     own = _read(Path(path))
     return {**machines.devices, **own.devices}, {**machines.networks, **own.networks}
+
+
+@cache
+def measured(path: str | None) -> tuple[Curve, ...]:
+    """The collectives of a file, as tools/bench/communication.py has measured them.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not of this form.
+    """
+    if path is None:
+        return ()
+    try:
+        return tuple(map(Curve.of, _read(Path(path)).collectives))
+    except ValueError as error:
+        fix = "measure again with tools/bench/communication.py"
+        raise ConfigError([Problem("collectives", f"must be right: {error}", fix, where=path)]) from None
 
 
 def _read(path: Path) -> _Machines:
@@ -166,7 +187,7 @@ def cluster(
         gpu: a device's name in the table.
         hosts: None takes as few hosts as can have the devices.
         network: a network's name; None is ib400 (on one host no network is used).
-        path: of a file with further devices and networks.
+        path: of a file with further devices and networks, and with measured collectives.
 
     Raises:
         ConfigError: a name is not known, or devices cannot be spread evenly over the hosts.
@@ -180,7 +201,7 @@ def cluster(
         rule = f"{devices} devices must fill the hosts evenly; {count} hosts cannot have equal numbers of them"
         fix = f"ask for {' or '.join(str(each) for each in (below, below + count) if each)} devices, or give --hosts"
         raise ConfigError([Problem("--gpus", rule, fix, devices)])
-    return Cluster(device, net, devices, per_host)
+    return Cluster(device, net, devices, per_host, measured(path))
 
 
 def describe(at: Cluster) -> dict[str, Any]:
@@ -191,4 +212,5 @@ def describe(at: Cluster) -> dict[str, Any]:
         "devices": at.devices,
         "hosts": at.hosts,
         "per_host": at.per_host,
+        "measured_collectives": len(at.curves),
     }

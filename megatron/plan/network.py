@@ -3,7 +3,8 @@
 A ring of n ranks sends S bytes per rank in 2 (n - 1) steps of S / n for an all-reduce, and in n - 1 steps for an
 all-gather, a reduce-scatter or an all-to-all (S is the whole tensor; Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
 For small messages an all-reduce goes along a tree. Where a group spans hosts, the slowest link of the ring is the
-network. A host's adapters are shared by the rings that leave it at the same time, one for each of its groups.
+network. A host's adapters are shared by the rings that leave it at the same time, one for each of its groups. Where the
+machine has a measured curve for groups of as many ranks on as many hosts, its times are taken instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
+from megatron.parallel.curve import choose
 from megatron.parallel.layout import Layout
 
 from .devices import Cluster
@@ -75,6 +77,9 @@ def collective(at: Cluster, group: Group, operation: str, size: float, messages:
     """Seconds of `messages` equal collectives of `size` bytes in all, one after the other."""
     if group.ranks == 1 or not messages:
         return 0.0
+    curve = choose(at.curves, operation, group.ranks, group.hosts)
+    if curve is not None:
+        return messages * curve.seconds(size / messages)
     link, network = at.device.link, at.network
     inside = ring(operation, group.ranks, size / messages, link.latency * 1e-6, link.bandwidth * 1e9)
     if group.hosts == 1:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.parallel.durations import Duration, Durations, bus_bandwidth
+from megatron.parallel.curve import Curve, choose
+from megatron.parallel.durations import Duration, Durations, Kind, bus_bandwidth
 from megatron.parallel.traffic import Tally
 
 from .communication import TIMES, RankAccount, milliseconds, regular, table
@@ -53,6 +54,22 @@ def slowest(times: Mapping[int, Durations]) -> Slowest:
     return Slowest(link, links[link][1] if link else 0.0, rank if last else -1, last, of)
 
 
+class StepRow(NamedTuple):
+    """Messages of a kind.
+
+    Attributes:
+        key: phase, group, operation, type.
+        duration: sums over ranks.
+        bus: bytes per second on the bus, None where it is not known.
+        curve: seconds that their transfer would take by the machine's curve, None without one.
+    """
+
+    key: tuple[str, ...]
+    duration: Duration
+    bus: float | None
+    curve: float | None
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Times of one step.
@@ -62,45 +79,70 @@ class StepTimes:
         ranks: how many are summed.
         durations: their sums.
         slowest: what held them up.
+        hosts: of each rank, where it is known.
+        curves: how long collectives take on this machine, as they were measured.
     """
 
     step: int
     ranks: int
     durations: Durations
     slowest: Slowest
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    curves: tuple[Curve, ...] = ()
 
     @classmethod
-    def of(cls, accounts: Mapping[int, RankAccount], step: int | None) -> StepTimes | None:
+    def of(
+        cls, accounts: Mapping[int, RankAccount], step: int | None, curves: tuple[Curve, ...] = ()
+    ) -> StepTimes | None:
         """Of a step, or of the last one that all these ranks have timed; None if they have not."""
         both = set.intersection(*(set(each.times) for each in accounts.values()))
         if not both or (step is not None and step not in both):
             return None
         at = max(both) if step is None else step
         times = {rank: each.times[at] for rank, each in accounts.items()}
-        return cls(at, len(times), sum(times.values(), Durations()), slowest(times))
+        hosts = {rank: str(each.facts["host"]) for rank, each in accounts.items() if "host" in each.facts}
+        return cls(at, len(times), sum(times.values(), Durations()), slowest(times), hosts, curves)
 
-    def rows(self) -> list[tuple[tuple[str, ...], Duration, float | None]]:
-        """(phase, group, operation, type), sums, and bytes per second on the bus of each kind of message."""
-        found = self.durations.by("phase", "group", "operation", "dtype")
-        rates: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-        for kind, each in self.durations:
-            if (rate := bus_bandwidth(kind, each)) is not None:
-                rates.setdefault((kind.phase, kind.group, kind.operation, kind.dtype), []).append((each.transfer, rate))
-        means = {
-            key: sum(seconds * rate for seconds, rate in pairs) / sum(seconds for seconds, _ in pairs)
-            for key, pairs in rates.items()
-        }
-        return [(key, each, means.get(key)) for key, each in found.items()]
+    def expected(self, kind: Kind, duration: Duration) -> float | None:
+        """Seconds that these messages would take by the machine's curve; None where it has none of their kind."""
+        members = [int(each) for each in kind.members.split()]
+        hosts = {self.hosts.get(each, "") for each in members}
+        curve = choose(self.curves, kind.operation, len(members), len(hosts), kind.group)
+        if curve is None or not duration.bytes:
+            return None
+        return duration.messages * curve.seconds(duration.bytes / duration.messages)
+
+    def rows(self) -> list[StepRow]:
+        """Of each kind of message, over groups."""
+        fields = ("phase", "group", "operation", "dtype")
+        found = {key: StepRow(key, each, None, None) for key, each in self.durations.by(*fields).items()}
+        for key, row in found.items():
+            own = [
+                (kind, each)
+                for kind, each in self.durations
+                if (kind.phase, kind.group, kind.operation, kind.dtype) == key
+            ]
+            rates = [(each.transfer, rate) for kind, each in own if (rate := bus_bandwidth(kind, each)) is not None]
+            if rates:
+                mean = sum(seconds * rate for seconds, rate in rates) / sum(seconds for seconds, _ in rates)
+                row = row._replace(bus=mean)
+            expected = [self.expected(kind, each) for kind, each in own]
+            if all(each is not None for each in expected):
+                row = row._replace(curve=sum(each or 0.0 for each in expected))
+            found[key] = row
+        return list(found.values())
 
     def text(self) -> str:
         """A table per rank on average, and what was slowest."""
         lines = []
-        for key, each, rate in self.rows():
+        for key, each, rate, curve in self.rows():
             mean = each._replace(seconds=each.seconds / self.ranks, exposed=each.exposed / self.ranks,
                                  waiting=each.waiting / self.ranks)  # fmt: skip
-            bus = "-" if rate is None else f"{rate / 1e9:.3g}"
-            lines.append([*(name or "-" for name in key), *milliseconds(mean), bus])
-        headers = ["phase", "group", "operation", "type", *TIMES, "bus GB/s"]
+            line = [*(name or "-" for name in key), *milliseconds(mean), "-" if rate is None else f"{rate / 1e9:.3g}"]
+            if self.curves:
+                line.append("-" if curve is None else f"{1e3 * curve / self.ranks:.3f}")
+            lines.append(line)
+        headers = ["phase", "group", "operation", "type", *TIMES, "bus GB/s", *(["by curve"] if self.curves else [])]
         whose = "one rank" if self.ranks == 1 else f"mean of {self.ranks} ranks"
         text = f"times of step {self.step}, {whose}:\n{table(headers, lines)}"
         found = self.slowest
@@ -114,7 +156,8 @@ class StepTimes:
         """For JSON; seconds and bytes are sums over ranks."""
         names = ("phase", "group", "operation", "dtype")
         calls = [
-            {**dict(zip(names, key)), **each._asdict(), "bus_bytes_per_second": rate} for key, each, rate in self.rows()
+            {**dict(zip(names, key)), **each._asdict(), "bus_bytes_per_second": rate, "curve_seconds": curve}
+            for key, each, rate, curve in self.rows()
         ]
         return {"step": self.step, "ranks": self.ranks, "slowest": asdict(self.slowest), "calls": calls}
 

@@ -70,6 +70,20 @@ def test_what_is_wrong_with_an_extension_is_said(module, text, rule, fix):
     assert rule in error.value.rule and fix in error.value.fix
 
 
+def test_folders_without_an_init_are_found(tmp_path, monkeypatch):
+    """Nested ones too: Python's own search wants the outer folder imported."""
+    from megatron.config.importable import check_importable
+
+    (tmp_path / "our_lab" / "probes").mkdir(parents=True)
+    (tmp_path / "our_lab" / "probes" / "first.py").write_text("class Probe: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    check_importable("our_lab.probes.first:Probe")
+    with pytest.raises(RegistryError, match="must define Other"):
+        check_importable("our_lab.probes.first:Other")
+    with pytest.raises(RegistryError, match="must be found by Python"):
+        check_importable("our_lab.probes.second:Probe")
+
+
 @pytest.mark.parametrize("path", ["os", "os:", "os.path:join:x", "../a:b", "os:path.join", "a b:c"])
 def test_a_path_is_a_module_and_an_attribute(path):
     with pytest.raises(RegistryError, match="must be an import path"):

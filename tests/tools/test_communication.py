@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.parallel.curve import Curve
 from megatron.parallel.durations import Duration, Durations, Kind
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import read_accounts
@@ -94,6 +95,20 @@ def test_times_of_a_step(folder, capsys):
     assert main([str(folder / "run"), "--rank", "1"]) == 0
     printed = capsys.readouterr().out
     assert "times of step 1, one rank:" in printed and "slowest rank" not in printed
+
+
+def test_times_beside_the_machines_curves(folder, capsys):
+    """A curve of one time for all sizes: each row has its messages times that."""
+    points = ((1024, 0.25, 0.5, 1.0), (2**30, 0.25, 0.5, 1.0))
+    file = folder / "machine.yml"
+    file.write_text(json.dumps({"collectives": [Curve("all_reduce", "tensor", 2, 1, 1, points).document()]}))
+    assert main([str(folder / "run"), "--json", "--machine", str(file)]) == 0
+    calls = json.loads(capsys.readouterr().out)["times"]["calls"]
+    sums = [call for call in calls if call["operation"] == "all_reduce"]
+    assert sums and all(call["curve_seconds"] == pytest.approx(0.5 * call["messages"]) for call in sums)
+    assert all(call["curve_seconds"] is None for call in calls if call["operation"] != "all_reduce")
+    assert main([str(folder / "run"), "--machine", str(file)]) == 0
+    assert "by curve" in capsys.readouterr().out
 
 
 def test_what_was_slowest_is_named():
@@ -200,6 +215,7 @@ def test_damaged_messages_are_refused(tmp_path, line):
         (["{run}", "--rank", "7"], "not of 7"),
         (["{run}", "--step", "9"], "no account of step 9"),
         (["{folder}"], "logging.communication=counts"),
+        (["{run}", "--machine", "{folder}/tiny.yml"], "list of `collectives`"),
         (["{run}", "--trace", "{folder}/t.json", "--step", "9"], "step 9"),
         (["{run}", "--trace", "{run}/communication/events_0.jsonl"], "events_0.jsonl"),
         (["{folder}/tiny.yml", "--ranks", "2", "--rank", "2"], "from 0 to 1"),

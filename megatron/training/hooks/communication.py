@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from torch import nn
@@ -83,9 +84,8 @@ class CommunicationHook(Hook):
         self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
         label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
-        self._file = AccountFile(
-            self._folder, mesh.rank, {"layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
-        )
+        facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
+        self._file = AccountFile(self._folder, mesh.rank, facts)
         self._recorder.install()
         if self._timed:
             self._times = MessageTimes(self._recorder, device)

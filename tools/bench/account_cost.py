@@ -1,0 +1,143 @@
+#!/usr/bin/env python
+"""What the account of communication costs: a run whose steps take turns without it, with counts, and with times.
+
+    python tools/bench/account_cost.py a.yml key.path=value ... [--ranks 2] [--rounds 100] [--json]
+
+Each turn is a whole step with all that comes after it, on the same ranks in the same run, so that a change of the
+machine's load meets all three; which comes first changes from round to round. Ratios are those of one round: their
+median, and between which half of them lie. Of each step the seconds of the clock are taken, and the processor time of
+rank 0 with all its threads, which does not depend on other programs as much.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from megatron.config import split_arguments  # noqa: E402
+from megatron.launch.command_line import main as launch  # noqa: E402
+from megatron.training.hook import Hook  # noqa: E402
+from megatron.training.hooks.communication import CommunicationHook  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.training.exchange import StepReport
+    from megatron.training.trainer import Trainer
+
+WAYS = ("off", "counts", "times")
+FIRST = 6  # steps before the first that counts
+
+
+def way_of(step: int) -> str:
+    """Which turn a step is: the first of a round is another one in each round."""
+    round_, turn = divmod(step, len(WAYS))
+    return WAYS[(turn + round_) % len(WAYS)]
+
+
+class Turns(Hook):
+    """Has each step counted, timed, or left alone, and takes the time of each.
+
+    Args:
+        output: file for rank 0's list of [way, seconds, processor seconds].
+    """
+
+    def __init__(self, output: str) -> None:
+        self._output = Path(output)
+        self._found: list[list[Any]] = []
+        self._hook: CommunicationHook | None = None
+        self._begun = (0.0, 0.0)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        self._leave(trainer)
+        way = way_of(step)
+        if way != "off":
+            self._hook = CommunicationHook(trainer.config.run.dir, 1, timed=way == "times")
+            self._hook.on_start(trainer)  # a run does that once, and compares clocks once in a hundred steps
+            self._hook.before_step(trainer, step)
+        self._begun = (time.perf_counter(), time.process_time())
+
+    def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
+        if self._hook is not None:
+            self._hook.on_numbers(trainer, report)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        if self._hook is not None:
+            self._hook.after_step(trainer, step, report)
+        wall, processor = self._begun
+        self._found.append([way_of(step), time.perf_counter() - wall, time.process_time() - processor])
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._leave(trainer)
+        if trainer.is_main:
+            self._output.write_text(json.dumps(self._found))
+
+    def _leave(self, trainer: Trainer) -> None:
+        """Leave torch as it was."""
+        if self._hook is not None:
+            self._hook.on_end(trainer)
+            self._hook = None
+
+
+def ratios(found: list[list[Any]], column: int) -> dict[str, tuple[float, float, float]]:
+    """Way -> (median, first quartile, third quartile) of its share of the step without an account, by rounds."""
+    rounds = [found[at : at + len(WAYS)] for at in range(FIRST, len(found) - len(WAYS) + 1, len(WAYS))]
+    times = [{each[0]: each[column] for each in turns} for turns in rounds]
+    shares = {way: [each[way] / each["off"] for each in times] for way in WAYS[1:]}
+    quartiles = {way: statistics.quantiles(each, n=4) for way, each in shares.items()}
+    return {way: (middle, low, high) for way, (low, middle, high) in quartiles.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", metavar="a.yml", help="files and overrides of the run")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_intermixed_args(arguments)
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    files, overrides = split_arguments(options.sources)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "turns.json")
+        hook = f"hooks=[{{type: 'tools.bench.account_cost:Turns', options: {{output: '{output}'}}}}]"
+        steps = FIRST + options.rounds * len(WAYS)
+        own = ["communication=off", "console=quiet", "every=1", "curve=false"]
+        own = [f"run.dir={folder}/run", f"training.steps={steps}", *(f"logging.{each}" for each in own), hook]
+        os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+        script = str(Path(__file__).resolve().parents[2] / "train.py")
+        if status := launch(["--ranks", str(options.ranks), script, *files, *overrides, *own]):
+            return status
+        found = json.loads(output.read_text())
+    result = {
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "clock": ratios(found, 1),
+        "processor": ratios(found, 2),
+    }
+    result["step_seconds"] = statistics.median(each[1] for each in found if each[0] == "off")
+    if options.json:
+        print(json.dumps(result))
+        return 0
+    whole = f"a step without an account takes {result['step_seconds']:.3f} s"
+    print(f"{options.ranks} ranks, {options.rounds} rounds, {whole}")
+    for name in ("clock", "processor"):
+        for way, (middle, low, high) in result[name].items():
+            print(f"{way:6}  {name:9}  {middle:.4f} of it ({low:.4f} to {high:.4f} in half of the rounds)")
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
