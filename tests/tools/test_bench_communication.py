@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from megatron.parallel.account import Recorder
 from megatron.parallel.curve import OPERATIONS, Curve, choose, line, read_curves
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.plan.devices import cluster, measured
+from megatron.plan.devices import cluster, known, measured
 from megatron.plan.network import Group, collective
 from tests.workers import run
-from tools.bench.account_cost import ratios, way_of
+from tools.bench import machine
+from tools.bench.account_cost import added, ratios, way_of
 from tools.bench.collectives import Measured, axes_of, measure, operation_of, sizes, slowest
 from tools.bench.communication import read_options
-from tools.bench.curves import compared, draw, foreign, present, table, write
+from tools.bench.curves import compared, draw, foreign, present, put, table
 
 
 def four_ranks() -> tuple:
@@ -114,7 +116,7 @@ def test_times_between_points_and_beyond():
 
 def test_a_plan_takes_measured_times(tmp_path):
     file = tmp_path / "machine.yml"
-    write(file, Measured({"device": "cpu"}, (curve(),)))
+    put(file, Measured({"device": "cpu"}, (curve(),)).document())
     at = cluster(8, "h100", path=str(file))
     group = Group(4, 4)
     assert collective(at, group, "all_reduce", 2**21, 2) == pytest.approx(2 * curve().seconds(2**20), rel=1e-3)
@@ -129,8 +131,8 @@ def test_what_is_in_the_file_stays(tmp_path):
     file.write_text(network)
     found = Measured({"device": "cpu", "processor": "x", "backend": "gloo", "torch": "2", "ranks": 4, "hosts": 1,
                       "date": "2026-01-01"}, (curve(), curve("send", 2, 2)))  # fmt: skip
-    write(file, found)
-    write(file, found)
+    put(file, found.document())
+    put(file, found.document())
     assert set(present(file)) == {"networks", "measured", "collectives"}
     again = read_curves(file)
     assert len(again) == 2
@@ -142,7 +144,7 @@ def test_what_is_in_the_file_stays(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     file.write_text("model: {}\n")
     with pytest.raises(UserError, match="no file of a machine"):
-        write(file, found)
+        put(file, found.document())
     assert file.read_text() == "model: {}\n"
 
 
@@ -214,6 +216,37 @@ def test_wrong_options(words, capsys):
     assert error.value.code == 2 and "must" in capsys.readouterr().err
 
 
+def test_a_measured_device(tmp_path):
+    """One type whose products reach 1 and 2 TFLOP/s, attention half of that peak; and the plan reads it."""
+    like = known()[0]["cpu"]
+    products = [(100, 200, 300, 2 * 100 * 200 * 300 / 1e12), (10, 20, 30, 2 * 10 * 20 * 30 / 2e12)]
+    found = machine.Found("cpu", 8 << 30, 30e9, 4e-6, {"fp32": products}, {"fp32": 1e12})
+    made = machine.entry(found, like)
+    assert made["tflops"] == {"fp32": 2.0} and made["efficiency"] == {"matrix": 0.75, "attention": 0.5, "memory": 1.0}
+    assert (made["memory"], made["bandwidth"], made["launch"], made["units"]) == (8.0, 30.0, 4.0, like.units)
+    file = tmp_path / "machine.yml"
+    put(file, {"devices": {"mine": made}})
+    put(file, {"devices": {"other": made}} | Measured({}, (curve(),)).document())
+    at = cluster(2, "mine", path=str(file))
+    assert at.device.peak("fp32") == 2e12 and len(at.curves) == 1 and cluster(2, "other", path=str(file))
+
+
+def test_measuring_a_device_and_writing_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "COPIED", 1 << 16)
+    monkeypatch.setattr(machine, "ATTENTION", (1, 1, 8, 4))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = tmp_path / "machine.yml"
+    words = ["--name", "mine", "--widths", "8", "--tokens", "4", "--repeat", "3", "--output", str(file), "--types"]
+    assert machine.main([*words, "fp32,bf16", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [product[:3] for product in made["products"]["bf16"]] == [[4, 24, 8], [4, 32, 8], [4, 8, 32]]
+    assert known(str(file))[0]["mine"].model_dump() == made["device"]
+    assert machine.main([*words, "fp32", "--like", "abacus"]) == 2
+    assert "--like must be one of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        machine.main([*words, "fp8"])
+
+
 def test_the_cost_of_an_account_is_that_of_neighbouring_steps():
     """Every way comes first in turn; a machine that becomes twice as slow from round to round changes no ratio."""
     assert [way_of(step) for step in range(9)] == [
@@ -222,6 +255,8 @@ def test_the_cost_of_an_account_is_that_of_neighbouring_steps():
     cost = {"off": 1.0, "counts": 1.25, "times": 1.5}
     found = [[way_of(step), 2.0 ** (step // 3) * cost[way_of(step)], 1.0] for step in range(30)]
     assert ratios(found, 1) == {"counts": (1.25, 1.25, 1.25), "times": (1.5, 1.5, 1.5)}
+    blocks = [[way_of(turn), 0.0, 4.0 * (turn // 3) + cost[way_of(turn)]] for turn in range(30)]
+    assert added(blocks) == {"counts": (0.25, 0.25, 0.25), "times": (0.5, 0.5, 0.5)}
     assert ratios(found, 2) == {"counts": (1.0, 1.0, 1.0), "times": (1.0, 1.0, 1.0)}
 
 

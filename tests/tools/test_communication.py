@@ -219,7 +219,10 @@ def test_damaged_messages_are_refused(tmp_path, line):
         (["{run}", "--trace", "{folder}/t.json", "--step", "9"], "step 9"),
         (["{run}", "--trace", "{run}/communication/events_0.jsonl"], "events_0.jsonl"),
         (["{folder}/tiny.yml", "--ranks", "2", "--rank", "2"], "from 0 to 1"),
-        (["{folder}/tiny.yml", "--ranks", "2", "zero.stage=3", "parallel.tensor=1"], "no formula for ZeRO 3"),
+        (
+            ["{folder}/tiny.yml", "--ranks", "2", "zero.stage=3", "zero.bucket_size=5", "parallel.tensor=1"],
+            "no formula for ZeRO 3",
+        ),
     ],
 )
 def test_what_cannot_be_shown_is_said(folder, capsys, words, told):

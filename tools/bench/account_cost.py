@@ -6,7 +6,8 @@
 Each turn is a whole step with all that comes after it, on the same ranks in the same run, so that a change of the
 machine's load meets all three; which comes first changes from round to round. Ratios are those of one round: their
 median, and between which half of them lie. Of each step the seconds of the clock are taken, and the processor time of
-rank 0 with all its threads, which does not depend on other programs as much.
+rank 0's main thread, which waiting for others does not add to. Before the run, the same is done with blocks of small
+all-reduces: what an account adds to one message, times the messages of a step, is its share without the noise of steps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
 from megatron.config import split_arguments  # noqa: E402
 from megatron.launch.command_line import main as launch  # noqa: E402
+from megatron.parallel.account import Recorder  # noqa: E402
+from megatron.parallel.timing import HostClock  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.communication import CommunicationHook  # noqa: E402
 
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
 
 WAYS = ("off", "counts", "times")
 FIRST = 6  # steps before the first that counts
+BLOCK, BLOCKS = 100, 40  # all-reduces of a turn, and rounds of them
 
 
 def way_of(step: int) -> str:
@@ -54,8 +61,26 @@ class Turns(Hook):
     def __init__(self, output: str) -> None:
         self._output = Path(output)
         self._found: list[list[Any]] = []
+        self._blocks: list[list[Any]] = []
+        self._messages = 0
         self._hook: CommunicationHook | None = None
         self._begun = (0.0, 0.0)
+
+    def on_start(self, trainer: Trainer) -> None:
+        one = torch.ones(1)
+        for turn in range(BLOCKS * len(WAYS)):
+            way = way_of(turn)
+            recorder = None if way == "off" else Recorder(trainer.mesh, HostClock() if way == "times" else None)
+            if recorder is not None:
+                recorder.install()
+                if recorder.timer is not None:
+                    recorder.timer.active = True
+            wall, begun = time.perf_counter(), time.thread_time()
+            for _ in range(BLOCK):
+                dist.all_reduce(one)
+            self._blocks.append([way, (time.perf_counter() - wall) / BLOCK, (time.thread_time() - begun) / BLOCK])
+            if recorder is not None:
+                recorder.remove()
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         self._leave(trainer)
@@ -64,7 +89,7 @@ class Turns(Hook):
             self._hook = CommunicationHook(trainer.config.run.dir, 1, timed=way == "times")
             self._hook.on_start(trainer)  # a run does that once, and compares clocks once in a hundred steps
             self._hook.before_step(trainer, step)
-        self._begun = (time.perf_counter(), time.process_time())
+        self._begun = (time.perf_counter(), time.thread_time())
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         if self._hook is not None:
@@ -73,13 +98,16 @@ class Turns(Hook):
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if self._hook is not None:
             self._hook.after_step(trainer, step, report)
+            groups = trainer.extra_metrics["communication"].values()
+            self._messages = sum(each["messages"] for operations in groups for each in operations.values())
         wall, processor = self._begun
-        self._found.append([way_of(step), time.perf_counter() - wall, time.process_time() - processor])
+        self._found.append([way_of(step), time.perf_counter() - wall, time.thread_time() - processor])
 
     def on_end(self, trainer: Trainer) -> None:
         self._leave(trainer)
         if trainer.is_main:
-            self._output.write_text(json.dumps(self._found))
+            facts = {"steps": self._found, "blocks": self._blocks, "messages": self._messages}
+            self._output.write_text(json.dumps(facts))
 
     def _leave(self, trainer: Trainer) -> None:
         """Leave torch as it was."""
@@ -95,6 +123,13 @@ def ratios(found: list[list[Any]], column: int) -> dict[str, tuple[float, float,
     shares = {way: [each[way] / each["off"] for each in times] for way in WAYS[1:]}
     quartiles = {way: statistics.quantiles(each, n=4) for way, each in shares.items()}
     return {way: (middle, low, high) for way, (low, middle, high) in quartiles.items()}
+
+
+def added(blocks: list[list[Any]]) -> dict[str, tuple[float, float, float]]:
+    """Way -> (median, first quartile, third quartile) of the processor seconds that it adds to a message, by rounds."""
+    rounds = [{each[0]: each[2] for each in blocks[at : at + len(WAYS)]} for at in range(0, len(blocks), len(WAYS))]
+    found = {way: statistics.quantiles([each[way] - each["off"] for each in rounds], n=4) for way in WAYS[1:]}
+    return {way: (middle, low, high) for way, (low, middle, high) in found.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,13 +153,15 @@ def main(arguments: list[str] | None = None) -> int:
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         if status := launch(["--ranks", str(options.ranks), script, *files, *overrides, *own]):
             return status
-        found = json.loads(output.read_text())
+        facts = json.loads(output.read_text())
+    found = facts["steps"]
     result = {
         "ranks": options.ranks,
         "rounds": options.rounds,
         "clock": ratios(found, 1),
         "processor": ratios(found, 2),
     }
+    result |= {"added": added(facts["blocks"]), "messages": facts["messages"]}
     result["step_seconds"] = statistics.median(each[1] for each in found if each[0] == "off")
     if options.json:
         print(json.dumps(result))
@@ -134,6 +171,12 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("clock", "processor"):
         for way, (middle, low, high) in result[name].items():
             print(f"{way:6}  {name:9}  {middle:.4f} of it ({low:.4f} to {high:.4f} in half of the rounds)")
+    for way, (middle, low, high) in result["added"].items():
+        share = result["messages"] * middle / result["step_seconds"]
+        print(
+            f"{way:6}  adds {1e6 * middle:.1f} us to a message ({1e6 * low:.1f} to {1e6 * high:.1f}), which is "
+            f"{share:.2%} of a step with {result['messages']} messages"
+        )
     return 0
 
 

@@ -95,16 +95,15 @@ def point(operation: str, axis: Axis, size: int, seconds: float, device: torch.d
     """[(bytes, seconds of an operation)] of this rank. All ranks of the group call it."""
     assert axis.group is not None
     run, actual = operation_of(operation, axis, size, device)
-    clock = _Clock(device)
     for _ in range(WARM_UP):
         run()
     dist.barrier(axis.group)
-    first = clock.times(run, FEWEST)
+    first = times_of(device, run, FEWEST)
     count = torch.tensor([seconds / max(sorted(first)[FEWEST // 2], 1e-7)], device=device)
     dist.all_reduce(count, dist.ReduceOp.MIN, axis.group)
     more = int(min(max(count.item() - FEWEST, 0), MOST))
     dist.barrier(axis.group)
-    times = clock.times(run, more) if more >= FEWEST else first
+    times = times_of(device, run, more) if more >= FEWEST else first
     return [(actual, each) for each in times]
 
 
@@ -142,27 +141,22 @@ def operation_of(operation: str, axis: Axis, size: int, device: torch.device) ->
     return runs[operation], elements * 4
 
 
-class _Clock:
+def times_of(device: torch.device, run: Callable[[], Any], count: int) -> list[float]:
     """Seconds of each of many operations: events on a device, without waiting for any of them; else the time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def times(self, run: Callable[[], None], count: int) -> list[float]:
-        """Of `count` operations."""
-        if self._module is None:
-            marks = [time.perf_counter()]
-            for _ in range(count):
-                run()
-                marks.append(time.perf_counter())
-            return [b - a for a, b in zip(marks, marks[1:])]
-        events = [self._module.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
+    if device.type == "cpu":
+        marks = [time.perf_counter()]
+        for _ in range(count):
             run()
-            event.record()
-        self._module.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+            marks.append(time.perf_counter())
+        return [b - a for a, b in zip(marks, marks[1:])]
+    module = torch.get_device_module(device)
+    events = [module.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    module.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
 
 
 def slowest(found: Sequence[tuple[tuple[int, ...], list[list[float]]]]) -> tuple[int, float, float, float]:

@@ -98,7 +98,7 @@ def main() -> int:
         raise UserError("one rank sends nothing; start this script with ./deepy.py --ranks N, or give --hosts")
     from megatron.training.world import join, leave
     from tools.bench.collectives import measure
-    from tools.bench.curves import compared, draw, present, table, write
+    from tools.bench.curves import compared, draw, present, put, table
 
     world = join(config, place)
     try:
@@ -109,7 +109,7 @@ def main() -> int:
         leave()
     if not world.is_main:
         return 0
-    write(options.output, found)
+    put(options.output, found.document())
     rows = [compared(found.curves, word) for word in options.compare]
     if options.picture:
         draw(options.picture, found)

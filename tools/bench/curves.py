@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,13 @@ def present(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def write(path: str | Path, found: Measured) -> None:
-    """Put the curves into a machine.yml, in the place of earlier ones; devices and networks stay. The file appears
-    whole or not at all."""
-    values, path = present(path), Path(path)
-    text = yaml.safe_dump(values | found.document(), sort_keys=False, default_flow_style=None, width=120)
+def put(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Put something into a machine.yml, which appears whole or not at all: entries of devices beside those that are
+    there, the rest in the place of what was there."""
+    before, path = present(path), Path(path)
+    if isinstance(before.get("devices"), dict) and "devices" in values:
+        values = {**values, "devices": {**before["devices"], **values["devices"]}}
+    text = yaml.safe_dump({**before, **values}, sort_keys=False, default_flow_style=None, width=120)
     beside = path.with_name(path.name + ".new")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside.write_text(text, encoding="utf-8")

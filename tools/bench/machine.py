@@ -1,0 +1,184 @@
+#!/usr/bin/env python
+"""What one device of this machine reaches, for the plan: matrix products, attention, memory, launches.
+
+    python tools/bench/machine.py --name mine [--like h100] [--types bf16,fp32] [--output machine.yml] [--json]
+
+Writes an entry of `devices` into machine.yml, beside what else is there, for `tools/plan.py --gpu mine --machine
+machine.yml`. Matrix products have the shapes of transformers with --widths channels. Each figure is the median of
+repetitions after a warm-up; on a GPU times are those of events. What cannot be measured (watts, units, devices of a
+host and the link between them) is that of the known device which --like names. Collectives are measured by
+tools/bench/communication.py into the same file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
+from functools import partial  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from megatron.config.problems import ConfigError, UserError  # noqa: E402
+from megatron.plan.devices import Device, known  # noqa: E402
+from megatron.plan.step import product_rate  # noqa: E402
+from megatron.report.peaks import device_peak  # noqa: E402
+from tools.bench.collectives import times_of  # noqa: E402
+from tools.bench.curves import put  # noqa: E402
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COPIED = 256 << 20  # bytes
+ATTENTION = (1, 8, 1024, 64)  # samples, heads, tokens, channels of a head
+
+
+@dataclass
+class Found:
+    """What was measured.
+
+    Attributes:
+        products: type -> [(m, n, k, seconds)].
+        attention: type -> FLOP/s of causal attention, half of the square.
+        bandwidth: bytes per second that a copy reads and writes.
+        launch: seconds of an operation on one number.
+        memory: bytes.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float = 0.0
+    launch: float = 0.0
+    products: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict)
+    attention: dict[str, float] = field(default_factory=dict)
+
+
+def measure(device: torch.device, types: list[str], widths: list[int], tokens: int, repeat: int) -> Found:
+    """Take the times."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if module is not None:
+        memory = module.get_device_properties(device).total_memory
+    found = Found("cpu" if module is None else module.get_device_name(device), memory)
+
+    def seconds(run: Callable[[], Any]) -> float:
+        times_of(device, run, 2)
+        return statistics.median(times_of(device, run, repeat))
+
+    one = torch.ones(1, device=device)
+    found.launch = seconds(partial(one.add_, 1))
+    source = torch.ones(COPIED // 4, device=device)
+    found.bandwidth = 2 * COPIED / seconds(partial(torch.empty_like(source).copy_, source))
+    del source
+    for name in types:
+        kind = TYPES[name]
+        found.products[name] = []
+        for width in widths:
+            for n, k in ((3 * width, width), (4 * width, width), (width, 4 * width)):
+                x, w = torch.ones(tokens, k, device=device, dtype=kind), torch.ones(n, k, device=device, dtype=kind)
+                found.products[name].append((tokens, n, k, seconds(partial(F.linear, x, w))))
+        q = torch.ones(ATTENTION, device=device, dtype=kind)
+        samples, heads, length, channels = ATTENTION
+        time = seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
+        found.attention[name] = 2 * samples * heads * length**2 * channels / time
+    return found
+
+
+def entry(found: Found, like: Device) -> dict[str, Any]:
+    """Of `devices`. A type's peak is that of the data sheet; else the best rate of all products, free of waves.
+
+    Shares of the peak are those of the first type, whose rate the plan scales for the others.
+    """
+    peaks, shares = {}, {}
+    for name, products in found.products.items():
+        rates = [2 * m * n * k / seconds / product_rate(m, n, k, 1, like.units) for m, n, k, seconds in products]
+        peaks[name] = (device_peak(found.name, name).tflops or 0) * 1e12 or max(rates)
+        shares[name] = min(1.0, statistics.median(rates) / peaks[name])
+    first = next(iter(found.products))
+    efficiency = {
+        "matrix": rounded(shares[first]),
+        "attention": rounded(min(1.0, found.attention[first] / peaks[first])),
+        "memory": 1.0,
+    }
+    return {
+        "name": found.name,
+        "memory": rounded(found.memory / 2**30),
+        "bandwidth": rounded(found.bandwidth / 1e9),
+        "watts": like.watts,
+        "per_host": like.per_host,
+        "units": like.units,
+        "link": like.link.model_dump(),
+        "efficiency": efficiency,
+        "launch": rounded(found.launch * 1e6),
+        "tflops": {name: rounded(peak / 1e12) for name, peak in peaks.items()},
+    }
+
+
+def rounded(value: float) -> float:
+    """To four digits."""
+    return float(f"{value:.4g}")
+
+
+def read_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="measured", help="of the entry (default measured)")
+    parser.add_argument("--like", help="the known device that it is like (default: cpu, or h100 on a GPU)")
+    parser.add_argument("--types", default="", help="of fp32, bf16, fp16 (default: fp32 on a CPU, else bf16,fp32)")
+    parser.add_argument("--widths", default="", help="channels (default 256,512 on a CPU, else 1024,2048,4096,8192)")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--output", default="machine.yml", help="where the entry goes (default machine.yml)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    gpu = torch.cuda.is_available()
+    options.device = torch.device("cuda" if gpu else "cpu")
+    options.like = options.like or ("h100" if gpu else "cpu")
+    options.types = (options.types or ("bf16,fp32" if gpu else "fp32")).split(",")
+    words = (options.widths or ("1024,2048,4096,8192" if gpu else "256,512")).split(",")
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 2**16 for word in words):
+        parser.error(f"--widths must be numbers from 1 to 65536, not {options.widths}")
+    options.widths = [int(word) for word in words]
+    if wrong := [each for each in options.types if each not in TYPES]:
+        parser.error(f"--types must be of {', '.join(TYPES)}, not {', '.join(wrong)}")
+    if options.tokens < 1 or options.repeat < 3:
+        parser.error("--tokens must be at least 1, and --repeat at least 3")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, write and print; returns the exit status."""
+    options = read_options(arguments)
+    try:
+        devices = known()[0]
+        if options.like not in devices:
+            raise UserError(f"--like must be one of {', '.join(devices)}, not {options.like}")
+        found = measure(options.device, options.types, options.widths, options.tokens, options.repeat)
+        made = Device.model_validate(entry(found, devices[options.like])).model_dump()
+        put(options.output, {"devices": {options.name: made}})
+    except (ConfigError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({"device": made, "products": found.products, "attention": found.attention}))
+        return 0
+    for name, products in found.products.items():
+        for m, n, k, seconds in products:
+            print(f"{name}  {m} x {k} by {k} x {n}: {2 * m * n * k / seconds / 1e12:.4g} TFLOP/s")
+        print(f"{name}  causal attention of {ATTENTION[2]} tokens: {found.attention[name] / 1e12:.4g} TFLOP/s")
+    print(f"copy: {found.bandwidth / 1e9:.4g} GB/s   launch: {found.launch * 1e6:.3g} us")
+    print(f"written: {options.output}, device {options.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
