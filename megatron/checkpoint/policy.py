@@ -21,6 +21,7 @@ class SavePolicy:
         steps: save at these.
         log_spaced: save at steps 0, 1, 2, 4, ..., 512.
         at_end: save after the last step.
+        auto: save when somebody who knows what failures and saves cost says that it is time.
     """
 
     every: int | None = None
@@ -28,19 +29,29 @@ class SavePolicy:
     steps: frozenset[int] = frozenset()
     log_spaced: bool = False
     at_end: bool = True
+    auto: bool = False
 
     @classmethod
     def of(cls, section: CheckpointSection) -> SavePolicy:
-        return cls(section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end)
+        return cls(
+            section.every, section.minutes, frozenset(section.steps), section.log_spaced, section.at_end, section.auto
+        )
 
     def due(
-        self, step: int, *, last_step: int | None = None, seconds_since_save: float = 0.0, stopping: bool = False
+        self,
+        step: int,
+        *,
+        last_step: int | None = None,
+        seconds_since_save: float = 0.0,
+        stopping: bool = False,
+        time_is_up: bool = False,
     ) -> str | None:
         """Why to save after `step` optimizer steps (0: before the first), or None.
 
         Args:
             last_step: the run's last step.
             seconds_since_save: since the last save or the start. Clocks of ranks differ: all must pass rank 0's.
+            time_is_up: with `auto`, whether it is time; all must pass rank 0's answer.
             stopping: the run was told to stop (a signal, a wall-time limit); all ranks must agree on it.
         """
         if stopping:
@@ -55,6 +66,8 @@ class SavePolicy:
             return "log-spaced"
         if self.minutes is not None and seconds_since_save >= 60 * self.minutes:
             return f"every {self.minutes:g} minutes"
+        if self.auto and time_is_up:
+            return "the interval that loses least time"
         return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import expm1, inf, sqrt
+from math import expm1, inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.divisors import divisors
 from megatron.config.layers import Source
 from megatron.model.describe import totals
+from megatron.report.goodput import best_interval
 
 from .devices import Cluster
 from .search import Plan, Question
@@ -111,9 +112,7 @@ def failures(devices: int, per_device_day: float, save: float, restart: float) -
     if per_device_day <= 0:
         return Failures(inf, 1.0)
     mean = 86400 / (per_device_day * devices)
-    interval = sqrt(2 * save * mean)
-    if save < mean / 2:
-        interval = max(save, interval * (1 + sqrt(save / (2 * mean)) / 3 + save / (18 * mean)) - save)
+    interval = best_interval(save, mean)
     whole = mean * 2.718281828459045 ** (restart / mean) * expm1((interval + save) / mean)
     return Failures(interval, whole / interval)
 

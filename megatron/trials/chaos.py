@@ -133,6 +133,8 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
                 found.problems += problems_of(alone, job, arena.steps)
         finally:
             job.close()
+            if disk and found.problems:  # what is there goes with the disk
+                shutil.copytree(job.run / "checkpoints", job.folder / "checkpoints")
             if disk:
                 unmount(job.run / "checkpoints")
         yield found

@@ -86,9 +86,10 @@ class Orders(Hook):
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Change the lowest bit of the first element."""
+    """Change the first element by about half: in fp32 and bf16 the highest bit of the mantissa. A lower one may vanish
+    in the rounding of the next update, and then there is nothing to be found."""
     with torch.no_grad():
-        tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        tensor.view(-1)[:1].view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 6
 
 
 def _parameter(trainer: Trainer) -> torch.nn.Parameter:

@@ -86,7 +86,7 @@ def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
 
 def kept_checkpoints_are_saved(context: RuleContext) -> Iterator[Problem]:
     checkpoint, steps = context.config.checkpoint, context.config.training.steps
-    saves = checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced
+    saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.log_spaced
     for name in ("keep_last", "keep_every"):
         if getattr(checkpoint, name) is not None and not saves:
             yield context.warning(

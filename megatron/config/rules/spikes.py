@@ -19,7 +19,8 @@ def rollback_has_checkpoints(context: RuleContext) -> Iterator[Problem]:
     rolling, checkpoint = _rolling(context), context.config.checkpoint
     if rolling is None:
         return
-    if not (checkpoint.every or checkpoint.minutes or checkpoint.steps or checkpoint.log_spaced):
+    saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.log_spaced
+    if not saves:
         yield context.problem(
             rolling,
             "checkpoint.every",

@@ -38,6 +38,11 @@ class CheckpointSection(Section):
     minutes: float | None = key(
         None, "Save when this much wall time has passed since the last save.", unit="minutes", gt=0
     )
+    auto: bool = key(
+        False,
+        "Save as often as loses least time, by what a save has cost so far and by the failures that were seen "
+        "(Young/Daly).",
+    )
     steps: list[int] = key(list, "Save at these steps too.", unit="steps")
     log_spaced: bool = key(False, "Save at steps 0, 1, 2, 4, ..., 512 too (Pythia).")
     at_end: bool = key(True, "Save after the last step.")

@@ -13,6 +13,7 @@ from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
 from ..hook import Hook, Parts, SaverProtocol
+from ..interval import Interval
 from ..trainer import Trainer
 from .guard import NonFinite
 
@@ -48,6 +49,7 @@ class CheckpointHook(Hook):
         self._saved_step: int | None = None
         self._time_is_up = False
         self._refused_at: float | None = None  # when the last save was found to have failed
+        self._interval: Interval | None = None  # with checkpoint.auto, on rank 0
 
     @classmethod
     def of(cls, parts: Parts) -> CheckpointHook | None:
@@ -57,6 +59,8 @@ class CheckpointHook(Hook):
 
     def on_start(self, trainer: Trainer) -> None:
         self._saved_at = trainer.clock.total
+        if self._policy.auto and trainer.is_main:
+            self._interval = Interval(trainer.config, trainer.mesh.layout.world_size)
         if trainer.start:
             self._saved_step = trainer.start
         else:
@@ -65,6 +69,7 @@ class CheckpointHook(Hook):
     def before_step(self, trainer: Trainer, step: int) -> None:
         minutes, now = self._policy.minutes, trainer.clock.total
         due = minutes is not None and now - self._saved_at >= 60 * minutes
+        due = due or (self._interval is not None and now - self._saved_at >= self._interval.seconds(now))
         if trainer.is_main and (due or (self._refused_at is not None and now - self._refused_at >= AGAIN)):
             trainer.request("save")  # clocks differ, so rank 0's decides
 
@@ -93,6 +98,7 @@ class CheckpointHook(Hook):
             last_step=trainer.steps,
             stopping=stopping,
             seconds_since_save=math.inf if self._time_is_up else 0.0,
+            time_is_up=self._time_is_up,
         )
         if reason is None and self._time_is_up and self._refused_at is not None:
             reason = "the last one could not be written"
@@ -107,6 +113,8 @@ class CheckpointHook(Hook):
             fragments = list(fragments)
             self._refuse_broken(trainer, fragments)
             stall = self._saver.save(trainer.completed, fragments, meta)
+        if self._interval is not None:
+            self._interval.saved(stall)
         self._refused_at = None
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
         facts = {"reason": reason, "stall_seconds": stall, "spent": trainer.spent()}
