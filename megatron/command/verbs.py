@@ -33,7 +33,7 @@ GROUPS = {
     "moe": "look at mixtures of experts",
 }
 # Tools that work on the repository itself: they are no verbs of an installed package.
-REPOSITORY = ("quickstart", "continual", "support-table", "bench")
+REPOSITORY = ("quickstart", "continual", "canaries", "support-table", "bench")
 _SENTENCE = re.compile(r'^(?:#![^\n]*\n)?"""(.+?)(?:\.?"""|\.\s|\n\n)', re.DOTALL)
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -72,25 +72,43 @@ def main(arguments: Sequence[str]) -> int:
             device=device,
             cache=not options.no_cache,
         )
+        text = pieces(made, tokenizer, options.stop)
         if options.json:
-            print(json.dumps({"prompt": prompt, "text": tokenizer.decode(list(made))}, ensure_ascii=False))
-        else:
-            _stream(prompt, made, tokenizer)
+            print(json.dumps({"prompt": prompt, "text": "".join(text)}, ensure_ascii=False))
+            continue
+        print(prompt, end="", flush=True)
+        for piece in text:
+            print(piece, end="", flush=True)
+        print()
     return 0
 
 
-def _stream(prompt: str, made: Iterator[int], tokenizer: Tokenizer) -> None:
-    """Print as the text grows; a character of several tokens appears when it is whole."""
-    print(prompt, end="", flush=True)
+def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens as it grows, up to the first of some strings, which is left out.
+
+    A character of several tokens comes when it is whole, and what may turn out to begin a stop string when that is
+    decided.
+    """
     ids: list[int] = []
-    shown = ""
+    text = shown = ""
     for token in made:
         ids.append(token)
         text = tokenizer.decode(ids)
+        ends = [text.find(stop) for stop in stops if stop in text]
+        if ends:
+            yield text[len(shown) : min(ends)]
+            return
         if text.startswith(shown) and not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(tokenizer.decode(ids)[len(shown) :], flush=True)
+            sure = text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
+            if len(sure) > len(shown):
+                yield sure[len(shown) :]
+                shown = sure
+    yield text[len(shown) :]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Of how many characters at the end of a text a stop string may have begun."""
+    return next((length for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])), 0)
 
 
 def _prompts(options: argparse.Namespace) -> Iterator[str]:
@@ -129,6 +147,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)"
     )
     parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times (default: none)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt on standard output")
     options = parser.parse_args(arguments)
     for name, sound, rule in (
@@ -136,6 +161,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         ("temperature", options.temperature >= 0, "at least 0"),
         ("top-k", options.top_k >= 0, "at least 0; 0 is all"),
         ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
+        ("stop", all(options.stop), "a text of at least one character"),
     ):
         if not sound:
             parser.error(f"--{name} must be {rule}")

@@ -127,7 +127,10 @@ def _validation(runs: list[RunHistory], charts: Charts) -> Section:
     def metric(name: str, unit: str) -> Any:
         return charts.lines(f"Validation {name}", unit, _measured(runs, "validation", name))
 
-    return Section("validation", "Validation", [metric("loss", "nats per token"), metric("perplexity", "perplexity")])
+    charts_of = [metric("loss", "nats per token"), metric("perplexity", "perplexity")]
+    if any("bits_per_byte" in metrics for run in runs for metrics in run.validation.values()):
+        charts_of.append(metric("bits_per_byte", "bits per byte"))
+    return Section("validation", "Validation", charts_of)
 
 
 def _measured(runs: list[RunHistory], kind: str, metric: str, only: str | None = None) -> list[Curve]:

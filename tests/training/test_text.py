@@ -1,0 +1,55 @@
+"""Text as it grows: nothing is shown that a stop string takes back, and no character before it is whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.tokenizer import BytesTokenizer
+from megatron.training.text import main, pieces
+
+BYTES = BytesTokenizer()
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """Up to the first stop string."""
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+@given(
+    text=st.text(alphabet="abé→", max_size=30),
+    stops=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
+)
+def test_the_text_ends_before_the_first_stop_string(text, stops):
+    found = list(pieces(BYTES.encode(text), BYTES, stops))
+    assert "".join(found) == cut(text, stops)
+    assert not any("\ufffd" in piece for piece in found)
+
+
+def test_text_comes_as_soon_as_it_is_sure():
+    read = []
+
+    def tokens():
+        for token in BYTES.encode("hé, stop it"):
+            read.append(token)
+            yield token
+
+    growing = pieces(tokens(), BYTES, ["stool", "stop"])
+    assert next(growing) == "h" and bytes(read) == b"h"
+    assert next(growing) == "é" and bytes(read).decode() == "hé"
+    assert "".join(growing) == ", " and bytes(read).decode() == "hé, stop", "nothing is read after the end"
+
+
+def test_what_only_looked_like_a_stop_string_is_shown():
+    assert "".join(pieces(BYTES.encode("sto, st"), BYTES, ["stop"])) == "sto, st"
+
+
+def test_tokens_that_are_no_text_are_shown_at_the_end():
+    assert "".join(pieces([104, 195], BYTES)) == "h\ufffd"
+
+
+def test_an_empty_stop_string_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["nowhere", "--stop", ""])
+    assert "--stop must be a text of at least one character" in capsys.readouterr().err
