@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
+from functools import partial
 
 import pytest
 
@@ -28,6 +31,9 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     for name in ("COLUMNS", "LINES"):  # xdist gives its workers the size of a terminal, which what they start believes
         os.environ.pop(name, None)
+    if "XDG_STATE_HOME" not in os.environ:  # runs of tests teach nobody's predictions
+        folder = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     selection.configure(config)
     if path := config.getoption("--margins"):
         from tests import margins

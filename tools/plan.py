@@ -9,6 +9,7 @@
     python tools/plan.py a.yml --gpus 64 --budget "20000 gpu-hours"      sizes of the model for a budget
     python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
     python tools/plan.py score                                           predictions against published runs
+    python tools/plan.py history                                         predictions against your own runs
     python tools/plan.py recommend                                       write docs/recommended_layouts.md
 
 `--json` prints one JSON document. Exit status 2: nothing fits, or the configuration or the command line is wrong.
@@ -177,6 +178,39 @@ def score(options: argparse.Namespace) -> None:
         print(f"{name}: median error {own['median']:.0%}, largest {own['worst']:.0%}")
 
 
+def history(options: argparse.Namespace) -> None:
+    """What was predicted of runs on this account, and what they needed."""
+    from megatron.plan.prediction import document, errors, history_file, read_history
+    from megatron.plan.table import grid
+
+    entries = read_history()
+    if options.json:
+        print(json.dumps(document(entries), indent=2))
+        return
+    if not entries:
+        print(f"{history_file()} has no runs yet: each one of 13 steps or more adds a line when it ends")
+        return
+    shown = entries[-options.top :]
+    rows = [["device", "type", "ranks", "layout", "step s", "predicted", "off by", "GiB", "predicted", "off by"]]
+    for each in shown:
+        row = [each.device, each.compute, str(each.ranks), each.layout]
+        for measured, predicted, size in (
+            (each.measured.seconds, each.predicted.seconds, 1.0),
+            (each.measured.memory, each.predicted.memory, 2.0**30),
+        ):
+            row += [f"{measured / size:,.3g}", f"{predicted / size:,.3g}", f"{measured / predicted - 1:+.0%}"]
+        rows.append(row)
+    print("\n".join(grid(rows)))
+    for (device, compute), error in errors(entries).items():
+        alone, corrected = error.alone, error.corrected
+        line = f"{device}, {compute}: {error.runs} runs, median error of a step {alone.seconds:.0%}, of memory "
+        line += f"{alone.memory:.0%} by the formulas alone"
+        if corrected is not None:
+            line += f"; {corrected.seconds:.0%} and {corrected.memory:.0%} for the {error.corrections} that earlier "
+            line += "runs corrected"
+        print(f"\n{line}.")
+
+
 def recommend(options: argparse.Namespace) -> None:
     """Write docs/recommended_layouts.md."""
     from megatron.plan.recommend import page
@@ -262,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(each.startswith("-") for each in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     options.arguments += rest  # files and overrides after an option
-    words = {"lint": lint, "score": score, "recommend": recommend}
+    words = {"lint": lint, "score": score, "history": history, "recommend": recommend}
     action = words.get(options.arguments[0], search)
     if action is not search:
         del options.arguments[0]

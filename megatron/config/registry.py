@@ -82,6 +82,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "stop": "megatron.training.hooks.stop:StopHook",
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",
+        "prediction": "megatron.training.hooks.prediction:PredictionHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
         "average": "megatron.training.hooks.average:AverageHook",

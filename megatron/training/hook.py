@@ -12,6 +12,7 @@ from megatron.checkpoint.saver import Saved
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
 from megatron.engine.protocol import Engine
+from megatron.plan.prediction import Prediction
 
 from .exchange import StepReport
 
@@ -54,6 +55,7 @@ class Parts:
         generate: (prompts, options, step) -> one continuation per prompt; None where nothing can generate.
         facts: for the ledger's first line.
         engine, world: of the run; None where it has none of ours.
+        prediction: what the run was said to need; None where nobody can say, and on other ranks than the first.
     """
 
     config: Config
@@ -66,6 +68,7 @@ class Parts:
     facts: Mapping[str, Any] | None = None
     engine: Engine | None = None
     world: World | None = None
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)

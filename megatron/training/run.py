@@ -26,6 +26,7 @@ from megatron.model.describe import totals
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.watched import watched_collectives
+from megatron.plan.prediction import Prediction, predict
 from megatron.report.run import open_run
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
@@ -33,6 +34,7 @@ from megatron.worker.place import StartError, WorkerEnvironment
 
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
+from .hooks.log import device_name
 from .proof import check, proven
 from .resume import StartPoint, contents, data_changes, find, load, tokens_read
 from .rollback import roll_back
@@ -84,6 +86,11 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         log(line)
     # a map, and rows of new tokens, may leave tensors their initial values
     values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
+    prediction = predicted(config, place, world)
+    if prediction is not None:
+        log(prediction.text(config.training.steps - (source.checkpoint.step if source.checkpoint else 0)))
+        if not prediction.fits:
+            log("warning: that is more than a device has; `deepy plan` shows layouts that fit")
     tell(detail=b"building the model and the engine")
     engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon)
     tell(detail=b"reading the checkpoint" if source.checkpoint else b"")
@@ -97,7 +104,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             if source.checkpoint is not None and config.checkpoint.prove:
                 with _mistakes(place):
                     source.facts.update(check(source.checkpoint, config, world, engine, loader, log))
-            outcome = _train(config, place, world, engine, loader, validation, source, log)
+            outcome = _train(config, place, world, engine, loader, validation, source, log, prediction)
             if outcome.back is None:
                 return outcome
             tell(detail=b"going back to a checkpoint")
@@ -106,6 +113,19 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     finally:
         for each in (loader, *(which.loader for which in validation)):
             each.close()
+
+
+def predicted(config: Config, place: WorkerEnvironment, world: World) -> Prediction | None:
+    """On rank 0, what the run will need of its devices; None where nobody can say, or nobody asks."""
+    if not world.is_main or not config.logging.predictions:
+        return None
+    local = place.local_world_size
+    capacity = (
+        torch.cuda.get_device_properties(world.device).total_memory
+        if world.device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
+    )
+    return predict(config, place.world_size, device_name(world.device), local, capacity)
 
 
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
@@ -131,6 +151,7 @@ def _train(
     validation: list[ValidationSet],
     source: StartPoint,
     log: Callable[[str], Any],
+    prediction: Prediction | None,
 ) -> Outcome:
     """From where a run starts, or has gone back to, on."""
     first = source.checkpoint.step if source.checkpoint else 0
@@ -153,6 +174,7 @@ def _train(
             facts=source.facts,
             engine=engine,
             world=world,
+            prediction=prediction,
         )
     )
     try:

@@ -157,6 +157,10 @@ class LoggingSection(Section):
         "logged steps take (docs/communication.md).",
     )
     curve: bool = key(True, "Draw loss.png at the end.")
+    predictions: bool = key(
+        True,
+        "Print what the run will need, and keep what it needed in a file of yours that corrects later predictions.",
+    )
     sinks: list[SinkSection] = key(list, "Further places where metrics go: import paths, or {type, options}.")
 
 

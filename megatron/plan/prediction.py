@@ -1,0 +1,269 @@
+"""What a run will need of its own devices, in one line before it starts, and what earlier runs here have taught.
+
+Closed formulas do not know a machine: its clocks, its library versions, what else runs on it. Each run that ends writes
+what was predicted and what was measured into a file of the user's (`history_file`); where there are enough of them from
+one device, later predictions are multiplied by the median of what the formulas were off, and say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+
+from .candidate import Candidate
+from .devices import Cluster, Device, known
+from .memory import memory
+from .shapes import Shapes
+from .step import Clock
+
+ENOUGH = 3  # runs of one device, before their errors correct a prediction
+NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's start costs is all of a small step
+RECENT = 50  # runs whose errors count: drivers and libraries change
+READ = 4 << 20  # bytes at the end of the file that are looked at
+
+
+@dataclass(frozen=True)
+class Need:
+    """Of a run, predicted or measured.
+
+    Attributes:
+        seconds: of a step.
+        memory: bytes on the rank that needs most (predicted), or of rank 0 (measured).
+    """
+
+    seconds: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run in the history.
+
+    Attributes:
+        device: its name, as torch gives it.
+        compute: fp32, bf16 or fp16.
+        kinds: of layers, sorted.
+        ranks, layout: what it ran on.
+        predicted: by the formulas alone.
+        measured: median of its steps; the most memory of rank 0.
+    """
+
+    device: str
+    compute: str
+    kinds: tuple[str, ...]
+    ranks: int
+    layout: str
+    predicted: Need
+    measured: Need
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the formulas say of a run, and what is made of it.
+
+    Attributes:
+        entry: the run, with nothing measured.
+        corrected: the formulas' numbers, corrected by `runs` runs (none: 0).
+        capacity: bytes of a device; 0 where unknown.
+    """
+
+    entry: Entry
+    corrected: Need
+    runs: int
+    capacity: float
+
+    @property
+    def fits(self) -> bool:
+        return not self.capacity or self.corrected.memory <= self.capacity
+
+    def text(self, steps: int) -> str:
+        """The line at the start of a run with so many steps to go."""
+        need = self.corrected
+        share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
+        basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
+        return (
+            f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device, {need.seconds:,.3g} s a step, "
+            f"{span(need.seconds * steps)} for {steps:,} steps ({basis})"
+        )
+
+
+def span(seconds: float) -> str:
+    """A time in the unit that a person would use."""
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"
+
+
+def predict(config: Config, ranks: int, device: str, per_host: int, capacity: float = 0.0) -> Prediction | None:
+    """What a run will need; None where nothing is known of its device, or formulas do not cover it.
+
+    Args:
+        config: resolved for the run's own ranks.
+        device: as torch names it, or "cpu".
+        per_host: ranks of a host.
+        capacity: bytes of a device; 0 takes those of the table.
+    """
+    found = _device(device)
+    if found is None or ranks % per_host:
+        return None
+    at = Cluster(found, known()[1]["ib400"], ranks, per_host)
+    choice = choice_of(config)
+    try:
+        shapes = Shapes(config, ranks)
+        need = Need(Clock(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total)
+    except (ValueError, NotImplementedError):  # a kind from outside whose parts cannot be counted
+        return None
+    kinds = sorted({word for block in config.model.blocks for word in re.findall(r"[a-z]\w*", str(block))})
+    entry = Entry(device, config.precision.compute, tuple(kinds), ranks, str(choice), need, Need(0.0, 0.0))
+    factor, runs = correction(read_history(), entry)
+    corrected = Need(need.seconds * factor.seconds, need.memory * factor.memory)
+    return Prediction(entry, corrected, runs, capacity or found.bytes)
+
+
+def choice_of(config: Config) -> Candidate:
+    """The layout that a configuration says, as the formulas take it."""
+    parallel = config.parallel
+    return Candidate(
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.context,
+        parallel.expert,
+        config.zero.stage,
+        config.training.micro_batch_size or 1,
+        config.training.activation_checkpointing.mode,
+        parallel.sequence,
+    )
+
+
+def _device(name: str) -> Device | None:
+    return next((each for each in known()[0].values() if each.name == name), None)
+
+
+def correction(history: Iterable[Entry], entry: Entry) -> tuple[Need, int]:
+    """What to multiply the formulas by for a run, and from how many runs that is known: those of the same device and
+    type with steps of about the same length. Runs of the same kinds of layers count alone where there are enough.
+    """
+    alike = [
+        each
+        for each in history
+        if (each.device, each.compute) == (entry.device, entry.compute)
+        and 1 / NEAR <= each.predicted.seconds / entry.predicted.seconds <= NEAR
+    ]
+    same = [each for each in alike if each.kinds == entry.kinds]
+    taken = (same if len(same) >= ENOUGH else alike)[-RECENT:]
+    if len(taken) < ENOUGH:
+        return Need(1.0, 1.0), 0
+    return Need(*(math.exp(statistics.median(each)) for each in zip(*map(_errors, taken)))), len(taken)
+
+
+def _errors(entry: Entry) -> tuple[float, float]:
+    """Logarithms of measured over predicted: time, memory."""
+    predicted, measured = entry.predicted, entry.measured
+    return math.log(measured.seconds / predicted.seconds), math.log(measured.memory / predicted.memory)
+
+
+def history_file() -> Path:
+    """$XDG_STATE_HOME/deepy/predictions.jsonl, by default below ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "deepy" / "predictions.jsonl"
+
+
+def remember(entry: Entry, measured: Need, path: Path | None = None) -> None:
+    """Append a run to the history.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = path or history_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"time": round(time.time()), **asdict(entry), "measured": asdict(measured)}
+    line = json.dumps(values) + "\n"
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(handle, line.encode())  # one write: lines of runs that end at once do not mix
+    finally:
+        os.close(handle)
+
+
+def read_history(path: Path | None = None) -> list[Entry]:
+    """The runs in the history, oldest first; lines that are damaged are passed over."""
+    path = path or history_file()
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - READ))
+            lines = file.read(READ).splitlines()
+    except OSError:
+        return []
+    return [entry for line in lines if (entry := _entry(line)) is not None]
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        values = json.loads(line)
+        needs = [
+            Need(*(float(values[name][key]) for key in ("seconds", "memory"))) for name in ("predicted", "measured")
+        ]
+        if not all(0 < value < 1e18 for need in needs for value in (need.seconds, need.memory)):
+            return None
+        kinds = tuple(map(str, values["kinds"]))
+        device, compute, layout = (str(values[name]) for name in ("device", "compute", "layout"))
+        return Entry(device, compute, kinds, int(values["ranks"]), layout, *needs)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far predictions were from what was measured: medians of |measured / predicted - 1|.
+
+    Attributes:
+        runs: how many.
+        alone: of the formulas alone, over all runs.
+        corrected: over those that had runs before them to be corrected by; None without any.
+        corrections: how many had.
+    """
+
+    runs: int
+    alone: Need
+    corrected: Need | None
+    corrections: int
+
+
+def errors(history: Sequence[Entry]) -> dict[tuple[str, str], Error]:
+    """By device and compute type."""
+    alone: dict[tuple[str, str], list[Need]] = {}
+    corrected: dict[tuple[str, str], list[Need]] = {}
+    for place, entry in enumerate(history):
+        factor, runs = correction(history[:place], entry)
+        seconds, size = (math.exp(each) for each in _errors(entry))
+        key = (entry.device, entry.compute)
+        alone.setdefault(key, []).append(Need(abs(seconds - 1), abs(size - 1)))
+        if runs:
+            after = Need(abs(seconds / factor.seconds - 1), abs(size / factor.memory - 1))
+            corrected.setdefault(key, []).append(after)
+    found = {}
+    for key, needs in alone.items():
+        others = corrected.get(key, [])
+        found[key] = Error(len(needs), _median(needs), _median(others) if others else None, len(others))
+    return found
+
+
+def _median(needs: Sequence[Need]) -> Need:
+    return Need(statistics.median(each.seconds for each in needs), statistics.median(each.memory for each in needs))
+
+
+def document(history: Sequence[Entry]) -> dict[str, Any]:
+    """The history and its errors as one JSON document."""
+    found = [{"device": key[0], "compute": key[1], **asdict(each)} for key, each in errors(history).items()]
+    return {"file": str(history_file()), "errors": found, "runs": [asdict(each) for each in history]}

@@ -1,0 +1,53 @@
+"""Writes what was predicted of a run and what was measured to the user's history."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from megatron.plan.prediction import Need, Prediction, remember
+
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+from .log import memory_bytes
+
+FIRST = 3  # steps that warm up or compile
+LEAST = 10  # steps after them that tell a run's pace
+
+
+class PredictionHook(Hook):
+    """On rank 0, at the end of a start without an error that was long enough to have a pace.
+
+    Args:
+        folder: the run's directory.
+    """
+
+    def __init__(self, folder: str | Path, prediction: Prediction) -> None:
+        self._metrics, self._entry = Path(folder) / "metrics.jsonl", prediction.entry
+        self._begin = 0
+
+    @classmethod
+    def of(cls, parts: Parts) -> PredictionHook | None:
+        return cls(parts.config.run.dir, parts.prediction) if parts.prediction is not None else None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._begin = self._metrics.stat().st_size if self._metrics.exists() else 0
+
+    def on_end(self, trainer: Trainer) -> None:
+        if not trainer.is_main or trainer.error is not None or trainer.completed - trainer.start < FIRST + LEAST:
+            return
+        seconds = self._paces(trainer.start + FIRST)
+        if not seconds:
+            return
+        try:
+            remember(self._entry, Need(statistics.median(seconds), memory_bytes(trainer.exchange.device)))
+        except OSError as error:
+            trainer.log(f"the history of predictions cannot be written: {error}")
+
+    def _paces(self, first: int) -> list[float]:
+        """Seconds of a step, of each record of this start from a step on."""
+        with self._metrics.open("rb") as file:
+            file.seek(self._begin)
+            records = [json.loads(line) for line in file if line.endswith(b"}\n")]
+        return [each["step_seconds"] for each in records if each["step"] >= first and "step_seconds" in each]
