@@ -48,7 +48,8 @@ class Source:
 
 
 def merge(sources: list[Source]) -> tuple[Source, list[Overridden]]:
-    """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before.
+    """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before
+    (but is a value in a variant, whose options replace those of a kind).
 
     Returns:
         The merged source, and each value that lost to a different one.
@@ -61,6 +62,11 @@ def merge(sources: list[Source]) -> tuple[Source, list[Overridden]]:
             if path:
                 lost += _set(result, path, source)
     return result, lost
+
+
+def _in_a_variant(path: Path) -> bool:
+    """Whether a path is an option of a variant. There null is a value, which replaces that of the kind."""
+    return path[:2] == ("model", "variants") and len(path) > 3
 
 
 def _whole(path: Path) -> Path:
@@ -88,7 +94,7 @@ def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
     if old is not None and old != value:
         lost.append(Overridden(dotted(path), thaw(value), origin, old, result.origin(path)))
     _forget(result, path)
-    if value is None:
+    if value is None and not _in_a_variant(path):
         drop(result.values, path)
         return lost
     put(result.values, path, thaw(value))

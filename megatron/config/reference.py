@@ -21,6 +21,7 @@ A run is one or more YAML files, merged left to right, and overrides:
 - Mappings are merged key by key; lists and everything else are replaced. `extends: base.yml` (or a list of files,
   seen from the folder of the file) puts other files before this one. Overrides come last; their values are YAML.
 - A default in *italics* is derived from other keys. `null` takes back what earlier files said: the key has its default.
+  In `model.variants` it is a value: `full: {window: null}` has no window where `attention` has one.
 - YAML is read as version 1.2 has it: `1e-8` is a number; only `true` and `false` are booleans; a key given twice, a
   number with a leading zero and `<<` are errors.
 - Short forms: `precision: bf16` for `precision: {compute: bf16}`; a path, a list of paths or a list of

@@ -81,9 +81,9 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
                 path = tuple(rule.key.split("."))
                 if path[:2] != ("model", kind) or get(values, path, None) is not None:
                     continue
-                value = rule.value(path, trial)
+                value, left_open = rule.value(path, trial), get(own, path[2:]) is None
                 put(values, path, value)
-                if value != get(view.values, path):
+                if left_open or value != get(view.values, path):
                     put(own, path[2:], value)
                     origins[("model", "variants", name, *path[2:])] = Origin(
                         "derived", text=rule.formula, keys=rule.keys

@@ -135,7 +135,8 @@ def _announce(plan: JobPlan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
     ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
-    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}; logs in {plan.job.logs}")
+    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}")
+    log(f"logs in {plan.job.logs}")
     summary = replace(plan.resolved, warnings=()).summary(short=True)
     if summary:
         log(summary)

@@ -39,7 +39,7 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
         return True, "training.compile: layer"
     if kind == "cuda":
         return True, "auto: on GPUs norms, activations, rotary and residual sums become few kernels"
-    return False, "auto: on CPU matrix products dominate, and compiling takes longer than it saves in most runs"
+    return False, "auto: on CPU it takes longer than it saves in most runs"
 
 
 def _fits(config: Config, block: BlockPattern) -> bool:

@@ -72,7 +72,7 @@ def columns_of(file: TextIO) -> int | None:
 
 def validation_line(record: Mapping[str, Any]) -> str:
     sets = "  ".join(
-        f"{name}: loss {values['loss']:.4f} perplexity {values['perplexity']:.2f}"
+        f"{'' if name == 'validation' else name + ': '}loss {values['loss']:.4f} perplexity {values['perplexity']:.2f}"
         + (f" bits/byte {values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "")
         for name, values in record["validation"].items()
     )

@@ -129,9 +129,9 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
             f"training loss    {first['loss']:.4f} (step {first['step']}) -> {last['loss']:.4f} (step {last['step']})"
         )
     for name, points in history.validation.items():
-        best = min(points, key=lambda point: point[1])
+        best, which = min(points, key=lambda point: point[1]), "" if name == "validation" else f"{name}, "
         lines.append(
-            f"validation loss  {points[-1][1]:.4f} ({name}, after {points[-1][0]} steps; "
+            f"validation loss  {points[-1][1]:.4f} ({which}after {points[-1][0]} steps; "
             f"best {best[1]:.4f} after {best[0]})"
         )
     rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))

@@ -63,6 +63,6 @@ def device_peak(device: str, compute: str, given: float | None = None) -> Peak:
     for needed, rates in TABLE:
         if all(word in words for word in needed):
             if compute not in rates:
-                return Peak(None, f"{device} has no {compute} peak in the table; set logging.peak_tflops to see MFU")
+                return Peak(None, f"{device} has no {compute} peak in the table (set logging.peak_tflops)")
             return Peak(rates[compute], f"{device}, {compute}, dense")
-    return Peak(None, f"the peak of {device} is not known; set logging.peak_tflops to see MFU")
+    return Peak(None, f"the peak of {device} is not known (set logging.peak_tflops)")

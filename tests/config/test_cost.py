@@ -17,11 +17,22 @@ def context_of(name: str, *overrides: str) -> RuleContext:
     return RuleContext(resolved.config, 8, lambda path: resolved.origins[".".join(map(str, path))])
 
 
+MLA = ("model.layers=(mla/mlp) x8 (mla@direct/mlp) x24", "model.mla.heads=32", "model.mla.query_rank=1536")
+DIRECT = "model.variants.direct.query_rank=null"
+
+
 @pytest.mark.parametrize(
-    "name, share", [("pythia/6.9b", 0.99), ("llama/llama3_8b", 0.999), ("test/tiny_moe", 0.5), ("test/tiny_rwkv7", 0)]
+    "name, share, overrides",
+    [
+        ("pythia/6.9b", 0.99, ()),
+        ("llama/llama3_8b", 0.999, ()),
+        ("llama/llama3_8b", 0.999, (*MLA, DIRECT)),
+        ("test/tiny_moe", 0.5, ()),
+        ("test/tiny_rwkv7", 0, ()),
+    ],
 )
-def test_never_more_than_the_layers_count(name, share):
-    at = context_of(name, *([] if name.startswith("test") else ["data.synthetic=copy"]))
+def test_never_more_than_the_layers_count(name, share, overrides):
+    at = context_of(name, *([] if name.startswith("test") else ["data.synthetic=copy"]), *overrides)
     whole = totals(at.config).parameters
     assert share * whole <= Weights.of(at).total <= whole
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.config import ConfigError, load, resolve, split_arguments
+from megatron.config.variants import options_of
 
 BASE = {
     "model": {"layers": "(attention/mlp) x2", "hidden_size": 64, "vocab_size": 100, "attention": {"heads": 4}},
@@ -146,6 +149,27 @@ def test_null_takes_back(write):
     assert config.model.attention.kv_heads == 4
     assert str(resolved.origins["training.seed"]) == "default"
     assert str(resolved.origins["model.attention.kv_heads"]) == "derived: model.attention.heads"
+
+
+def test_null_is_a_value_in_a_variant(write):
+    """It replaces what the kind says; before, it was dropped, and the kind's value held without a word."""
+    write(
+        "a.yml",
+        "extends: base.yml\nmodel:\n  layers: attention@full/mlp attention@wide/mlp mla@direct/mlp\n"
+        "  attention: {heads: 4, kv_heads: 1, window: 8}\n  mla: {heads: 4, query_rank: 12, rope_dim: 4}\n"
+        "  variants: {full: {window: null, position: none}, direct: {query_rank: null}}\n",
+    )
+    config = load(["a.yml"], ["model.variants.wide.kv_heads=null"], ranks=1).config
+    full, wide, direct = (options_of(config.model, block.mixer) for block in config.model.blocks)
+    assert (full.window, full.position, full.kv_heads) == (None, "none", 1)
+    assert (wide.window, wide.kv_heads) == (8, 4), "what is derived is derived anew"
+    assert direct.query_rank is None and config.model.mla.query_rank == 12
+    assert resolve(config.model_dump(), ranks=1) == config
+    assert load(["a.yml"], ["model.variants.wide.window=3", "model.variants.direct.query_rank=5"], ranks=1).config
+    with pytest.raises(ConfigError, match=r"a.yml:6: model.variants.full.position = null"):
+        text = Path("a.yml").read_text().replace("position: none", "position: null")
+        write("a.yml", text)
+        load(["a.yml"], ["model.variants.wide.kv_heads=null"], ranks=1)
 
 
 def test_an_empty_section_says_nothing(write):

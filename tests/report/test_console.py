@@ -64,11 +64,13 @@ def test_plain_lines_where_there_is_no_terminal():
     console = MetricsConsole("auto", 1000, out)
     console.write(RECORD)
     console.write({"step": 42, "validation": {"pile": {"loss": 2.0, "perplexity": 7.389, "tokens": 10}}})
+    console.write({"step": 43, "validation": {"validation": {"loss": 2.0, "perplexity": 7.389, "tokens": 10}}})
     console.log("a message")
     console.close()
     assert out.getvalue().splitlines() == [
         training_line(RECORD, 1000),
         "validation after 42 steps  pile: loss 2.0000 perplexity 7.39",
+        "validation after 43 steps  loss 2.0000 perplexity 7.39",
         "a message",
     ]
 

@@ -32,6 +32,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {"heads": 4, "kv_heads": 1, "qkv_bias": True, "output_bias": True, "dropout": 0.1},
         "mlp": {"hidden_size": 48, "bias": True},
     },
+    "attention, sinks and norms on both sides": {
+        "layers": "attention/mlp attention@one/mlp",
+        "norm": {"unit_offset": True},
+        "residual": {"norm": "both"},
+        "attention": {"heads": 4, "kv_heads": 2, "sinks": True, "qkv_bias": True, "output_bias": True, "window": 5},
+        "variants": {"one": {"kv_heads": 1, "window": None}},
+        "mlp": {"hidden_size": 48, "gated": True, "activation": "gelu_tanh"},
+    },
     "mamba": {
         "layers": "mamba mamba@heads/mlp",
         "mamba": {"state_size": 4, "chunk": 5, "bias": True, "inner_norms": True, "rank": 6, **TIMES},
@@ -41,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {
         "layers": "mamba2 mamba2@one",
         "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2, "chunk": 5, "bias": True, "most_step": 0.9, **TIMES},
-        "variants": {"one": {"groups": 1}},
+        "variants": {"one": {"groups": 1, "inner_size": 96}},
     },
     "shared attention": {
         "layers": "mamba2+shared_attention x3",
@@ -113,6 +121,21 @@ MODELS: dict[str, dict[str, Any]] = {
             "shared_gate": True,
             "router": {"bias": True, "normalize": True, "correction": "sign", "groups": 2, "jitter": 0.1},
             "losses": {"sequence": 0.1, "z": 0.05},
+        },
+    },
+    "moe, biases and limits": {
+        "layers": "attention/mlp moe",
+        "attention": {"heads": 4},
+        "mlp": {"hidden_size": 48, "bias": True},
+        "moe": {
+            "experts": 4,
+            "hidden_size": 16,
+            "activation": "quick_gelu",
+            "bias": True,
+            "limit": 0.7,
+            "up_offset": 1.0,
+            "router": {"bias": True, "normalize": True},
+            "losses": {"balance": 0.0, "z": 0.05},
         },
     },
     "moe, router states": {

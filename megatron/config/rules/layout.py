@@ -153,7 +153,8 @@ def micro_batches_fill_the_pipeline(context: RuleContext) -> Iterator[Problem]:
         yield context.warning(
             "training.accumulation",
             "parallel.pipeline",
-            rule=f"{count} micro-batches must not leave each of {stages} stages idle {100 * idle:.0f} % of the time",
+            rule=f"{count} micro-batch{'es' * (count > 1)} must not leave each of {stages} stages idle "
+            f"{100 * idle:.0f} % of the time",
             fix=f"use at least {4 * stages} micro-batches per step: "
             "a smaller micro_batch_size or a larger global_batch_size",
         )

@@ -102,6 +102,16 @@ def all_of_rope_dim_is_turned(at: Use[MLAOptions]) -> Iterator[Problem]:
         )
 
 
+def _weights(options: MLAOptions, width: int) -> tuple[int, int]:
+    if not options.heads:
+        return 0, 0
+    turned, rank = options.nope_dim + options.rope_dim, options.query_rank
+    queries = options.heads * turned * width if rank is None else rank * (width + options.heads * turned)
+    compressed = width * (options.kv_rank + options.rope_dim)
+    heads = options.heads * (options.kv_rank * (options.nope_dim + options.value_dim) + options.value_dim * width)
+    return queries + compressed + heads, 0
+
+
 KIND = LayerKind(
     role="mixer",
     options=MLAOptions,
@@ -118,4 +128,5 @@ KIND = LayerKind(
     attends=True,
     context="attends",
     head_width=lambda options: options.nope_dim + options.rope_dim,
+    weights=_weights,
 )
