@@ -104,15 +104,21 @@ def _limits(field: FieldInfo) -> dict[str, Any]:
         for name in ("gt", "ge", "lt", "le", "min_length"):
             if getattr(constraint, name, None) is not None:
                 found[name] = getattr(constraint, name)
-    extra = field.json_schema_extra or {}
+    extra = _extra(field)
     if "role" in extra:
         found |= {"role": extra["role"], "words": extra["words"]}
     return found
 
 
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    """What `sections.base.key` says of a key beside pydantic."""
+    extra = field.json_schema_extra
+    return dict(extra) if isinstance(extra, dict) else {}
+
+
 def _keys(section: type[Section], above: tuple[str, ...]) -> typing.Iterator[Key]:
     for name, field in section.model_fields.items():
-        extra = field.json_schema_extra or {}
+        extra = _extra(field)
         path = (*above, name)
         inner = section_of(field.annotation)
         yield Key(
@@ -198,11 +204,11 @@ def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
         return f"a list of {_plural(describe(arguments[0]))}" + (", not empty" if limits.get("min_length") else "")
     if origin is tuple:
         return f"a list of {len(arguments)} {_plural(describe(arguments[0]))}"
-    if section_of(bare):
-        return "a mapping with the keys " + ", ".join(section_of(bare).model_fields)
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "anything"}
+    if (section := section_of(bare)) is not None:
+        return "a mapping with the keys " + ", ".join(section.model_fields)
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "anything"}
     bounds = _bounds(bare, limits, {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"})
-    return " ".join(part for part in (names.get(bare, str(bare)), bounds) if part)
+    return " ".join(part for part in (words.get(bare, str(bare)), bounds) if part)
 
 
 def type_name(annotation: Any, limits: dict[str, Any] | None = None) -> str:

@@ -88,7 +88,7 @@ def differences(a: Described, b: Described) -> list[Difference]:
     values = [{dotted(path): value for path, value in leaves(thaw(each.config.model_dump()))} for each in (a, b)]
     same = list(map(str, a.config.model.blocks)) == list(map(str, b.config.model.blocks))
     return [
-        Difference(key, (first, second), tuple(each.origins.get(key, "default") for each in (a, b)))
+        Difference(key, (first, second), (a.origins.get(key, "default"), b.origins.get(key, "default")))
         for key in dict.fromkeys([*values[0], *values[1]])
         if (first := values[0].get(key, ABSENT)) != (second := values[1].get(key, ABSENT))
         and not (key == "model.layers" and same)

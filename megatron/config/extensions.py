@@ -114,7 +114,7 @@ def _named(sources: list[Source]) -> Iterator[tuple[str, Path, Source, str]]:
             yield role, path, source, name
 
 
-def _last(sources: list[Source], path: tuple[str, ...]) -> tuple[Source, Any] | None:
+def _last(sources: list[Source], path: Path) -> tuple[Source, Any] | None:
     """The source that says this key last, and what it says."""
     for source in reversed(sources):
         value = get(source.values, path, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from .catalog import Path, parse_path
 from .files import gather
@@ -10,6 +11,9 @@ from .layers import Source
 from .origins import Origin
 from .problems import ABSENT, ConfigError, Problem
 from .schema import Config
+
+if TYPE_CHECKING:
+    from .neox import FlatDocument, FlatProblem
 
 
 def translate_flat(sources: list[Source]) -> tuple[list[Source], tuple[str, ...]]:
@@ -92,7 +96,7 @@ def convert(files: Sequence[str]) -> str:
     return neox.to_native_yaml(translation)
 
 
-def _document(source: Source):
+def _document(source: Source) -> FlatDocument:
     from .neox import FlatDocument
 
     lines = {name: source.origin((name,)).line for name in source.values}
@@ -101,6 +105,6 @@ def _document(source: Source):
     return FlatDocument(path, source.values, known, override=source.fallback.kind == "argument")
 
 
-def _problem(flat) -> Problem:
+def _problem(flat: FlatProblem) -> Problem:
     place = f"{flat.path}:{flat.line}" if flat.line is not None else flat.path
     return Problem(flat.key, flat.rule, flat.fix, ABSENT if flat.value is None else flat.value, place)

@@ -28,7 +28,7 @@ def neox_checkpoint(path: str | Path) -> Path | None:
         return None
     if named in found:
         return found[named]
-    return max(found.values(), key=lambda each: int(_STEP.fullmatch(each.name)[1]), default=None)
+    return max(found.values(), key=lambda each: int(_STEP.sub(r"\1", each.name)), default=None)
 
 
 def _is_one(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 
-def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+def _refuse(self: object, *_: Any, **__: Any) -> NoReturn:
     raise TypeError("the configuration is frozen after resolution; change the YAML file or give an override instead")
 
 
@@ -15,7 +15,7 @@ class FrozenList(list):
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[FrozenList], tuple[list]]:
         return FrozenList, (list(self),)
 
     def __deepcopy__(self, memo: dict) -> FrozenList:
@@ -28,7 +28,7 @@ class FrozenDict(dict):
     __setitem__ = __delitem__ = __ior__ = _refuse
     pop = popitem = clear = update = setdefault = _refuse
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[FrozenDict], tuple[dict]]:
         return FrozenDict, (dict(self),)
 
     def __deepcopy__(self, memo: dict) -> FrozenDict:

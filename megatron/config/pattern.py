@@ -97,8 +97,8 @@ def _tokens(text: str) -> list[_Token]:
                 "use kinds, '/', '@variant', '+', parentheses and 'x N', as in '(attention/mlp) x12'",
             )
         if match.lastgroup != "space":
-            kind = match.group() if match.lastgroup == "mark" else match.lastgroup
-            tokens.append(_Token(kind, match.group(), position))
+            kind = match.group() if match.lastgroup in (None, "mark") else match.lastgroup
+            tokens.append(_Token(kind or "", match.group(), position))
         position = match.end()
     return [*tokens, _Token("end", "", len(text))]
 

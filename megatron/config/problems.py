@@ -90,7 +90,7 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         super().__init__(listing(self.problems))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return ConfigError, (self.problems,)
 
 

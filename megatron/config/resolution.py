@@ -120,7 +120,7 @@ def combine(
         ConfigError: with all problems of all sources.
     """
     with using(extensions_of(sources)):
-        return _combine(sources, ranks, check_inputs, name, notes, tuple(map(os.fspath, files)), here)
+        return _combine(sources, ranks, check_inputs, name, notes, tuple(os.fspath(file) for file in files), here)
 
 
 def _combine(

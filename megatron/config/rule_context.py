@@ -14,6 +14,7 @@ from .origins import Origin
 from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
 from .schema import Config
+from .sections.base import Section
 from .variants import options_of
 
 
@@ -101,7 +102,7 @@ class RuleContext:
     def _at(self, path: Path) -> Any:
         value: Any = self.config
         for part in path:
-            value = value[part] if isinstance(value, (dict, list)) else getattr(value, str(part))
+            value = getattr(value, str(part)) if isinstance(value, Section) else value[part]
         return value
 
     def given(self, key: str) -> bool:

@@ -26,8 +26,8 @@ def normalise(source: Source) -> Source:
     for index, phase in enumerate(_list(get(source.values, ("data", "phases"), None))):
         if isinstance(phase, dict):
             _sources(source, ("data", "phases", index, "sources"))
-    for path in (("hooks",), ("logging", "sinks")):
-        _additions(source, path)
+    _additions(source, ("hooks",))
+    _additions(source, ("logging", "sinks"))
     return source
 
 

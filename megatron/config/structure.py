@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -32,7 +32,9 @@ def check(values: dict[str, Any], origin: Callable[[Path], Origin]) -> tuple[Con
         The configuration (values that are wrong replaced by defaults or stand-ins), the problems, and the keys
         whose value is not the user's because it was wrong or missing.
     """
-    values, problems, broken, hints = thaw(values), [], set(), HINTS
+    problems: list[Problem] = []
+    broken: set[str] = set()
+    values, hints = thaw(values), HINTS
     for _ in range(20):  # each round mends all that it finds; a mended value may uncover another below it
         try:
             return current_schema().model_validate(values), problems, frozenset(broken)
@@ -89,7 +91,7 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
     key = lookup(path)
     limits = key.limits if key else {}
     words = describe(annotation, limits)
-    if value is ABSENT:
+    if value is ABSENT and key is not None:
         unit = f" ({key.unit})" if key.unit else ""
         above = "" if len(path) < 2 else str(origin(path[:-1])) if isinstance(path[-2], int) else ""
         return Problem(name, f"{name} is required", f"give {words}{unit}: {key.sentence}", ABSENT, above)
@@ -106,10 +108,11 @@ def _names(path: Path) -> tuple[str, ...]:
 
 def siblings(path: Path) -> list[str]:
     """The names that the schema has beside this path."""
-    return list(section_of(type_at(path[:-1])).model_fields)
+    section = section_of(type_at(path[:-1]))
+    return [] if section is None else list(section.model_fields)
 
 
-def nearest(name: str, choices) -> str:
+def nearest(name: str, choices: Iterable[object]) -> str:
     """ "did you mean ...?" if one of the choices looks like `name`, else nothing."""
     found = difflib.get_close_matches(name.lower().replace("-", "_"), [str(each) for each in choices], n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else ""

@@ -28,7 +28,7 @@ def get(tree: Any, path: Path, default: Any = ABSENT) -> Any:
 def put(tree: Any, path: Path, value: Any) -> None:
     """Set the value at `path`, making the mappings on the way."""
     for part in path[:-1]:
-        tree = tree[part] if isinstance(tree, list) else tree.setdefault(part, {})
+        tree = tree.setdefault(part, {}) if isinstance(tree, dict) else tree[part]
     tree[path[-1]] = value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .catalog import Path, dotted, parse_path
@@ -39,6 +40,11 @@ def users(view: View, variant: str) -> list[str]:
     return list(dict.fromkeys(named))
 
 
+def _below(origin: Callable[[Path], Origin], prefix: Path, path: Path) -> Origin:
+    """Where an option of a variant came from, `path` being that of the kind's own option."""
+    return origin((*prefix, *path[2:]))
+
+
 def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> list[Problem]:
     """Unknown and wrong options of variants. What is wrong is taken out of `values`, so that the rest can be checked.
 
@@ -51,7 +57,7 @@ def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> 
         for kind in users(View(values), name):
             prefix = ("model", "variants", name)
             trial = {**values, "model": {**values["model"], kind: overlay(values["model"][kind], own)}}
-            _, found, _ = check(trial, lambda path, prefix=prefix: origin((*prefix, *path[2:])))
+            _, found, _ = check(trial, partial(_below, origin, prefix))
             for each in found:
                 path = (*prefix, *parse_path(each.key)[2:])
                 fix = each.fix.replace(f"model.{kind}.", f"{dotted(prefix)}.")

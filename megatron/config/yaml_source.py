@@ -19,6 +19,7 @@ from .catalog import Path, dotted, lookup, parse_path
 from .layers import Source
 from .origins import Origin
 from .problems import ABSENT, Problem
+from .tree import put
 
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -45,7 +46,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self.depth = self.nodes = 0
 
-    def compose_node(self, parent, index):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """PyYAML's own, which calls itself for each level, as far as a document may go."""
         self.depth += 1
         self.nodes += 1
@@ -98,7 +99,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
         self.open.append(id(node))
-        value = self.sequence(node, path) if isinstance(node, yaml.SequenceNode) else self.mapping(node, path)
+        value = self.mapping(node, path) if isinstance(node, yaml.MappingNode) else self.sequence(node, path)
         self.open.pop()
         return value
 
@@ -280,14 +281,11 @@ def read_override(argument: str) -> Source:
         return Source({}, {}, origin, [problem])
     value, below, problems = parse(text, lambda line: origin)
     values: dict[str, Any] = {}
-    inner = values
-    for part in path[:-1]:
-        inner = inner.setdefault(part, {})
-    inner[path[-1]] = value
+    put(values, path, value)
     places: dict[Path, Origin] = {path[:length]: origin for length in range(1, len(path) + 1)}
     places.update({(*path, *known): place for known, place in below.items()})
     problems = [
-        Problem(".".join((*path, each.key) if each.key else path), each.rule, each.fix, each.value, each.where)
+        Problem(dotted((*path, each.key) if each.key else path), each.rule, each.fix, each.value, each.where)
         for each in problems
     ]
     return Source(values, places, origin, problems)

@@ -21,22 +21,21 @@ def agree(files: list[SourceFile], section: TokenizerSection) -> None:
 
     Files without a manifest (made by other programs) cannot be compared.
     """
-    known = [each for each in files if each.manifest is not None]
-    for each in known[1:]:
-        if each.manifest.tokenizer["hash"] != known[0].manifest.tokenizer["hash"]:
+    known = [(each.path, each.manifest.tokenizer) for each in files if each.manifest is not None]
+    for path, tokenizer in known[1:]:
+        if tokenizer["hash"] != known[0][1]["hash"]:
             raise DataError(
-                each.path,
-                f"it was made with the tokenizer {each.manifest.tokenizer['name']}, but {known[0].path} "
-                f"with {known[0].manifest.tokenizer['name']}; their ids mean different texts",
+                path,
+                f"it was made with the tokenizer {tokenizer['name']}, but {known[0][0]} "
+                f"with {known[0][1]['name']}; their ids mean different texts",
                 "tokenize both with one tokenizer",
             )
     if known and is_local(section):
-        own = build_tokenizer(section)
-        if own.hash != known[0].manifest.tokenizer["hash"]:
+        own, (path, tokenizer) = build_tokenizer(section), known[0]
+        if own.hash != tokenizer["hash"]:
             raise DataError(
-                known[0].path,
-                f"it was made with the tokenizer {known[0].manifest.tokenizer['name']}, which is not the run's "
-                f"({own.name})",
+                path,
+                f"it was made with the tokenizer {tokenizer['name']}, which is not the run's ({own.name})",
                 "set tokenizer.path to the tokenizer that made the file",
             )
 

@@ -132,7 +132,7 @@ def examine(file: TokenFile, folder: str | os.PathLike | None, scan_below: int =
         for path in (file.bin_path, file.idx_path)
         for status in (path.stat(),)
     ]
-    memory = Path(folder) / "examined" / f"{content_hash(state[0][0])}.json"
+    memory = Path(folder) / "examined" / f"{content_hash(os.path.abspath(file.bin_path))}.json"
     known = _remembered(memory, state)
     if known is not None:
         return known

@@ -45,7 +45,7 @@ def _bytes(part: bytes | str | np.ndarray) -> bytes | memoryview:
     if isinstance(part, str):
         return part.encode()
     if isinstance(part, np.ndarray):
-        return memoryview(np.ascontiguousarray(part)).cast("B") if part.size else b""
+        return np.ascontiguousarray(part).data.cast("B") if part.size else b""
     return part
 
 

@@ -121,9 +121,9 @@ def _weights(samples: list[Sample], shape: tuple[int, ...]) -> torch.Tensor:
 
 def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
     """Documents and positions [A, M, S]; None without boundaries."""
-    if samples[0].begins is None:
+    pairs = [documents_and_positions(sample.begins) for sample in samples if sample.begins is not None]
+    if not pairs:
         return None, None
-    pairs = [documents_and_positions(sample.begins) for sample in samples]
     documents, positions = (torch.from_numpy(np.stack(each)).reshape(*shape, -1) for each in zip(*pairs))
     return documents, positions
 

@@ -76,11 +76,11 @@ def build_arrays(
             pieces = np.arange(made)
             generator.shuffle(pieces)
             break
-    starts = np.concatenate(starts)[:samples]
+    firsts = np.concatenate(starts)[:samples]
     if samples is not None:
-        length = int(starts[-1]) + 1  # GPT-NeoX stops as soon as the last sample has its first document
+        length = int(firsts[-1]) + 1  # GPT-NeoX stops as soon as the last sample has its first document
     documents = (np.concatenate(passes)[:length] + first).astype(np.int32 if first + len(sizes) < 2**31 else np.int64)
-    return {"documents": documents, "starts": np.append(starts, length), "pieces": pieces}
+    return {"documents": documents, "starts": np.append(firsts, length), "pieces": pieces}
 
 
 class OverflowOrder(Order):
@@ -130,7 +130,7 @@ class OverflowOrder(Order):
                 "use data.drop_long: false, a larger training.sequence_length, or other files",
             )
         wanted = None if epochs is not None else max(samples or 0, 2)
-        key = ()
+        key: tuple[object, ...] = ()
         if cache is not None:
             key = (fingerprint or file.fingerprint(), first, last, sequence_length, seed, wanted, drop_long)
             key += (labels.fingerprint(),) if labels is not None else ()

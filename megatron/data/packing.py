@@ -135,7 +135,8 @@ class PackedOrder(Order):
         self.filled = self.tokens / (self.length * (sequence_length + 1))
         self.description = f"whole documents packed by best fit, samples {100 * self.filled:.1f} % full"
         self._seeded = seed is not None
-        self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, seed, "packing", epoch))
+        key_of_draws = 0 if seed is None else seed  # without one nothing is drawn
+        self.permutation = lru_cache(4)(lambda epoch: Permutation(self.length, key_of_draws, "packing", epoch))
 
     def spans(self, sample: int) -> list[TokenRange]:
         epoch, index = divmod(sample, self.length)

@@ -220,7 +220,8 @@ class SyntheticPlan:
 
     def __init__(self, made: SampleSource, config: Config, steps: int, targets: Targets):
         self.made, self.steps, self.targets = made, steps, targets
-        self.batch, self.sources = config.training.global_batch_size, []
+        self.batch = config.training.global_batch_size
+        self.sources: list[OrderedSource] = []
         self.masked = made.masked or targets.weighs
         self.name, self.vocabulary = config.data.synthetic, config.model.vocab_size
         self.one_document = np.arange(config.training.sequence_length + 1) == 0

@@ -17,7 +17,7 @@ from .hashing import batch_hash, sample_hash
 from .left_out import LeftOut
 from .manifest import read_manifest
 from .order import TokenRange
-from .plan import SamplePlan, SyntheticPlan, build_plan
+from .plan import SyntheticPlan, build_plan
 from .sample import Sample
 from .token_file import TokenFile
 
@@ -220,7 +220,9 @@ class Provenance:
         return sorted(found)
 
     def _numbers(self, source: int, document: int, start: int, end: int) -> Iterator[int]:
-        plan: SamplePlan = self.plan
+        plan = self.plan
+        if isinstance(plan, SyntheticPlan):
+            return
         below = (plan.steps + self.left_out.total) * plan.batch
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):
@@ -235,24 +237,3 @@ def _overlaps(span: TokenRange, document: int, start: int, end: int) -> bool:
 def step_hash(sequences: list[Sequence]) -> int:
     """The hash of a step (or of a rank's part of it), as the run's ledger and metrics have it."""
     return batch_hash(sequence.hash for sequence in sequences)
-
-
-def read_record(piece: TextPiece) -> bytes:
-    """The bytes of the record that a piece was made from, out of the (uncompressed) input.
-
-    Raises:
-        DataError: the origin is not known, or is counted in rows.
-    """
-    from .corpus.inputs import open_stream
-
-    if piece.input is None or piece.unit != "bytes":
-        raise DataError(
-            piece.file,
-            "the bytes of its documents are not known",
-            "tokenize it with tools/data/tokenize.py from files of lines or texts",
-        )
-    with open_stream(piece.input) as (stream, _):
-        left = piece.input_start
-        while left > 0 and (skipped := len(stream.read(min(left, 1 << 20)))):
-            left -= skipped
-        return stream.read(piece.input_length)

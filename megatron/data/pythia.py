@@ -142,17 +142,8 @@ class PythiaOrder(Order):
             entry, offset = entry + 1, 0
         return spans
 
-    def sample_index(self) -> np.ndarray:
-        """GPT-NeoX's sample_idx [N+1, 2]: entry of `documents` and offset of each piece's begin, and of the end."""
-        sizes = np.ascontiguousarray(self.file.sizes)[self.documents]
-        cumulated = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)])
-        positions = np.arange(len(self.pieces) + 1, dtype=np.int64) * self.sequence_length
-        entries = np.searchsorted(cumulated, positions, side="right") - 1
-        index = np.stack([entries, positions - cumulated[entries]], axis=1)
-        return index.astype(np.int32 if 2 * len(index) < 2**31 - 1 else np.int64)
-
     def find(self, document: int, below: int) -> Iterator[int]:
-        places = set()
+        places: set[int] = set()
         for entry in self._entries.places([document]):
             block = int(entry) // STRIDE
             start = int(

@@ -97,13 +97,13 @@ def _documents(tokens: np.ndarray, lengths: list[int], eod: int | None) -> list[
     return np.split(tokens, cuts.astype(np.int64))
 
 
-def _infilled(documents: list[np.ndarray], options: Options, number: int) -> list[np.ndarray]:
+def _infilled(documents: list[np.ndarray], options: Options, how: Infilling, number: int) -> list[np.ndarray]:
     """Each document infilled by a draw of its own; its end-of-document token stays at the end."""
     result = []
     for index, tokens in enumerate(documents):
         draw = generator(options.seed, "fim", number, index)
         ended = len(tokens) > 0 and options.eod is not None and tokens[-1] == options.eod
-        body = infill(tokens[:-1] if ended else tokens, options.infilling, draw)
+        body = infill(tokens[:-1] if ended else tokens, how, draw)
         result.append(np.append(body, tokens[-1]) if ended else body)
     return result
 
@@ -122,7 +122,7 @@ def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: n
     if options.boundaries or options.infilling:
         documents = _documents(tokens, [len(piece) for piece in pieces], options.eod)
         if options.infilling:
-            documents = _infilled(documents, options, number)
+            documents = _infilled(documents, options, options.infilling, number)
             tokens = np.concatenate(documents)[:width]
         if options.boundaries:
             firsts = np.cumsum([0, *(len(each) for each in documents)])  # with the end: what fills up is a document too

@@ -79,16 +79,15 @@ def _results(search: Search, bounds: list[tuple[int, int]], workers: int) -> Ite
         yield from pool.map(_run, bounds)
 
 
-_search: Search | None = None  # of a worker process
+_search: list[Search] = []  # of a worker process
 
 
 def _prepare(search: Search) -> None:
-    global _search
-    _search = search
+    _search[:] = [search]
 
 
 def _run(bounds: tuple[int, int]) -> list[Place]:
-    return _search.run(*bounds)
+    return _search[0].run(*bounds)
 
 
 def _bounds(file: TokenFile, by_token: bool) -> list[tuple[int, int]]:
@@ -157,13 +156,17 @@ def _decoded(file: TokenFile, tokenizer: Tokenizer, document: int, text: str) ->
     seen, begin = set(), whole.find(text)
     length = partial(_characters, tokenizer, ids)
     while begin >= 0:
-        end = begin + len(text)
-        first = _least(len(ids), lambda count, begin=begin: length(count + 1) > begin)
-        last = _least(len(ids), lambda count, end=end: length(count) >= end)
+        first = _least(len(ids), partial(_reaches, length, begin + 1, 1))
+        last = _least(len(ids), partial(_reaches, length, begin + len(text), 0))
         if (place := (document, first, max(last - first, 1))) not in seen:
             seen.add(place)
             yield place
         begin = whole.find(text, begin + 1)
+
+
+def _reaches(length: Callable[[int], int], end: int, more: int, count: int) -> bool:
+    """Whether `count` tokens and `more` have at least `end` characters."""
+    return length(count + more) >= end
 
 
 def _characters(tokenizer: Tokenizer, ids: list[int], count: int) -> int:

@@ -96,9 +96,9 @@ class TokenFile:
         expected = HEADER.size + 12 * count + 8 * entries
         if size != expected:
             raise DataError(self.idx_path, f"it has {size} bytes, but its header announces {expected}", REMAKE)
-        data = np.memmap(self.idx_path, mode="r", dtype=np.uint8)
         sizes_end = HEADER.size + 4 * count
-        data = data.view(np.ndarray)  # the same memory; items of a plain array are faster to get at
+        # As a plain array on the same memory: its items are faster to get at.
+        data = np.memmap(self.idx_path, mode="r", dtype=np.uint8).view(np.ndarray)
         self.sizes = data[HEADER.size : sizes_end].view("<i4")
         self.offsets = data[sizes_end : sizes_end + 8 * count].view("<i8")
         self.document_index = data[sizes_end + 8 * count :].view("<i8")

@@ -113,7 +113,7 @@ class TokenFileWriter:
     def __enter__(self) -> TokenFileWriter:
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             self.finish()
         else:

@@ -143,7 +143,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control pieces (the end of a document) are written out as SentencePiece's own decoder does not."""
-        parts, run = [], []
+        parts: list[str] = []
+        run: list[int] = []
         for each in map(int, ids):
             if self.model.is_control(each):
                 parts += [self.model.decode(run), self.model.id_to_piece(each)]
@@ -218,7 +219,8 @@ class BytesTokenizer(Tokenizer):
 
     def bytes_of_ids(self) -> list[bytes]:
         table = [bytes([each]) if each < 256 else b"" for each in range(self.size)]
-        table[self.eod_id] = b"<|endoftext|>"
+        if self.eod_id is not None:
+            table[self.eod_id] = b"<|endoftext|>"
         return table
 
 

@@ -131,7 +131,7 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
 
 def regular(tally: Tally) -> Tally:
     """Without the looks within slow steps: how many there are depends on the time, so nothing predicts them."""
-    return Tally((call, *count) for call, *count in tally if call.phase != "look")
+    return Tally((call, messages, size) for call, messages, size in tally if call.phase != "look")
 
 
 def by_group(tally: Tally, durations: Durations | None = None) -> dict[str, dict[str, dict[str, float]]]:

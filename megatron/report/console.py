@@ -6,7 +6,10 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 
 def short(number: float) -> str:
@@ -101,7 +104,7 @@ class MetricsConsole:
         self.file = sys.stdout if file is None else file
         self.total = total
         self.mode = ("live" if self.file.isatty() else "plain") if mode == "auto" else mode
-        self._live = None
+        self._live: Live | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self.mode == "quiet":
@@ -139,10 +142,12 @@ class MetricsConsole:
         from rich.table import Table
         from rich.text import Text
 
+        columns = columns_of(self.file) if self.file.isatty() else None
+        room = None if columns is None else columns - BAR - 1
         grid = Table.grid(padding=(0, 1))
         grid.add_row(
             ProgressBar(total=self.total, completed=record["step"] + 1, width=BAR),
-            Text(training_line(record, self.total, columns_of(self.file) - BAR - 1 if self.file.isatty() else None)),
+            Text(training_line(record, self.total, room)),
         )
         if self._live is None:
             terminal = Terminal(file=self.file, force_terminal=True)

@@ -46,7 +46,7 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
     figure = Figure(figsize=(5.5 * len(maps), height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    norm, image = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=max(most, 1.01)), None
+    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=max(most, 1.01))
     for axes, each in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps):
         first, last = each.columns or (0, len(each.values[0]) - 1)
         half = (last - first) / max(len(each.values[0]) - 1, 1) / 2 or 0.5

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Points = Sequence[tuple[float, float]]
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] of a braille character
 
 
-def draw(series: dict[str, Points], *, width: int = 72, height: int = 14, title: str = "") -> str:
+def draw(series: Mapping[str, Points], *, width: int = 72, height: int = 14, title: str = "") -> str:
     """A picture of curves as text.
 
     Args:
@@ -66,7 +66,14 @@ def _line(field: list[list[int]], start: tuple[int, int], end: tuple[int, int]) 
         field[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
 
 
-def _framed(field, marks, across, upright, title: str, legend: list[str]) -> list[str]:
+def _framed(
+    field: list[list[int]],
+    marks: dict[tuple[int, int], str],
+    across: tuple[float, float],
+    upright: tuple[float, float],
+    title: str,
+    legend: list[str],
+) -> list[str]:
     height, width = len(field), len(field[0])
     labels = {0: f"{upright[1]:.4g}", height - 1: f"{upright[0]:.4g}", height // 2: f"{sum(upright) / 2:.4g}"}
     margin = max(map(len, labels.values()))

@@ -6,12 +6,16 @@ import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.sections.output import WandbOptions
 
 from .sink import SinkParts
 from .tags import tagged
+
+if TYPE_CHECKING:
+    import wandb
 
 
 class WeightsAndBiases:
@@ -50,7 +54,7 @@ class WeightsAndBiases:
         folder.mkdir(parents=True, exist_ok=True)
         self._teardown = wandb.teardown
         self._path = folder / "wandb.json"
-        self._known = json.loads(self._path.read_text()) if self._path.exists() else {"id": _new_id()}
+        self._known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {"id": _new_id()}
         back = self._known.get("last_step", -1) >= start
         common = {
             "project": options.project,
@@ -72,7 +76,7 @@ class WeightsAndBiases:
         self._run.define_metric("tokens", hidden=True)  # to be chosen as x in place of the steps
         self._run.define_metric("*", step_metric="step")
 
-    def _open(self, wandb, common: dict[str, Any], start: int, back: bool):
+    def _open(self, wandb: ModuleType, common: dict[str, Any], start: int, back: bool) -> wandb.Run:
         if back and common["mode"] == "online" and start:
             try:
                 return wandb.init(**common, resume_from=f"{self._known['id']}?_step={start - 1}")

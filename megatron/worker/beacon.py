@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO
 
 # Phases, in the order in which a step goes through them.
 NAMES = (
@@ -139,7 +140,7 @@ class Beacon:
         self._now: list[tuple] = []  # what was called in this step, in all groups, and in the one before
         self._before: list[tuple] = []
         self._free = 1
-        self._stack_file = None
+        self._stack_file: TextIO | None = None
         _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
         _GROUP_NAME.pack_into(self._memory, self._slots[PEERS], b"peers", b"messages", b"")
         _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 0)
@@ -267,8 +268,8 @@ def read(memory: mmap.mmap | bytes) -> Place | None:
     if place is None or place[6] >= len(NAMES):
         return None
     _, since, step, done, part, parts, phase, detail, _ = place
-    longest = struct.unpack_from(f"={len(NAMES)}d", memory, _LONGEST_AT)
-    longest = {name: seconds for name, seconds in zip(NAMES, longest) if 0 < seconds < 1e9}
+    told = struct.unpack_from(f"={len(NAMES)}d", memory, _LONGEST_AT)
+    longest = {name: seconds for name, seconds in zip(NAMES, told) if 0 < seconds < 1e9}
     words = _text(detail)
     return Place(pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory)))
 

@@ -84,7 +84,7 @@ def listen_on(address: str, port: int = 0, *, one_host: bool = False) -> socket.
     except OSError:
         places = []
     for family, _, _, _, place in places:
-        if not one_host and ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+        if not one_host and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
             continue
         try:
             return _bound(family, place)
@@ -154,8 +154,8 @@ def shared_network(
         containers never count, and neither does a network in which two hosts have the same address.
     """
     if interface:
-        named = [next((each for each in host if each.interface == interface), None) for host in hosts]
-        return None if any(each is None for each in named) else named
+        named = [each for host in hosts for each in [one for one in host if one.interface == interface][:1]]
+        return named if len(named) == len(hosts) else None
     found = shared_networks(hosts)
     return next((chosen for chosen in found if chosen[0].address == preferred), found[0] if found else None)
 
@@ -165,8 +165,8 @@ def shared_networks(hosts: list[list[Address]]) -> list[list[Address]]:
     usable = [[each for each in host if not each.interface.startswith(_VIRTUAL)] for host in hosts]
     found = []
     for candidate in usable[0]:
-        chosen = [next((each for each in host if each.network == candidate.network), None) for host in usable]
-        chosen[0] = candidate
-        if all(chosen) and len({each.address for each in chosen}) == len(hosts):
+        others = [[each for each in host if each.network == candidate.network][:1] for host in usable[1:]]
+        chosen = [candidate, *(each for found_there in others for each in found_there)]
+        if len({each.address for each in chosen}) == len(hosts):
             found.append(chosen)
     return found

@@ -84,8 +84,8 @@ class WorkerEnvironment:
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name, None if default is None else str(default))
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise LaunchError(
             f"the environment variable {name} is {text!r}; it must be a whole number, as the launcher sets it"
         ) from None

@@ -47,12 +47,10 @@ def open_store(
 
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own agent has opened it
         return next(iter(dist.rendezvous("env://", rank, ranks, timeout=timeout)))[0]
-    options = {}
-    if rank == 0:
-        options["master_listen_fd"] = (
-            _inherited(port, environment) or listen_on(address, port, one_host=one_host)
-        ).detach()
-    return dist.TCPStore(address, port, ranks, rank == 0, timeout, multi_tenant=True, **options)
+    if rank:
+        return dist.TCPStore(address, port, ranks, False, timeout, multi_tenant=True)
+    listener = _inherited(port, environment) or listen_on(address, port, one_host=one_host)
+    return dist.TCPStore(address, port, ranks, True, timeout, multi_tenant=True, master_listen_fd=listener.detach())
 
 
 def _inherited(port: int, environment: MutableMapping[str, str]) -> socket.socket | None:

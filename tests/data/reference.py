@@ -7,6 +7,8 @@ import operator
 
 import numpy as np
 
+from megatron.data.pythia import PythiaOrder
+
 
 def flat_samples(
     documents: list[list[int]], sequence_length: int, seed: int, samples: int | None = None, epochs: int | None = None
@@ -129,3 +131,13 @@ def pack_until_overflow(
         return tokens + [0] * (width - len(tokens)), counted
 
     return [read(number) for number in range(samples - 1)]
+
+
+def sample_index(order: PythiaOrder) -> np.ndarray:
+    """GPT-NeoX's sample_idx [N+1, 2]: entry of `documents` and offset of each piece's begin, and of the end."""
+    sizes = np.ascontiguousarray(order.file.sizes)[order.documents]
+    cumulated = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)])
+    positions = np.arange(len(order.pieces) + 1, dtype=np.int64) * order.sequence_length
+    entries = np.searchsorted(cumulated, positions, side="right") - 1
+    index = np.stack([entries, positions - cumulated[entries]], axis=1)
+    return index.astype(np.int32 if 2 * len(index) < 2**31 - 1 else np.int64)

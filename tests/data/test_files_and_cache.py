@@ -22,6 +22,7 @@ from megatron.data.manifest import read_manifest
 from megatron.data.pythia import PythiaOrder
 from megatron.data.token_file import TokenFile
 from tests.data.make import write_documents, write_sizes
+from tests.data.reference import sample_index
 
 
 def tokenized(folder: Path, name: str, texts: list[str]) -> Path:
@@ -135,8 +136,8 @@ def test_the_cache_goes_by_content(tmp_path):
     order = build("a")
     assert len(entries()) == 2
     assert (
-        order.sample_index().tolist()
-        == PythiaOrder(TokenFile(tmp_path / "a"), 0, 6, 4, 1, samples=5).sample_index().tolist()
+        sample_index(order).tolist()
+        == sample_index(PythiaOrder(TokenFile(tmp_path / "a"), 0, 6, 4, 1, samples=5)).tolist()
     )
 
 

@@ -14,13 +14,13 @@ import pytest
 from megatron.config import load, save_resolved
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
-from megatron.data.corpus.inputs import find_inputs
+from megatron.data.corpus.inputs import find_inputs, open_stream
 from megatron.data.corpus.job import Job
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.hashing import MODULUS, sample_hash
 from megatron.data.loader import build_loader
-from megatron.data.provenance import Provenance, read_record, run_config, step_hash
+from megatron.data.provenance import Provenance, TextPiece, run_config, step_hash
 from megatron.data.text_search import find_text
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import build_tokenizer
@@ -62,6 +62,13 @@ def run(request, tmp_path_factory):
     return folder
 
 
+def record_of(piece: TextPiece) -> bytes:
+    """The bytes of the record that a piece was made from, out of the (uncompressed) input."""
+    with open_stream(piece.input) as (stream, _):
+        stream.read(piece.input_start)
+        return stream.read(piece.input_length)
+
+
 def test_a_step_traced_to_the_very_bytes(run):
     """The pieces' documents, encoded again from the bytes of the inputs, give every token that the loader hands out."""
     provenance = Provenance(run_config(run / "run"))
@@ -80,7 +87,7 @@ def test_a_step_traced_to_the_very_bytes(run):
         for each in sequences:
             built = []
             for piece in each.pieces:
-                record = json.loads(read_record(piece))
+                record = json.loads(record_of(piece))
                 assert record["id"] == piece.document and piece.unit == "bytes"
                 built += [*tokenizer.encode(record["text"]), tokenizer.eod_id][piece.start : piece.start + piece.length]
                 sources.add(piece.source)

@@ -76,7 +76,7 @@ def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
     if context.data_ranks is None or (on_cpu and not context.starts_here):
         return
     memory = machine.memory_bytes() if on_cpu else LARGEST_GPU
-    together = need * (context.ranks if on_cpu else 1)
+    together = need * (context.ranks or 1 if on_cpu else 1)
     if memory is None or together <= memory:
         return
     room = f"this machine has {gib(memory)} for {context.ranks} of them" if on_cpu else f"no GPU has over {gib(memory)}"

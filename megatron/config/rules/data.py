@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path as File
 
 from ..catalog import Path, dotted
@@ -82,6 +82,7 @@ def pythia_seed_fits(context: RuleContext) -> Iterator[Problem]:
 def some_source_counts(context: RuleContext) -> Iterator[Problem]:
     """In each blend by itself: a phase in which nothing counts would pass without an update."""
     data = context.config.data
+    blends: list[tuple[Path, Sequence[SourceSection]]]
     blends = [(("data", "train"), data.train if not data.phases or data.phases[0].start > 0 else [])]
     blends += [(("data", "phases", index, "sources"), phase.sources) for index, phase in enumerate(data.phases)]
     blends += [(("data", "validation", name), each) for name, each in data.validation.items()]
@@ -244,8 +245,8 @@ def tokenizer_exists(context: RuleContext) -> Iterator[Problem]:
         or tokenizer.path.count("/") > 1
         or tokenizer.path.endswith((".json", ".model", ".tiktoken"))
     )
-    needs_file = tokenizer.type in ("sentencepiece", "gpt2") and tokenizer.path is not None
-    if (local or needs_file) and not File(tokenizer.path).exists():
+    needs_file = tokenizer.type in ("sentencepiece", "gpt2")
+    if tokenizer.path is not None and (local or needs_file) and not File(tokenizer.path).exists():
         yield context.problem(
             "tokenizer.path",
             rule=f"must be a file that exists; there is no file {tokenizer.path}",

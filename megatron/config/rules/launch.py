@@ -88,9 +88,10 @@ def job_scripts_can_hold_their_values(context: RuleContext) -> Iterator[Problem]
     """A line break in a value would be a line of its own in a job script, which the scheduler or a shell obeys."""
     config = context.config
     batch = config.launch.batch
-    values = {"run.name": config.run.name, "run.dir": config.run.dir, "launch.batch.image": batch.image}
-    values |= {f"launch.{name}": getattr(config.launch, name) for name in ("python", "working_directory")}
-    values["launch.environment_file"] = config.launch.environment_file
+    values: dict[str, str | None] = {"run.name": config.run.name, "run.dir": config.run.dir}
+    values["launch.batch.image"] = batch.image
+    for name in ("python", "working_directory", "environment_file"):
+        values[f"launch.{name}"] = getattr(config.launch, name)
     values |= {f"launch.batch.{name}": " ".join(getattr(batch, name)) for name in ("setup", "options", "resources")}
     for name, value in values.items():
         if value is not None and _CONTROL.search(value):

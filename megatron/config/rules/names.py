@@ -16,10 +16,9 @@ from ..tree import leaves
 def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
     for path, value in leaves(context.config.model_dump()):
         key = lookup(path)
-        role = key.limits.get("role") if key else None
-        if role is None or not isinstance(value, str) or value in key.limits["words"]:
+        if key is None or "role" not in key.limits or not isinstance(value, str) or value in key.limits["words"]:
             continue
-        registry = _registry(context)
+        role, registry = key.limits["role"], _registry(context)
         inside = registry_of().names(role)
         names = (
             *key.limits["words"],

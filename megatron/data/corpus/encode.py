@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Treatment:
 
     key: str = "text"
     append_eod: bool = True
-    normalise: str | None = None
+    normalise: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None
     strip: bool = False
 
 
@@ -61,10 +62,11 @@ class Encoded:
 
 def texts_of(chunk: Chunk, treatment: Treatment) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
     """The texts of a chunk, (start, length) of each in the input, and (line, reason) of what is none."""
-    if chunk.kind == "lines":
-        return _texts_of_lines(chunk, treatment)
+    if chunk.kind == "lines" and isinstance(chunk.content, bytes):
+        return _texts_of_lines(chunk, chunk.content, treatment)
     texts, places, bad = [], [], []
-    if chunk.kind in ("text", "dat"):
+    values: Sequence[object]
+    if isinstance(chunk.content, bytes):
         values, width = [chunk.content], [(chunk.start, len(chunk.content) + 8 * (chunk.kind == "dat"))]
     else:
         values, width = chunk.content, [(chunk.start + index, 1) for index in range(len(chunk.content))]
@@ -79,11 +81,11 @@ def texts_of(chunk: Chunk, treatment: Treatment) -> tuple[list[str], list[tuple[
 
 
 def _texts_of_lines(
-    chunk: Chunk, treatment: Treatment
+    chunk: Chunk, content: bytes, treatment: Treatment
 ) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
     texts, places, bad = [], [], []
     position = chunk.start
-    for number, line in enumerate(chunk.content.split(b"\n")):
+    for number, line in enumerate(content.split(b"\n")):
         start, position = position, position + len(line) + 1
         if not line.strip():
             continue
@@ -114,7 +116,7 @@ def _as_text(value: Any, treatment: Treatment) -> tuple[str, str]:
         if not isinstance(value, str):
             return "", f"the text is {type(value).__name__}, not a string"
         value.encode("utf-8")
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         return "", f"no valid Unicode: {error.reason}"
     if treatment.normalise:
         value = unicodedata.normalize(treatment.normalise, value)
@@ -127,7 +129,7 @@ def encode_chunk(chunk: Chunk, encode: Encode, treatment: Treatment, eod: int | 
     tokens, sizes = encode(texts)
     kept = sizes > 0
     sizes = sizes[kept]
-    if treatment.append_eod:
+    if treatment.append_eod and eod is not None:
         tokens = np.insert(tokens, np.cumsum(sizes), eod)
         sizes = sizes + 1
     if len(tokens) and tokens.max() > np.iinfo(dtype).max:
@@ -259,4 +261,6 @@ def _try_gigatoken(tokenizer: Tokenizer) -> tuple[str, str]:
 def build_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> Encode:
     """The encoder that `choose_encoder` chose."""
     exact = with_tokenizer(tokenizer)
-    return mixed(with_gigatoken(tokenizer), exact, choice.unsafe) if choice.name == "gigatoken" else exact
+    if choice.name != "gigatoken" or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return exact
+    return mixed(with_gigatoken(tokenizer), exact, choice.unsafe)

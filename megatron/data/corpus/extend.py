@@ -38,7 +38,8 @@ def extend(old: Path, corpus: Iterator[str], size: int, output: Path) -> dict:
         raise DataError(old, f"it is of kind {model['type']}, and only BPE has merges to add to", "train a new one")
     if size <= tokenizer.size:
         raise DataError("--size", f"{size} is not more than the {tokenizer.size} ids of {old}", "ask for more")
-    backend, counts = tokenizer.backend, Counter()
+    backend = tokenizer.backend
+    counts: Counter[str] = Counter()
     for text in corpus:
         plain = backend.normalizer.normalize_str(text) if backend.normalizer else text
         counts.update(word for word, _ in backend.pre_tokenizer.pre_tokenize_str(plain))

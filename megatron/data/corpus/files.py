@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -98,18 +98,19 @@ def merge(paths: list[str], output: str | os.PathLike, version: str, overwrite: 
     with TokenFileWriter(output, files[0].dtype.newbyteorder("=")) as writer:
         for file in files:
             copy_documents(file, 0, len(file), writer)
-    if not all(manifests):
+    known = [manifest for manifest in manifests if manifest is not None]
+    if len(known) < len(files):
         return None
     origins, shift = [read_origin(file.prefix) for file in files], 0
     if all(origin is not None for origin in origins):
         shifted = []
-        for origin, manifest in zip(origins, manifests):
+        for origin, manifest in zip(origins, known):
             part = np.array(origin)
             part["input"] += shift
             shift += len(manifest.inputs)
             shifted.append(part)
         write_origin(output, shifted)
-    return _manifest(output, writer, manifests, version, all(origin is not None for origin in origins))
+    return _manifest(output, writer, known, version, all(origin is not None for origin in origins))
 
 
 def split(
@@ -152,7 +153,7 @@ def split(
     return counts
 
 
-def _bounds(shares: list[float], documents: int, three) -> list[int]:
+def _bounds(shares: list[float], documents: int, three: Callable[[list[float], int], list[int]]) -> list[int]:
     """GPT-NeoX's bounds for up to three shares; for more, cumulated shares rounded."""
     if len(shares) <= 3:
         return three(shares, documents)[: len(shares) + 1]

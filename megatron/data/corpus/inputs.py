@@ -17,10 +17,11 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ..errors import DataError
 
+Bytes = IO[bytes] | io.BufferedIOBase  # decompressing files are the latter alone
 BLOCK = 1 << 20  # bytes of a chunk of lines
 ROWS = 1024  # rows of a chunk of a table
 LINES = (".jsonl", ".ndjson")
@@ -151,19 +152,23 @@ def _archive(file: str, kind: str | None) -> list[Input]:
 
 
 @contextlib.contextmanager
-def open_stream(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_stream(name: str) -> Iterator[tuple[Bytes, BinaryIO]]:
     """The uncompressed content of a file or of a member of an archive, and the raw file below it."""
     path, _, member = name.partition(MEMBER)
     with contextlib.ExitStack() as stack:
-        raw = outer = stack.enter_context(open(path, "rb"))
+        raw = stack.enter_context(open(path, "rb"))
+        outer: IO[bytes] = raw
         if member:
             archive = stack.enter_context(tarfile.open(fileobj=raw, mode="r:"))
-            outer = archive.extractfile(member)
+            found = archive.extractfile(member)
+            if found is None:
+                raise DataError(name, "this member of the archive is no file", "name another")
+            outer = found
         _, compression = _ending(member or path)
         yield _decompressed(outer, compression, stack), raw
 
 
-def _decompressed(file: BinaryIO, compression: str, stack: contextlib.ExitStack) -> BinaryIO:
+def _decompressed(file: IO[bytes], compression: str, stack: contextlib.ExitStack) -> Bytes:
     if compression == ".gz":
         return stack.enter_context(gzip.open(file))
     if compression == ".xz":
@@ -203,7 +208,7 @@ def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key
         raise
 
 
-def _skip(stream: BinaryIO, position: int) -> None:
+def _skip(stream: Bytes, position: int) -> None:
     """Go forward to a position; compressed streams are read up to it."""
     while position > 0:
         part = stream.read(min(position, BLOCK))

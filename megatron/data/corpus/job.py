@@ -320,7 +320,7 @@ def _described(job: Job, progress: Progress) -> list[dict]:
             "kind": entry.kind,
             "unit": entry.unit,
             "bytes": entry.path.stat().st_size if entry.path else None,
-            "sha256": hashes.get(entry.path),
+            "sha256": hashes.get(entry.path) if entry.path else None,
             "documents": documents,
             "tokens": tokens,
         }

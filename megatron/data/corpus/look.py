@@ -80,7 +80,7 @@ def _against_manifest(file: TokenFile, manifest: Manifest, verify: bool) -> list
 
 def _without_end(file: TokenFile, eod: int) -> int:
     """How many of up to 10 000 evenly chosen documents do not end with the end-of-document token."""
-    chosen = np.unique(np.linspace(0, len(file) - 1, min(len(file), 10_000)).astype(np.int64)) if len(file) else []
+    chosen = np.unique(np.linspace(0, max(len(file) - 1, 0), min(len(file), 10_000)).astype(np.int64))
     return sum(1 for document in chosen if file.sizes[document] == 0 or file[int(document)][-1] != eod)
 
 

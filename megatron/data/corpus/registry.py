@@ -99,7 +99,8 @@ STDLIB_ABOUT = "the Python standard library's own sources and documentation text
 def corpora() -> dict[str, str]:
     """Names of all corpora, with a line about each."""
     local = {"stdlib": STDLIB_ABOUT, "english": english.ABOUT}
-    return {**local, **{name: each.about for name, each in (*ARCHIVES.items(), *HUB.items())}}
+    archives = {name: each.about for name, each in ARCHIVES.items()}
+    return {**local, **archives, **{name: each.about for name, each in HUB.items()}}
 
 
 def prepare(name: str, folder: Path, validation: float = 0.02, limit: int | None = None) -> dict:
@@ -264,11 +265,11 @@ def stdlib_texts() -> Iterator[dict]:
                 yield {"text": documentation + "\n", "name": f"{name}:{getattr(node, 'name', 'module')}", "group": name}
 
 
-def _documented(tree: ast.Module) -> Iterator[ast.AST]:
+def _documented(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """The module and the classes and functions in it that are not inside of functions or branches."""
     import ast
 
-    waiting = [tree]
+    waiting: list[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef] = [tree]
     while waiting:
         node = waiting.pop()
         yield node

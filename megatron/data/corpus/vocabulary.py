@@ -74,6 +74,7 @@ def _with_tokenizers(kind: str, corpus: Iterator[str], size: int, output: Path, 
         raise DataError(
             "--size", f"a byte-level vocabulary has at least {len(alphabet) + len(special)} ids", "ask for more"
         )
+    trainer: trainers.Trainer
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         trainer = trainers.BpeTrainer(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _state: dict = {}
 
 
+Settings = tuple["TokenizerSection", EncoderChoice, Treatment, np.dtype]
+
+
 class Worker:
     """Encodes chunks; each process has one."""
 
@@ -37,15 +40,16 @@ class Worker:
         return encode_chunk(chunk, self.encode, self.treatment, self.eod, self.dtype)
 
 
-def _start(*settings) -> None:
+def _start(*settings: *Settings) -> None:
     """In a new worker: end with the parent, even if that is killed; encode on one thread."""
     parent = multiprocessing.parent_process()
 
-    def follow() -> None:
-        wait([parent.sentinel])
+    def follow(sentinel: int) -> None:
+        wait([sentinel])
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=follow, args=(parent.sentinel,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of this worker process alone
     _state["worker"] = Worker(*settings)
 
@@ -54,7 +58,7 @@ def _work(chunk: Chunk) -> Encoded:
     return _state["worker"](chunk)
 
 
-def encoded(chunks: Iterable[Chunk], workers: int, *settings) -> Iterator[tuple[Chunk, Encoded]]:
+def encoded(chunks: Iterable[Chunk], workers: int, *settings: *Settings) -> Iterator[tuple[Chunk, Encoded]]:
     """Each chunk with its result, in order.
 
     Args:

@@ -8,7 +8,7 @@ as it likes. Muon needs whole matrices: a `MatrixOptimizer` gets them on every l
 from .adamw import AdamW
 from .build import build_optimizer, set_learning_rate
 from .contract import Optimizer, element_states, initialize_state, state_names
-from .groups import describe, parameter_groups
+from .groups import parameter_groups
 from .lion import Lion
 from .matrix import MatrixOptimizer
 from .muon import Muon
@@ -23,7 +23,6 @@ __all__ = [
     "MatrixOptimizer",
     "Muon",
     "build_optimizer",
-    "describe",
     "initialize_state",
     "parameter_groups",
     "set_learning_rate",

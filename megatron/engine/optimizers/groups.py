@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.sections.recipe import OptimizerSection
-from megatron.parallel.parameters import is_spread, logical_of
+from megatron.parallel.parameters import is_spread
 from megatron.parallel.shard import Role
 
 from .contract import group_settings
@@ -76,25 +75,6 @@ def _averaging(optimizer: OptimizerSection, role: Role) -> dict[str, Any]:
     options = optimizer.groups.get(role.value)
     own = {} if options is None else {"betas": options.betas, "eps": options.epsilon}
     return {name: value for name, value in own.items() if value is not None}
-
-
-def describe(config: Config, groups: list[dict[str, Any]]) -> str:
-    """A table of the groups for people: algorithm, roles, number of tensors and parameters, settings."""
-    rows = [("algorithm", "roles", "tensors", "parameters", "type", "peak lr", "weight decay")]
-    for group in groups:
-        counts = Counter(logical_of(parameter).role.value for parameter in group["params"])
-        rows.append((
-            group.get("algorithm", config.optimizer.type),
-            ", ".join(f"{role} {count}" for role, count in counts.items()),
-            str(len(group["params"])),
-            # Under ZeRO 3 a parameter's own tensor is empty and DeepSpeed keeps the number.
-            f"{sum(getattr(parameter, 'ds_numel', parameter.numel()) for parameter in group['params']):,}",
-            str(group["params"][0].dtype).removeprefix("torch."),
-            f"{group['lr_scale'] * config.optimizer.lr:.4g}",
-            f"{group['weight_decay']:g}",
-        ))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 def use_fused(config: Config, groups: list[dict[str, Any]]) -> bool:

@@ -118,7 +118,7 @@ class Charts:
                 source = self._source(curve, thinned(steps, values, self.points), label)
                 chart.line("x", "y", source=source, color=colour, alpha=0.3, line_width=1)
                 ((label, points),) = means.items()
-                steps, values = [x for x, _ in points], [y for _, y in points]
+                steps, values = [int(x) for x, _ in points], [y for _, y in points]
         source = self._source(curve, thinned(steps, values, self.points), label)
         options = {"source": source, "color": colour, "legend_label": label}
         chart.line("x", "y", line_width=1.6, line_dash=dash, **options)

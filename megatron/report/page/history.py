@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -156,7 +156,7 @@ def _lines(path: Path) -> list[Record]:
     return list(read_lines(path)) if path.is_file() else []
 
 
-def _measured(records: list[Record], kind: str) -> dict[str, dict[str, Series]]:
+def _measured(records: Sequence[Record], kind: str) -> dict[str, dict[str, Series]]:
     found: dict[str, dict[str, Series]] = {}
     for record in records:
         for name, metrics in record.get(kind, {}).items():
