@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config import Config
+from megatron.data.errors import DataError
+from megatron.data.tokenizer import build_tokenizer
 
 from .arguments import OptionError, parse
+from .probes import ProbeError, read_probes
 from .select import Request, problems
 
 
@@ -34,7 +37,11 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
 
 
 def before_training(words: Sequence[str], config: Config) -> list[str]:
-    """A sentence for each mistake in `evaluation.tasks`."""
+    """A sentence for each mistake in `evaluation.tasks` and `evaluation.probes`."""
+    return [*_tasks(config), *_probes(config)]
+
+
+def _tasks(config: Config) -> list[str]:
     tasks = config.evaluation.tasks
     if not tasks:
         return []
@@ -43,3 +50,21 @@ def before_training(words: Sequence[str], config: Config) -> list[str]:
         found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none; set tokenizer.type and .path")
     requests = [Request(task.name, task.few_shot, task.limit) for task in tasks]
     return [*found, *(f"evaluation.tasks: {line}" for line in problems(requests))]
+
+
+def _probes(config: Config) -> list[str]:
+    probes, names = config.evaluation.probes, [each.name for each in config.evaluation.probes]
+    if not probes:
+        return []
+    twice = sorted({name for name in names if names.count(name) > 1})
+    found = [f"evaluation.probes: names must differ, and there are several {name!r}: rename one" for name in twice]
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except DataError as error:
+        return [*found, f"evaluation.probes needs the run's tokenizer: {error}"]
+    for each in probes:
+        try:
+            read_probes(each.path, tokenizer, config.training.sequence_length)
+        except ProbeError as error:
+            found.append(f"evaluation.probes: {error}")
+    return found

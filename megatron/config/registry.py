@@ -88,6 +88,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "average": "megatron.training.hooks.average:AverageHook",
         "evaluate": "megatron.training.hooks.evaluate:EvaluateHook",
         "tasks": "eval_tasks.hook:TasksHook",
+        "probes": "eval_tasks.probes_hook:ProbesHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",
         "slow": "megatron.training.hooks.slow:SlowRanksHook",
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",

@@ -102,6 +102,14 @@ class TaskOptions(Section):
     limit: float | None = key(None, "Only the first n documents; below 1, a share of them.", gt=0)
 
 
+class ProbeOptions(Section):
+    name: str = key(..., "Name in records.", min_length=1)
+    path: str = key(..., 'File of JSON lines: {"text": ...}, or {"context": ..., "continuation": ...}.')
+    every: int | None = key(
+        None, "Score it every n steps, step 0 included; none: wherever a checkpoint is due.", unit="steps", gt=0
+    )
+
+
 class EvaluationSection(Section):
     every: int | None = key(None, "Evaluate every n steps.", unit="steps", gt=0)
     batches: int = key(
@@ -118,6 +126,9 @@ class EvaluationSection(Section):
         "tokens (docs/evaluation.md).",
     )
     samples: SampleOptions = key(SampleOptions, "Samples generated during training.")
+    probes: list[ProbeOptions] = key(
+        list, "Texts whose losses are recorded one by one during training (docs/evaluation.md)."
+    )
     tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
 
 
