@@ -52,5 +52,5 @@ class TensorStream:
         """Hash of a logical tensor's bytes (row-major, little-endian): the same whatever layout wrote it."""
         digest = hashlib.sha256()
         for values in self.values(FragmentSpec.whole(self._checkpoint.tensors[name], state)):
-            digest.update(memoryview(values.view(torch.uint8).numpy()))
+            digest.update(values.view(torch.uint8).numpy().data)
         return digest.hexdigest()

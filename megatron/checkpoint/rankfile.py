@@ -181,7 +181,7 @@ def _write_values(handle: int, spec: FragmentSpec, dtype: torch.dtype, parts: It
         count += part.numel()
         if count > spec.length:
             break
-        content = memoryview(part.contiguous().view(torch.uint8).numpy())
+        content = part.contiguous().view(torch.uint8).numpy().data
         digest.update(content)
         write_fully(handle, content)
     if count != spec.length:

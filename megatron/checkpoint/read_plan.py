@@ -180,7 +180,7 @@ def _copy(read: Read, piece: Piece, gap: int, files: Files, target: torch.Tensor
     offset = read.offset + piece.source * read.dtype.itemsize
     direct = piece.count == 1 and target.dtype == read.dtype and target.device.type == "cpu"
     buffer = target[piece.target : piece.target + span] if direct else files.scratch(span, read.dtype)
-    files.read(read.file, offset, memoryview(buffer.view(torch.uint8).numpy()))
+    files.read(read.file, offset, buffer.view(torch.uint8).numpy().data)
     if not direct:
         size = (piece.count, piece.length)
         place = target.as_strided(size, (piece.target_stride, 1), target.storage_offset() + piece.target)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.engine.protocol import StepResult
 from megatron.parallel.account import group_name, phase
 from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.traffic import Call, Tally
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
@@ -90,7 +91,7 @@ class Exchange:
         device: where the engine's numbers are; "cpu" for gloo.
     """
 
-    def __init__(self, mesh, device: torch.device | str = "cpu") -> None:
+    def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._ranks, self._rank = mesh.layout.world_size, mesh.rank
         self._reports_hash = mesh.at.tensor == mesh.at.context == mesh.at.pipeline == 0

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from megatron.config import Config
+from megatron.config.sections.model import ModelSection
 from megatron.config.sections.rotary import RotaryScaling
 from megatron.config.variants import options_of
 
@@ -121,7 +122,7 @@ class ByLayer(Layers):
         return found
 
 
-def near_rotary(model) -> Any:
+def near_rotary(model: ModelSection) -> Any:
     """Rotary options of layers with a window; None where no layer has one."""
     mixers = (options_of(model, block.mixer) for block in model.blocks if block.mixer)
     return next((each.rotary for each in mixers if getattr(each, "window", None)), None)

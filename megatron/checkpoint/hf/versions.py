@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,6 @@ def _tokenizer(settings: dict[str, Any]) -> dict[str, Any]:
     return found | {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def _rewrite(path: Path, change) -> None:
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(change(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")

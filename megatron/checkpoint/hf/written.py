@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def write_tensors(folder: Path, planned, dtype: torch.dtype, read, limit: int) -
         (folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
 
-def _write(file, tensor: Tensor) -> None:
+def _write(file: BinaryIO, tensor: Tensor) -> None:
     values = tensor.flatten().view(torch.uint8).numpy()
     for begin in range(0, len(values), CHUNK):
-        file.write(memoryview(values[begin : begin + CHUNK]))
+        file.write(values[begin : begin + CHUNK].data)

@@ -42,7 +42,7 @@ class SummaryHook(Hook):
         trainer.log(summary(history, seconds=trainer.clock.total, reason=_reason(trainer)))
 
 
-def _reason(trainer) -> str:
+def _reason(trainer: Trainer) -> str:
     if trainer.error is not None:
         return f"failed ({type(trainer.error).__name__})"
     return "finished" if trainer.completed >= trainer.steps else f"stopped ({trainer.stop_reason or 'stop_at_step'})"
