@@ -93,8 +93,9 @@ class LayerKind:
         keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
         exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
-            "attends" by `parallel.context_method`; "states" that the ranks hand on (`model/relay.py`), which its
-            `new_state` makes; "" not at all.
+            "attends" by `parallel.context_method`; "scans", all ranks at once, with what they need of the ranks before
+            (`kinds/common/carried.py`); "states" that the ranks hand on one after the other (`model/relay.py`), which
+            its `new_state` makes; "" not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
         draws: whether, with these options, a forward pass in training draws random numbers.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
@@ -115,7 +116,7 @@ class LayerKind:
     compiles: bool = False
     mixes_samples: Callable[[Any], bool] = lambda options: False
     keeps_buffers: Callable[[Any], bool] = lambda options: False
-    context: Literal["", "alone", "attends", "states"] = ""
+    context: Literal["", "alone", "attends", "scans", "states"] = ""
     neighbours: bool = False
     draws: Callable[[Any], bool] = lambda options: False
     head_width: Callable[[Any], int] | None = None

@@ -90,4 +90,8 @@ def neighbourly(config: Any) -> list[str]:
     """The kinds of layers of a run that need the token before a rank's first one."""
     names = {kind.name for block in config.model.blocks for kind in block.kinds}
     kinds = kinds_of(tuple(config.model.extensions))
-    return [name for name in kinds if name in names and (kinds[name].context == "states" or kinds[name].neighbours)]
+    return [
+        name
+        for name in kinds
+        if name in names and (kinds[name].context in ("scans", "states") or kinds[name].neighbours)
+    ]

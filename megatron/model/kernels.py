@@ -51,7 +51,10 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
         if not about.packages:
             continue
         choice = choose(config.model.kernels, kind, about.packages, device)
-        if config.parallel.context > 1 and about.context == "states" and choice[0] != "torch":
-            choice = "torch", "ranks that share a sequence hand on states, which the packages do not take"
+        if config.parallel.context > 1 and about.context in ("scans", "states") and choice[0] != "torch":
+            choice = (
+                "torch",
+                "ranks that share a sequence need states before their tokens, which the packages do not take",
+            )
         chosen.setdefault(choice, []).append(kind)
     return [f"kernels of {', '.join(names)}: {choice} ({reason})" for (choice, reason), names in chosen.items()]

@@ -180,17 +180,17 @@ class ContextGroup:
             return torch.cat([x_BT[:, begins[at] : begins[at + 1]] for at in order], 1)
         return torch.cat([x_BT[:, piece.here] for piece in pieces], 1)
 
-    def from_before(self, last_Bk: Tensor) -> Tensor:
-        """What the rank before has given as `last_Bk`, its last k tokens [B, k, ...]; zeros on the first rank."""
+    def from_before(self, x: Tensor, by: int = 1) -> Tensor:
+        """What the rank `by` ranks before has given as `x`, of one shape on all ranks; zeros where there is none."""
         if self.zigzag:
             raise ValueError("of a zigzag cut, a rank's tokens do not follow those of the rank before")
-        rows, k = last_Bk.flatten(0, 1), last_Bk.shape[:2].numel()
-        sent = [k if rank == self.rank + 1 else 0 for rank in range(self.size)]
-        received = [k if rank == self.rank - 1 else 0 for rank in range(self.size)]
+        rows = x.reshape(1, -1)
+        sent = [int(rank == self.rank + by) for rank in range(self.size)]
+        received = [int(rank == self.rank - by) for rank in range(self.size)]
         rows = exchange(rows[: sum(sent)], sent, received, self.axis)
-        if self.rank == 0:  # of the exchanged rows too, so that all ranks take part in the backward pass
-            rows = torch.cat([rows, rows.new_zeros((k, *rows.shape[1:]))])
-        return rows.view_as(last_Bk)
+        if self.rank < by:  # of the exchanged rows too, so that all ranks take part in the backward pass
+            rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
+        return rows.view(x.shape)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks, not seen by autograd."""

@@ -190,11 +190,16 @@ def test_the_last_tokens_go_to_the_next_rank():
     assert [each[1][0].tolist() for each in answers] == [[0, 2], [0, 3], [0, 4], [0, 0]]
 
 
-def test_kinds_that_say_nothing_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("context", "rule"),
+    [("", "must be 1 with mamba2 layers"), ("states", "must be below 3 where ranks share sequences in mamba2 layers")],
+)
+def test_kinds_that_cannot_are_refused(context, rule, monkeypatch):
+    """Those that say nothing, and those whose ranks wait for each other under ZeRO 3, which needs all ranks."""
     kinds = dict(kinds_of())
-    kinds["mamba2"] = dataclasses.replace(kinds["mamba2"], context="")
+    kinds["mamba2"] = dataclasses.replace(kinds["mamba2"], context=context)
     monkeypatch.setattr("megatron.config.rule_context.kinds_of", lambda extensions=(): kinds)
     training = {"steps": 1, "sequence_length": 16, "micro_batch_size": 1}
     model = {"layers": "mamba2/mlp x2", "hidden_size": 32, "vocab_size": 64, "mamba2": {"head_dim": 8}}
-    with pytest.raises(ConfigError, match="must be 1 with mamba2 layers"):
-        resolve({"model": model, "training": training, "parallel": {"context": 2}}, ranks=2)
+    with pytest.raises(ConfigError, match=rule):
+        resolve({"model": model, "training": training, "parallel": {"context": 2}, "zero": {"stage": 3}}, ranks=2)

@@ -13,6 +13,7 @@ from megatron.kinds.common.options import (
     heads_are_given,
     heads_have_channels,
     kv_heads_divide_heads,
+    parts_of_sequences_have_the_taps,
     rotary_scaling_is_complete,
     rotated_channels_are_pairs,
 )
@@ -71,21 +72,6 @@ def halves_of_values_are_whole(at: Use[CCAOptions]) -> Iterator[Problem]:
         )
 
 
-def parts_of_sequences_have_the_taps(at: Use[CCAOptions]) -> Iterator[Problem]:
-    """Where ranks share a sequence, the tokens that a convolution looks back to are all on the rank before."""
-    length, ranks = at.config.training.sequence_length, at.config.parallel.context
-    needed = at.options.depthwise + at.options.grouped - 2
-    if ranks > 1 and length // ranks < needed:
-        yield at.problem(
-            "training.sequence_length",
-            "parallel.context",
-            ".depthwise",
-            ".grouped",
-            rule=f"each of {ranks} ranks must have the {needed} tokens that convolutions of the next one look back to",
-            fix=f"use at least {needed * ranks} tokens, or fewer ranks for a sequence",
-        )
-
-
 KIND = LayerKind(
     role="mixer",
     options=CCAOptions,
@@ -100,7 +86,7 @@ KIND = LayerKind(
         rotary_scaling_is_complete,
         # A query head needs the keys of its group, and its keys all queries of the group.
         divides_over_tensor_ranks("kv_heads", "key/value heads"),
-        parts_of_sequences_have_the_taps,
+        parts_of_sequences_have_the_taps(lambda own: own.depthwise + own.grouped - 2, ".depthwise", ".grouped"),
     ),
     context="attends",
     neighbours=True,

@@ -38,6 +38,12 @@ def describe_context(config: Config) -> list[str]:
             heads = options_of(config.model, each).heads // parallel.tensor
             method = choose_method(parallel.context_method, heads, ranks, parallel.context_ulysses)
             chosen.setdefault((method.name, method.why), []).append(str(each))
+        elif how == "scans":
+            choice = (
+                "all ranks at once",
+                "states before a rank's tokens follow from what the ranks before make of theirs",
+            )
+            chosen.setdefault(choice, []).append(str(each))
         elif how == "states":
             choice = "one rank after the other", "each goes on from the state of the rank before"
             chosen.setdefault(choice, []).append(str(each))

@@ -158,3 +158,28 @@ def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[Use[Any]], Iter
 
     rule.__name__ = f"{name}_divide_over_tensor_ranks"
     return rule
+
+
+def parts_of_sequences_have_the_taps(
+    needed: Callable[[Any], int], *names: str
+) -> Callable[[Use[Any]], Iterator[Problem]]:
+    """A rule: where ranks share a sequence, the tokens that a convolution looks back to are all on the rank before.
+
+    Args:
+        needed: how many these are, from the options.
+        names: of the options that say so.
+    """
+
+    def rule(at: Use[Any]) -> Iterator[Problem]:
+        length, ranks, count = at.config.training.sequence_length, at.config.parallel.context, needed(at.options)
+        if ranks > 1 and length // ranks < count:
+            yield at.problem(
+                "training.sequence_length",
+                "parallel.context",
+                *names,
+                rule=f"each of {ranks} ranks must have the {count} tokens that convolutions of the next one look back "
+                "to",
+                fix=f"use at least {count * ranks} tokens, or fewer ranks for a sequence",
+            )
+
+    return rule

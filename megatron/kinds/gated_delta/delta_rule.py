@@ -54,28 +54,52 @@ def gated_delta_rule(
     return recomputed(rule, q_BSgK, k_BSgK, v_BShV, decay_BSh, beta_BSh, initial_BhKV, starts_BS)
 
 
-def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
-    dtype, (length, groups, K), V = v.dtype, k.shape[1:], v.shape[-1]
-    room = -length % chunk
-    q, k, v, decay, beta = (
-        F.pad(at_least_fp32(each), (0, 0) * (each.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
-        for each in (q, k, v, decay, beta)
-    )
+def ends(k, v, decay, beta, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
+    """The state [B, h, K, V] that the sequence makes of none, and the matrix [B, h, K, K] that it multiplies one before
+    it by; arguments as those of `gated_delta_rule`, a function to call within `recomputed`."""
+    own, held, keys, through, *_ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
+    (B, _, h, _, V), K = own.shape, keys.shape[-1]
+    one = torch.eye(K, dtype=own.dtype, device=own.device).expand(B, h, K, K)
+    # The columns of a state do not know of each other: those behind the values are the matrix.
+    both = torch.cat([own.new_zeros(B, h, K, V), one], -1)
+    *_, final = _carry(F.pad(own, (0, K)), held, keys, through, both)
+    return final[..., :V], final[..., V:]
+
+
+def _chunks(k, v, decay, beta, starts, chunk: int):
+    """In chunks: what is written of itself and what is held [B, c, h, Q, V or K], keys decayed to the end, what is left
+    through a chunk; then keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
+    K, V, room = k.shape[-1], v.shape[-1], -v.shape[1] % chunk
+    k, v, decay, beta = (in_chunks(each, chunk) for each in (k, v, decay, beta))
     inside, to_end, from_begin, through = decays(decay, starts, room, chunk)
-    q, k, v = (each.transpose(2, 3) for each in (_unit(q) * K**-0.5, _unit(k), v))  # [B, c, heads, Q, channels]
+    k, v = (each.transpose(2, 3) for each in (_unit(k), v))  # [B, c, heads, Q, channels]
     to_end, from_begin, beta = (each.transpose(2, 3).unsqueeze(-1) for each in (to_end, from_begin, beta))
-
-    def of_values(x: Tensor) -> Tensor:
-        """What belongs to heads of keys, for the heads of values."""
-        return x.repeat_interleave(v.shape[2] // groups, 2)
-
-    overlaps = of_values(k @ k.transpose(-1, -2)) * inside * beta
-    sides = torch.cat([v, of_values(k) * from_begin], -1) * beta
+    keys = of_values(k, v)
+    overlaps = of_values(k @ k.transpose(-1, -2), v) * inside * beta
+    sides = torch.cat([v, keys * from_begin], -1) * beta
     # only what is below the diagonal is read: 1 stands for the diagonal
     own, held = torch.linalg.solve_triangular(overlaps, sides, upper=False, unitriangular=True).split([V, K], -1)
-    new, before, final = _carry(own, held, of_values(k) * to_end, through, initial)
-    scores = of_values(q @ k.transpose(-1, -2)) * inside
-    y = (of_values(q) * from_begin) @ before + scores @ new
+    return own, held, keys * to_end, through, k, inside, from_begin
+
+
+def in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """[B, S, ...] to [B, c, Q, ...] in fp32, with zeros behind the last position."""
+    room = -x.shape[1] % chunk
+    return F.pad(at_least_fp32(x), (0, 0) * (x.dim() - 2) + (0, room)).unflatten(1, (-1, chunk))
+
+
+def of_values(x: Tensor, v: Tensor) -> Tensor:
+    """What belongs to heads of keys, for the heads of values."""
+    return x.repeat_interleave(v.shape[2] // x.shape[2], 2)
+
+
+def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
+    dtype, length, K = v.dtype, k.shape[1], k.shape[-1]
+    own, held, keys, through, k, inside, from_begin = _chunks(k, v, decay, beta, starts, chunk)
+    q = (_unit(in_chunks(q, chunk)) * K**-0.5).transpose(2, 3)
+    new, before, final = _carry(own, held, keys, through, initial)
+    scores = of_values(q @ k.transpose(-1, -2), own) * inside
+    y = (of_values(q, own) * from_begin) @ before + scores @ new
     return y.transpose(2, 3).flatten(1, 2)[:, :length].to(dtype), final
 
 

@@ -6,6 +6,7 @@ Shapes: B samples, S positions, H hidden, h heads of values with V channels, g h
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.carried import begins, taps_before, turned
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
-from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.counts import Counts
@@ -30,7 +31,7 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
-from .delta_rule import gated_delta_rule
+from .delta_rule import ends, gated_delta_rule
 
 LEAST_RATE = 1e-4  # initial decay rates are no smaller, so that their logarithms are finite
 
@@ -61,7 +62,7 @@ class GatedDelta(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: GatedDeltaOptions, init: Initialisation):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
-        self.mesh, self.options = mesh, options
+        self.mesh, self.context, self.options = mesh, make.context, options
         self.fused = choose(model.kernels, "gated_delta", KIND.packages, make.device)[0] == "fla"
         heads, K, V = options.heads, options.key_dim, options.value_dim
         keys, values = options.key_heads * K, heads * V
@@ -99,19 +100,24 @@ class GatedDelta(nn.Module):
         query_key = self.query_key(x_BSH)
         value, gate = self.value_gate(x_BSH).chunk(2, dim=-1)
         decay, beta = recomputed(self._rates, self.decay_beta(x_BSH), self.A_log, self.dt_bias)
-        starts, past = piece_starts(stream, state), state or GatedDeltaState()
-        q, k = causal_convolution(query_key, *self.query_key_conv.taps(), past.query_key, starts).chunk(2, dim=-1)
-        v = causal_convolution(value, *self.value_conv.taps(), past.value, starts)
+        starts, past = begins(stream, state, self.context), state or GatedDeltaState()
+        keys_before, values_before = (
+            taps_before(self.context, each, old, options.convolution, starts)
+            for each, old in ((query_key, past.query_key), (value, past.value))
+        )
+        q, k = causal_convolution(query_key, *self.query_key_conv.taps(), keys_before, starts).chunk(2, dim=-1)
+        v = causal_convolution(value, *self.value_conv.taps(), values_before, starts).unflatten(-1, (self.heads, -1))
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
-        rule = kernels.gated_delta_rule if self.fused and state is None else gated_delta_rule
+        alone = self.context.size == 1
+        rule = kernels.gated_delta_rule if self.fused and state is None and alone else gated_delta_rule
         y, memory = rule(
             q,
             k,
-            v.unflatten(-1, (self.heads, -1)),
+            v,
             decay,
             beta,
             chunk=options.chunk,
-            initial_BhKV=past.memory,
+            initial_BhKV=past.memory if alone else self._memory_before(k, v, decay, beta, starts),
             starts_BS=starts,
         )
         if state is not None:
@@ -126,6 +132,14 @@ class GatedDelta(nn.Module):
 
     def new_state(self) -> GatedDeltaState:
         return GatedDeltaState()
+
+    def _memory_before(
+        self, k_BSgK: Tensor, v_BShV: Tensor, decay_BSh: Tensor, beta_BSh: Tensor, starts_BS: Tensor | None
+    ) -> Tensor:
+        """The memory before this rank's tokens, of those that share the sequence."""
+        of = functools.partial(ends, chunk=self.options.chunk)
+        made, left = recomputed(of, k_BSgK, v_BShV, decay_BSh, beta_BSh, starts_BS)
+        return turned(self.context, made, lambda: left)
 
     def _used_keys(self, x_BSgK: Tensor) -> Tensor:
         """Heads of queries or keys that this rank's heads of values use, each by equally many."""

@@ -13,6 +13,7 @@ from megatron.kinds.common.options import (
     divides_over_tensor_ranks,
     heads_are_given,
     heads_have_channels,
+    parts_of_sequences_have_the_taps,
     time_steps_are_a_range,
 )
 
@@ -114,8 +115,9 @@ KIND = LayerKind(
         heads_have_channels("key_dim", "key_heads", "heads of keys"),
         time_steps_are_a_range,
         divides_over_tensor_ranks("heads", "heads"),
+        parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
     packages={"fla": "pip install flash-linear-attention"},
     keeps_fp32=True,
-    context="states",
+    context="scans",
 )

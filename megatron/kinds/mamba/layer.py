@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.common import convolution_kernels
+from megatron.kinds.common.carried import begins, faded, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
-from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.mamba.options import KIND, MambaOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -35,7 +35,7 @@ from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
-from .selective_scan import selective_scan
+from .selective_scan import ends, selective_scan
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Mamba(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MambaOptions, init: Initialisation):
         super().__init__()
         H, N, R = model.hidden_size, options.state_size, options.rank
-        self.mesh, self.options, inner = make.mesh, options, options.expand * model.hidden_size
+        self.mesh, self.context, self.options = make.mesh, make.context, options
+        inner = options.expand * model.hidden_size
         self.fused = choose(model.kernels, "mamba", KIND.packages, make.device)[0] == "mamba_ssm"
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
@@ -108,16 +109,19 @@ class Mamba(nn.Module):
         x_BSH = enter(x, self.mesh)
         z, u = self.zx(x_BSH).chunk(2, dim=-1)
         past = state or MambaState()
-        starts = piece_starts(stream, state)
-        fused = self.fused and state is None
+        starts = begins(stream, state, self.context)
+        fused = self.fused and state is None and self.context.size == 1
         convolve, scan = (
             (convolution_kernels.causal_convolution, kernels.selective_scan)
             if fused
             else (causal_convolution, selective_scan)
         )
-        v = convolve(u, *self.x_conv.taps(), past.x, starts)
+        before = taps_before(self.context, u, past.x, self.options.convolution, starts)
+        v = convolve(u, *self.x_conv.taps(), before, starts)
         dt, B, C = self._read(v)
-        y, memory = self._scanned(scan, (v, z, self.dt(dt)), (B, C), past.memory, starts)
+        dt = self.dt(dt)
+        initial = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts)
+        y, memory = self._scanned(scan, (v, z, dt), (B, C), initial, starts)
         if state is not None:
             state.x, state.memory = last_taps(u, past.x, self.options.convolution, starts), memory
             state.document = None if stream.documents is None else stream.documents[:, -1]
@@ -168,6 +172,19 @@ class Mamba(nn.Module):
 
     def new_state(self) -> MambaState:
         return MambaState()
+
+    def _memory_before(self, v_BSd: Tensor, dt_BSd: Tensor, B_BSnN: Tensor, starts_BS: Tensor | None) -> Tensor:
+        """The memory before this rank's tokens, of those that share the sequence: [B, d, N]."""
+        heads = zip(*(each.chunk(B_BSnN.shape[2], -1) for each in (v_BSd, dt_BSd)), strict=True)
+        own = zip(*(each.chunk(B_BSnN.shape[2]) for each in (self.dt_bias, self.A_log)), strict=True)
+        made, left = zip(
+            *(
+                ends(*channels, *rates, B, chunk=self.options.chunk, starts_BS=starts_BS)
+                for channels, rates, B in zip(heads, own, B_BSnN.unbind(2), strict=True)
+            ),
+            strict=True,
+        )
+        return faded(self.context, _joined(made, 1), _joined(left, 1))
 
     @staticmethod
     def sends(model: ModelSection, options: MambaOptions, tensor: TensorAxis) -> list[Event]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
 from megatron.config.sections.base import Derivable, Derived, key
-from megatron.kinds.common.options import StateSpaceOptions, time_steps_are_a_range
+from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -77,8 +77,14 @@ KIND = LayerKind(
     options=MambaOptions,
     about="Options of the mamba mixer (Gu and Dao 2023).",
     layer="megatron.kinds.mamba.layer:Mamba",
-    rules=(time_steps_are_a_range, heads_are_equal, channels_divide_over_tensor_ranks, heads_fit_the_tensor_ranks),
+    rules=(
+        time_steps_are_a_range,
+        heads_are_equal,
+        channels_divide_over_tensor_ranks,
+        heads_fit_the_tensor_ranks,
+        parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
+    ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
     keeps_fp32=True,
-    context="states",
+    context="scans",
 )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
+from megatron.kinds.common.rwkv.runs import pieces
 from megatron.parallel.precision import at_least_fp32, wide_type
 
 
@@ -59,6 +60,38 @@ def selective_scan(
         y, state = recomputed(_scan, u, z, dt, dt_bias_d, A_log_dN, D_d, B, C, state, keep)
         outputs.append(y)
     return torch.cat(outputs, 1), state
+
+
+def ends(
+    u_BSd: Tensor,
+    dt_BSd: Tensor,
+    dt_bias_d: Tensor,
+    A_log_dN: Tensor,
+    B_BSN: Tensor,
+    *,
+    chunk: int,
+    starts_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The state [B, d, N] that the sequence makes of none, and the share of each number that it leaves of one before;
+    arguments as those of `selective_scan`."""
+    state = u_BSd.new_zeros((u_BSd.shape[0], *A_log_dN.shape), dtype=wide_type(u_BSd.dtype))
+    left = torch.ones_like(state)
+    for parts, starts in pieces([u_BSd, dt_BSd, B_BSN], chunk, starts_BS):
+        state, left = recomputed(_end, *parts, dt_bias_d, A_log_dN, state, left, starts)
+    return state, left
+
+
+def _end(u, dt, B, dt_bias, A_log, state, left, starts):
+    A, dt = -A_log.exp(), F.softplus(at_least_fp32(dt) + dt_bias)
+    total = dt.double().cumsum(1)  # a difference of two large sums must keep the digits of a short stretch
+    last = total[:, -1:]
+    to_end, through = ((each.to(dt.dtype).unsqueeze(-1) * A).exp() for each in (last - total, last[:, 0]))
+    if starts is not None:
+        places = torch.arange(u.shape[1], device=u.device)
+        to_end = to_end * (places >= starts[:, -1:])[..., None, None]
+        through = through * (starts[:, -1] < 0)[:, None, None]
+    written = torch.einsum("bqdn,bqd,bqn->bdn", to_end, dt * at_least_fp32(u), at_least_fp32(B))
+    return through * state + written, through * left
 
 
 def _scan(u, z, dt, dt_bias, A_log, D, B, C, initial, keep):

@@ -6,6 +6,7 @@ rank unless said otherwise.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
+from megatron.kinds.common.carried import begins, faded, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
-from megatron.kinds.common.documents import piece_starts
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.counts import Counts
@@ -32,7 +33,7 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
-from .ssd import ssd
+from .ssd import ends, ssd
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Mamba2(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Mamba2Options, init: Initialisation):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
-        self.mesh, self.options, self.epsilon = mesh, options, model.norm.epsilon
+        self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
         self.fused = choose(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
@@ -92,14 +93,20 @@ class Mamba2(nn.Module):
         options, x_BSH = self.options, enter(x, self.mesh)
         z, value = self.zx(x_BSH).chunk(2, dim=-1)
         bc, dt = self.bc(x_BSH), self.dt(x_BSH)
-        starts, past = piece_starts(stream, state), state or Mamba2State()
-        fused = self.fused and state is None
+        starts, past = begins(stream, state, self.context), state or Mamba2State()
+        fused = self.fused and state is None and self.context.size == 1
         convolve, scan = (convolution_kernels.causal_convolution, kernels.ssd) if fused else (causal_convolution, ssd)
-        v = convolve(value, *self.x_conv.taps(), past.x, starts)
-        B, C = convolve(bc, *self.bc_conv.taps(), past.bc, starts).chunk(2, dim=-1)
+        x_before, bc_before = (
+            taps_before(self.context, each, old, options.convolution, starts)
+            for each, old in ((value, past.x), (bc, past.bc))
+        )
+        v = convolve(value, *self.x_conv.taps(), x_before, starts)
+        B, C = convolve(bc, *self.bc_conv.taps(), bc_before, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
+        v, limits = v.unflatten(-1, (self.heads, -1)), (options.least_step, options.most_step)
+        before = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, limits)
         y, memory = scan(
-            v.unflatten(-1, (self.heads, -1)),
+            v,
             dt,
             self.dt_bias,
             self.A_log,
@@ -107,8 +114,8 @@ class Mamba2(nn.Module):
             B,
             C,
             chunk=options.chunk,
-            limits=(options.least_step, options.most_step),
-            initial_BhPN=past.memory,
+            limits=limits,
+            initial_BhPN=before,
             starts_BS=starts,
         )
         if state is not None:
@@ -121,6 +128,14 @@ class Mamba2(nn.Module):
 
     def new_state(self) -> Mamba2State:
         return Mamba2State()
+
+    def _memory_before(
+        self, v_BShP: Tensor, dt_BSh: Tensor, B_BSgN: Tensor, starts_BS: Tensor | None, limits: tuple
+    ) -> Tensor:
+        """The memory before this rank's tokens, of those that share the sequence."""
+        of = functools.partial(ends, chunk=self.options.chunk, limits=limits)
+        made, left = recomputed(of, v_BShP, dt_BSh, self.dt_bias, self.A_log, B_BSgN, starts_BS)
+        return faded(self.context, made, left)
 
     def _used_groups(self, x_BSgN: Tensor) -> Tensor:
         """B or C of the groups that this rank's heads use, so that the heads are equal shares of them."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
 from megatron.config.sections.base import key
-from megatron.kinds.common.options import StateSpaceOptions, time_steps_are_a_range
+from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -80,8 +80,14 @@ KIND = LayerKind(
     options=Mamba2Options,
     about="Options of the mamba2 mixer (Dao and Gu 2024).",
     layer="megatron.kinds.mamba2.layer:Mamba2",
-    rules=(time_steps_are_a_range, heads_are_whole, step_limits_are_a_range, heads_divide_over_tensor_ranks),
+    rules=(
+        time_steps_are_a_range,
+        heads_are_whole,
+        step_limits_are_a_range,
+        heads_divide_over_tensor_ranks,
+        parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
+    ),
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
     keeps_fp32=True,
-    context="states",
+    context="scans",
 )

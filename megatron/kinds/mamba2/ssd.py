@@ -51,6 +51,14 @@ def ssd(
     return _ssd(*inputs, starts_BS, chunk, limits)
 
 
+def ends(x, dt, dt_bias, A_log, B, starts, *, chunk: int, limits: tuple[float, float | None]) -> tuple[Tensor, Tensor]:
+    """The state [B, h, P, N] that the sequence makes of none, and the share [B, h, 1, 1] that it leaves of one before
+    it; arguments as those of `ssd`, a function to call within `recomputed`."""
+    chunks, (_, to_end, _, through) = _chunks(x, dt, dt_bias, A_log, B, B, starts, min(chunk, x.shape[1]), limits)
+    _, final = _carry(_written(chunks, to_end), through, None)
+    return final, through.prod(1)[..., None, None]
+
+
 class _SSD(torch.autograd.Function):
     """Keeps its inputs for the gradient, and makes what else that needs again."""
 

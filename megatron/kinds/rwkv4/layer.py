@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.carried import begins, carried, token_before
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
@@ -27,7 +27,7 @@ from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard
 
-from .wkv4 import wkv4
+from .wkv4 import NOTHING, ends, joined, wkv4
 
 
 @dataclass
@@ -44,7 +44,7 @@ class RWKV4(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV4Options, init: Initialisation):
         super().__init__()
-        self.mesh, self.options, H = make.mesh, options, model.hidden_size
+        self.mesh, self.context, self.options, H = make.mesh, make.context, options, model.hidden_size
         start = Start(options.init, init, H)
         powers = [start.rest * each for each in (1.0, 1.0, 0.5)]
         self.mix = make.parameter(
@@ -62,19 +62,14 @@ class RWKV4(nn.Module):
         self.output = RowLinear(make.scope("output"), H, H, init=start.writes(H, H))
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV4State | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV4State()
+        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV4State()
         share = sum_gradient(self.mix, self.mesh.tensor)
-        k, v, r = mixed(x_BSH, 1 - share, past.last, starts)
+        k, v, r = mixed(x_BSH, 1 - share, token_before(self.context, x_BSH, past.last), starts)
         before = None if past.numerator is None else (past.numerator, past.denominator, past.largest)
-        y, sums = wkv4(
-            self.key(k),
-            self.value(v),
-            self.decay,
-            self.bonus,
-            chunk=self.options.chunk,
-            initial=before,
-            starts_BS=starts,
-        )
+        k, v = self.key(k), self.value(v)
+        if self.context.size > 1:
+            before = self._sums_before(k, v, starts)
+        y, sums = wkv4(k, v, self.decay, self.bonus, chunk=self.options.chunk, initial=before, starts_BS=starts)
         if state is not None:
             state.keep(x_BSH, stream)
             state.numerator, state.denominator, state.largest = sums
@@ -82,6 +77,12 @@ class RWKV4(nn.Module):
 
     def new_state(self) -> RWKV4State:
         return RWKV4State()
+
+    def _sums_before(self, k_BSd: Tensor, v_BSd: Tensor, starts_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums before this rank's tokens, of those that share the sequence."""
+        made, aged = ends(k_BSd, v_BSd, self.decay, starts_BS, chunk=self.options.chunk)
+        above, below, largest = carried(self.context, made, lambda: aged, joined, _older)
+        return above, below, (torch.full_like(largest, NOTHING) if self.context.rank == 0 else largest).detach()
 
     @staticmethod
     def sends(model: ModelSection, options: RWKV4Options, tensor: TensorAxis) -> list[Event]:
@@ -99,6 +100,11 @@ class RWKV4(nn.Module):
             state=4 * H,
             memory=3 * H,
         )
+
+
+def _older(later: Tensor, earlier: Tensor) -> Tensor:
+    """What two parts of a sequence add to exponents."""
+    return (later + earlier).clamp(min=NOTHING)
 
 
 def _gated(r: Tensor, y: Tensor) -> Tensor:

@@ -38,5 +38,5 @@ KIND = LayerKind(
     layer="megatron.kinds.rwkv4.layer:RWKV4",
     rules=(channels_divide_over_tensor_ranks,),
     keeps_fp32=True,
-    context="states",
+    context="scans",
 )

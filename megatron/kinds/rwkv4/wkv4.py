@@ -49,6 +49,36 @@ def wkv4(
     return torch.cat(outputs, 1), tuple(state)
 
 
+def ends(k_BSd, v_BSd, decay_d, starts_BS, *, chunk: int) -> tuple[State, Tensor]:
+    """The state that the sequence makes of none, and what it adds to the exponent of one before it, [B, d]; arguments
+    as those of `wkv4`."""
+    zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
+    state = (zero, zero, zero + NOTHING)
+    for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
+        state = recomputed(_end, k, v, decay_d, *state, starts)
+    aged = zero - k_BSd.shape[1] * decay_d.exp()
+    return state, aged if starts_BS is None else aged.masked_fill(starts_BS[:, -1:] >= 0, NOTHING)
+
+
+def joined(aged: Tensor, earlier: State, later: State, there: bool) -> State:
+    """The state after two parts of a sequence, of which the later one adds `aged` to exponents.
+
+    Args:
+        there: whether there is an earlier state.
+    """
+    exponent = later[2].detach()
+    old = (earlier[2].detach() + aged).clamp(min=NOTHING) if there else torch.full_like(aged, NOTHING)
+    reference = torch.maximum(old, exponent).detach()
+    before, new = (old - reference).exp(), (exponent - reference).exp()
+    return earlier[0] * before + later[0] * new, earlier[1] * before + later[1] * new, reference
+
+
+def _end(k, v, decay, numerator, denominator, largest, starts):
+    runs = Runs.of(k.shape[1], starts, k.device)
+    k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))
+    return _between(runs, k, v, -decay.exp(), numerator, denominator, largest)[3:]
+
+
 def _piece(k, v, decay, bonus, numerator, denominator, largest, starts):
     dtype, runs, w = v.dtype, Runs.of(k.shape[1], starts, k.device), -decay.exp()
     k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))

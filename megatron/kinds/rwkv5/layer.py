@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.carried import begins, faded, token_before
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
-from megatron.kinds.common.rwkv.wkv6 import wkv6
+from megatron.kinds.common.rwkv.wkv6 import ends, wkv6
 from megatron.kinds.rwkv5.options import RWKV5Options
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -43,7 +43,8 @@ class RWKV5(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV5Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
-        self.mesh, self.options, self.heads = make.mesh, options, H // N // make.mesh.tensor.size
+        self.mesh, self.context, self.options = make.mesh, make.context, options
+        self.heads = H // N // make.mesh.tensor.size
         start, last = Start(options.init, init, H), max(H - 1, 1)
         self.make_mixes(make, H, options, start)
 
@@ -74,21 +75,24 @@ class RWKV5(nn.Module):
         return *mixed(x_BSH, 1 - sum_gradient(self.mix, self.mesh.tensor), last, starts), None
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV5State | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV5State()
-        k, v, r, g, moved = self.mixes(x_BSH, past.last, starts)
+        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV5State()
+        k, v, r, g, moved = self.mixes(x_BSH, token_before(self.context, x_BSH, past.last), starts)
         r, k, v, moved = (
             None if each is None else each.unflatten(-1, (self.heads, -1))
             for each in (self.receptance(r), self.key(k), self.value(v), moved)
         )
+        decay, memory = self.decay.view(self.heads, -1), past.memory
+        if self.context.size > 1:
+            memory = faded(self.context, *ends(k, v, moved, decay, starts, chunk=self.options.chunk))
         y, memory = wkv6(
             r,
             k,
             v,
             moved,
-            self.decay.view(self.heads, -1),
+            decay,
             self.bonus.view(self.heads, -1),
             chunk=self.options.chunk,
-            initial_BhNN=past.memory,
+            initial_BhNN=memory,
             starts_BS=starts,
         )
         if state is not None:

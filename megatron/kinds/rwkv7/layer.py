@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.carried import begins, token_before, turned
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
@@ -31,7 +32,7 @@ from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
-from .wkv7 import wkv7
+from .wkv7 import left_of_state, wkv7
 
 FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
 FIRST = "v_first"
@@ -55,7 +56,8 @@ class RWKV7(nn.Module):
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV7Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
-        self.mesh, self.options, self.heads = make.mesh, options, H // N // make.mesh.tensor.size
+        self.mesh, self.context, self.options = make.mesh, make.context, options
+        self.heads = H // N // make.mesh.tensor.size
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         self.mix = make.parameter(
@@ -97,19 +99,17 @@ class RWKV7(nn.Module):
         self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None):
-        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or RWKV7State()
-        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), past.last, starts)
+        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV7State()
+        last = token_before(self.context, x_BSH, past.last)
+        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
         value, blend, first = self.value(v), None, None
         if not self.first:
             blend, first = self.blend(v), stream.channels[FIRST]
-        y, memory = recomputed(
-            functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
-            self.receptance(r),
+        made = (
             self.key(k),
             value,
             self.decay(w),
             self.rate(a),
-            self.gate(g),
             blend,
             first,
             self.decay_base,
@@ -117,10 +117,17 @@ class RWKV7(nn.Module):
             self.blend_base,
             self.key_scale,
             self.rate_scale,
+        )
+        before = past.memory if self.context.size == 1 else self._memory_before(made, starts)
+        y, memory = recomputed(
+            functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
+            self.receptance(r),
+            self.gate(g),
+            *made,
             self.bonus,
             self.norm_weight,
             self.norm_bias,
-            past.memory,
+            before,
             starts,
         )
         if state is not None:
@@ -131,6 +138,15 @@ class RWKV7(nn.Module):
 
     def new_state(self) -> RWKV7State:
         return RWKV7State()
+
+    def _memory_before(self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None) -> Tensor:
+        """The memory before this rank's tokens, of those that share the sequence; what is left of one before them is
+        only computed where more than two do."""
+        own, left = (
+            functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
+        )
+        memory = recomputed(own, *made, starts_BS)
+        return turned(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT).mT
 
     @staticmethod
     def channels(model: ModelSection, options: RWKV7Options, ranks: int) -> dict[str, Channel]:
@@ -161,13 +177,40 @@ class RWKV7(nn.Module):
         )
 
 
+def _factors(k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads: int):
+    """What `wkv7` takes but r, [B, S, h, N] each in fp32; see docs/models.md for the equations."""
+    k, v = at_least_fp32(k), at_least_fp32(v)
+    log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
+    a = torch.sigmoid(rate_base + at_least_fp32(a))
+    if first is not None:
+        v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(blend_base + at_least_fp32(blend)))
+    removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
+    k = k * (1 + (a - 1) * rate_scale)
+    log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (log_w, k, v, a))
+    return log_w, k, v, -removed, removed * a
+
+
+def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
+    """The memory [B, h, N, N] that the sequence makes of none."""
+    *made, starts = inputs
+    log_w, *factors = _factors(*made, heads)
+    return wkv7(torch.zeros_like(log_w), log_w, *factors, chunk=chunk, starts_BS=starts)[1]
+
+
+def _left(*inputs: Any, heads: int, chunk: int) -> Tensor:
+    """The matrix that the sequence multiplies a memory before it by, from the right."""
+    *made, starts = inputs
+    log_w, _, _, a, b = _factors(*made, heads)
+    return left_of_state(log_w, a, b, chunk=chunk, starts_BS=starts)
+
+
 def _time_mix(
     r,
+    g,
     k,
     v,
     w,
     a,
-    g,
     blend,
     first,
     decay_base,
@@ -186,16 +229,11 @@ def _time_mix(
     epsilon: float,
 ):
     """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
-    dtype = g.dtype
-    r, k, v = at_least_fp32(r), at_least_fp32(k), at_least_fp32(v)
-    log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
-    a = torch.sigmoid(rate_base + at_least_fp32(a))
-    if first is not None:
-        v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(blend_base + at_least_fp32(blend)))
-    removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
-    k = k * (1 + (a - 1) * rate_scale)
-    r, log_w, k, v, a = (each.unflatten(-1, (heads, -1)) for each in (r, log_w, k, v, a))
-    y, memory = wkv7(r, log_w, k, v, -removed, removed * a, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
+    dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
+    log_w, k, v, a, b = _factors(
+        k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads
+    )
+    y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
     y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * at_least_fp32(norm_weight) + at_least_fp32(norm_bias)
     y = y + ((r * k * bonus.view(heads, -1)).sum(-1, keepdim=True) * v).flatten(2)
     return (y * at_least_fp32(g)).to(dtype), memory

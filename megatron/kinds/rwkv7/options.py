@@ -44,5 +44,5 @@ KIND = LayerKind(
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
     keeps_fp32=True,
     exchange=EXCHANGE,
-    context="states",
+    context="scans",
 )

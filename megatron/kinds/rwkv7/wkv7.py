@@ -48,6 +48,18 @@ def wkv7(
     return _wkv7(*inputs, starts_BS, chunk)[:2]
 
 
+def left_of_state(
+    log_w_BShN: Tensor, a_BShN: Tensor, b_BShN: Tensor, *, chunk: int, starts_BS: Tensor | None = None
+) -> Tensor:
+    """The matrix [B, h, N, N] that the sequence multiplies a state before it by, from the right: what becomes of the
+    state 1 where no values are written."""
+    B, _, h, N = log_w_BShN.shape
+    one = torch.eye(N, dtype=log_w_BShN.dtype, device=log_w_BShN.device).expand(B, h, N, N)
+    none = torch.zeros_like(a_BShN)
+    factors = (none, log_w_BShN, none, none, a_BShN, b_BShN)
+    return wkv7(*factors, chunk=chunk, initial_BhNN=one.contiguous(), starts_BS=starts_BS)[1]
+
+
 class _WKV7(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):

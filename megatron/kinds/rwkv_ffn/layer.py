@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.documents import piece_starts
+from megatron.kinds.common.carried import begins, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
@@ -40,7 +40,7 @@ class ChannelMix(nn.Module):
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
-        self.mesh, H, width = make.mesh, model.hidden_size, options.hidden_size
+        self.mesh, self.context, H, width = make.mesh, make.context, model.hidden_size, options.hidden_size
         start = Start(options.init, init, H)
         self.mix = make.parameter("mix", (2 if self.gated else 1, H), role=Role.STATE, init=self.mixes(start))
         self.key = ColumnLinear(make.scope("key"), H, (width,), init=start.reads(H, width, self.key_gain, 0.5))
@@ -51,9 +51,10 @@ class ChannelMix(nn.Module):
             self.receptance = RowLinear(make.scope("receptance"), H, H, init=start.writes(H, H), role=Role.HIDDEN)
 
     def forward(self, x: Tensor, stream: Stream, state: ShiftState | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), piece_starts(stream, state), state or ShiftState()
+        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or ShiftState()
+        last = token_before(self.context, x_BSH, past.last)
         mix = sum_gradient(self.mix, self.mesh.tensor)
-        parts = mixed(x_BSH, 1 - mix if self.of_token else mix, past.last, starts)
+        parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts)
         if state is not None:
             state.keep(x_BSH, stream)
         y = self.value(F.relu(self.key(parts[0])).square())

@@ -71,7 +71,7 @@ def _kind(number: int, options: type[RWKVOptions]) -> LayerKind:
         layer=f"megatron.kinds.rwkv_ffn.layer:RWKV{number}ChannelMix",
         rules=(channels_divide_over_tensor_ranks,),
         exchange=EXCHANGE if number > 4 else "",
-        context="states",
+        context="scans",
     )
 
 

@@ -82,10 +82,11 @@ LAYOUT = [
         ranks=2,
     ),
     case(
-        "states handed on under ZeRO 3",
-        "model: {layers: mamba2/mlp x4}\nparallel: {context: 2}\nzero: {stage: 3}",
-        "a.yml:4: zero.stage = 3",
-        "must be below 3 where ranks share sequences in mamba2 layers",
+        "convolutions of parts of a sequence",
+        "model: {layers: mamba2/mlp x4, mamba2: {convolution: 20}}\nparallel: {context: 2}",
+        "training.sequence_length = 32",
+        "each of 2 ranks must have the 19 tokens that convolutions of the next one look back to",
+        "use at least 38 tokens",
         ranks=2,
     ),
     case(

@@ -57,12 +57,34 @@ def wkv6(
     return torch.cat(outputs, 1), state
 
 
-def _piece(r, k, v, moved, decay, bonus, initial, starts):
-    dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
-    rates = decay.expand(1, r.shape[1], *decay.shape) if moved is None else decay + at_least_fp32(moved)
-    log_w = -rates.clamp(max=MOST).exp()
-    log_w, r, k, v = (runs.cut(each) for each in (log_w, at_least_fp32(r), at_least_fp32(k), at_least_fp32(v)))
-    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
+def ends(k, v, moved, decay, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
+    """The state [B, h, N, N] that the sequence makes of none, and the shares [B, h, N, 1] of the keys that it leaves of
+    one before it; arguments as those of `wkv6`."""
+    b, _, h, n = k.shape
+    state = k.new_zeros((b, h, n, n), dtype=wide_type(k.dtype))
+    left = torch.ones_like(state[..., :1])
+    for parts, begun in pieces([k, v] + ([] if moved is None else [moved]), chunk, starts):
+        state, left = recomputed(_end, *(*parts, None)[:3], decay, state, left, begun)
+    return state, left
+
+
+def _end(k, v, moved, decay, state, left, starts):
+    runs = Runs.of(k.shape[1], starts, k.device)
+    log_w, k, v = (runs.cut(each) for each in (_rates(k, moved, decay), at_least_fp32(k), at_least_fp32(v)))
+    written, through, _ = _between(runs, k, v, log_w)
+    for through_c, written_c in zip(through.expand(-1, written.shape[1], -1, -1, -1).unbind(1), written.unbind(1)):
+        state, left = through_c * state + written_c, through_c * left
+    return state, left
+
+
+def _rates(k: Tensor, moved: Tensor | None, decay: Tensor) -> Tensor:
+    """Logarithms of the decays."""
+    rates = decay.expand(1, k.shape[1], *decay.shape) if moved is None else decay + at_least_fp32(moved)
+    return -rates.clamp(max=MOST).exp()
+
+
+def _between(runs: Runs, k: Tensor, v: Tensor, log_w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What each run adds to the state, the shares of the keys that it leaves, and those at each of its positions."""
     total = log_w.double().cumsum(2)  # a difference of two large sums must keep the digits of a short stretch
     last = total[:, :, -1:]
     from_begin, to_end, through = (each.to(log_w.dtype).exp() for each in (total - log_w, last - total, last[:, :, 0]))
@@ -71,7 +93,16 @@ def _piece(r, k, v, moved, decay, bonus, initial, starts):
         from_begin = from_begin * runs.reads_state[..., None, None]
         to_end = to_end * runs.writes_state[..., None, None]
         through = through * runs.keeps_state[..., None, None, None]
-    written = torch.einsum("bcqhk,bcqhv->bchkv", k * to_end, v)
+    return torch.einsum("bcqhk,bcqhv->bchkv", k * to_end, v), through, from_begin
+
+
+def _piece(r, k, v, moved, decay, bonus, initial, starts):
+    dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
+    log_w, r, k, v = (
+        runs.cut(each) for each in (_rates(r, moved, decay), at_least_fp32(r), at_least_fp32(k), at_least_fp32(v))
+    )
+    y = torch.addcmul(inside_runs(r, k, v, log_w, runs), (r * k * bonus).sum(-1, keepdim=True), v)
+    written, through, from_begin = _between(runs, k, v, log_w)
     state, before = initial, []
     for through_c, written_c in zip(through.expand(-1, written.shape[1], -1, -1, -1).unbind(1), written.unbind(1)):
         before.append(state)

@@ -1,0 +1,96 @@
+"""Recurrences over a sequence whose tokens ranks share, in scan form.
+
+Each rank computes what its tokens leave of any state before them, and which state they make of none. From these
+follows, in steps of which each reaches twice as far, the state before each rank's first token; then all ranks compute
+their outputs at once (Blelloch 1990). Gradients go the same way back. No rank waits for another one's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.model.stream import Stream
+from megatron.parallel.context import ContextGroup
+
+from .convolution import last_taps
+from .documents import piece_starts, shared_starts
+
+Parts = tuple[Tensor, ...]
+
+
+def carried(
+    context: ContextGroup,
+    made: Parts,
+    left: Callable[[], Tensor],
+    join: Callable[[Tensor, Parts, Parts, bool], Parts],
+    compose: Callable[[Tensor, Tensor], Tensor],
+) -> Parts:
+    """The state before this rank's first token; zeros on the first rank.
+
+    Args:
+        made: the state that this rank's tokens make of none, tensors of one type.
+        left: makes what they leave of a state before them, in any form; asked only where it is needed.
+        join: (left, earlier state, later state made of none, whether there is an earlier one) to the state after both.
+        compose: (later left, earlier left) to what both leave.
+    """
+    if context.size == 2:
+        return _from_before(context, made, 1)
+    *parts, passed = _from_before(context, (*made, left()), 1)
+    state, reach = tuple(parts), 1
+    while reach < context.size - 1:
+        further = 2 * reach < context.size - 1
+        *parts, earlier = _from_before(context, (*state, passed) if further else (*state, passed[:0]), reach)
+        state = join(passed, tuple(parts), state, context.rank > reach)
+        if further:
+            passed = compose(passed, earlier)
+        reach *= 2
+    return state
+
+
+def faded(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
+    """`carried` of a state each number of which fades by itself.
+
+    Args:
+        left: the share that is left, broadcast to the state's shape.
+    """
+
+    def join(left: Tensor, earlier: Parts, later: Parts, there: bool) -> Parts:
+        return (earlier[0] * left + later[0],)
+
+    return carried(context, (made,), lambda: left, join, torch.mul)[0]
+
+
+def turned(context: ContextGroup, made: Tensor, left: Callable[[], Tensor]) -> Tensor:
+    """`carried` of states [..., K, V] of which [..., K, K] `left` times the state is left."""
+
+    def join(left: Tensor, earlier: Parts, later: Parts, there: bool) -> Parts:
+        return (left @ earlier[0] + later[0],)
+
+    return carried(context, (made,), left, join, torch.matmul)[0]
+
+
+def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
+    """`ContextGroup.from_before` of several tensors, in one message."""
+    sizes = [each.numel() for each in parts]
+    whole = context.from_before(torch.cat([each.reshape(-1) for each in parts]), by)
+    return tuple(each.view(own.shape) for each, own in zip(whole.split(sizes), parts))
+
+
+def begins(stream: Stream, state: object, context: ContextGroup) -> Tensor | None:
+    """`document_starts` of a stream, of a piece of it, or of this rank's part of one."""
+    return piece_starts(stream, state) if context.size == 1 else shared_starts(stream, context)
+
+
+def token_before(context: ContextGroup, x_BSH: Tensor, last_B1H: Tensor | None) -> Tensor | None:
+    """The token before the first: what a state has, or the last one of the rank before."""
+    return last_B1H if context.size == 1 else context.from_before(x_BSH[:, -1:])
+
+
+def taps_before(
+    context: ContextGroup, x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
+) -> Tensor | None:
+    """The inputs of a convolution before the first: what a state has, or the last ones of the rank before."""
+    return past_BKC if context.size == 1 else context.from_before(last_taps(x_BSC, None, taps, starts_BS))

@@ -1,0 +1,201 @@
+"""Scans in pieces: what a piece makes of no state, and what it leaves of one before it, are all that later ones need.
+
+Float64. The outputs and gradients of layers on ranks that share sequences are in tests/layouts.yml.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.kinds.common.carried import faded, turned
+from megatron.kinds.common.documents import document_starts
+from megatron.kinds.common.rwkv import wkv6
+from megatron.kinds.gated_delta import delta_rule
+from megatron.kinds.mamba import selective_scan
+from megatron.kinds.mamba2 import ssd
+from megatron.kinds.rwkv4 import wkv4
+from megatron.kinds.rwkv7 import wkv7
+from megatron.parallel.account import Recorder
+from megatron.parallel.context import ContextGroup
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.float64 import EXACT
+from tests.model.parity import relative
+from tests.workers import run
+
+B, S, H, N, CHUNK = 2, 23, 2, 4, 5
+
+
+def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def fade(state, left):
+    return lambda before: state if before is None else before * left + state
+
+
+def mamba2(seed: int):
+    x, dt, b = drawn(seed, (B, S, H, 3), (B, S, H), (B, S, 1, N))
+    bias, rate, D = drawn(seed + 1, (H,), (H,), (H,))
+
+    def state(at, starts):
+        return ssd.ssd(x[:, at], dt[:, at], bias, rate, D, b[:, at], b[:, at], chunk=CHUNK, starts_BS=starts)[1]
+
+    def piece(at, starts):
+        return fade(*ssd.ends(x[:, at], dt[:, at], bias, rate, b[:, at], starts, chunk=CHUNK, limits=(0.0, None)))
+
+    return state, piece
+
+
+def mamba(seed: int):
+    u, z, dt, b = drawn(seed, (B, S, H), (B, S, H), (B, S, H), (B, S, N))
+    bias, rate, D = drawn(seed + 1, (H,), (H, N), (H,))
+
+    def state(at, starts):
+        inputs = (u[:, at], z[:, at], dt[:, at], bias, rate, D, b[:, at], b[:, at])
+        return selective_scan.selective_scan(*inputs, chunk=CHUNK, starts_BS=starts)[1]
+
+    def piece(at, starts):
+        return fade(*selective_scan.ends(u[:, at], dt[:, at], bias, rate, b[:, at], chunk=CHUNK, starts_BS=starts))
+
+    return state, piece
+
+
+def gated_delta(seed: int):
+    k, v, decay, beta = drawn(seed, (B, S, 1, N), (B, S, H, 3), (B, S, H), (B, S, H))
+    decay, beta = -decay.exp(), 2 * beta.sigmoid()
+
+    def state(at, starts):
+        inputs = (k[:, at], k[:, at], v[:, at], decay[:, at], beta[:, at])
+        return delta_rule.gated_delta_rule(*inputs, chunk=CHUNK, starts_BS=starts)[1]
+
+    def piece(at, starts):
+        made, left = delta_rule.ends(k[:, at], v[:, at], decay[:, at], beta[:, at], starts, chunk=CHUNK)
+        return lambda before: made if before is None else left @ before + made
+
+    return state, piece
+
+
+def rwkv6(seed: int):
+    k, v, moved = drawn(seed, *[(B, S, H, N)] * 3)
+    decay, bonus = drawn(seed + 1, (H, N), (H, N))
+
+    def state(at, starts):
+        inputs = (k[:, at], k[:, at], v[:, at], moved[:, at])
+        return wkv6.wkv6(*inputs, decay, bonus, chunk=CHUNK, starts_BS=starts)[1]
+
+    def piece(at, starts):
+        return fade(*wkv6.ends(k[:, at], v[:, at], moved[:, at], decay, starts, chunk=CHUNK))
+
+    return state, piece
+
+
+def rwkv7(seed: int):
+    w, k, v, a, rate = drawn(seed, *[(B, S, H, N)] * 5)
+    log_w, a, b = -0.6 * w.sigmoid(), -torch.nn.functional.normalize(a, dim=-1), a
+    b = torch.nn.functional.normalize(b, dim=-1) * rate.sigmoid()
+
+    def state(at, starts):
+        factors = [each[:, at] for each in (k, log_w, k, v, a, b)]
+        return wkv7.wkv7(*factors, chunk=CHUNK, starts_BS=starts)[1]
+
+    def piece(at, starts):
+        made = state(at, starts)
+        left = wkv7.left_of_state(log_w[:, at], a[:, at], b[:, at], chunk=CHUNK, starts_BS=starts)
+        return lambda before: made if before is None else before @ left + made
+
+    return state, piece
+
+
+def rwkv4(seed: int):
+    k, v = drawn(seed, (B, S, H), (B, S, H))
+    decay, bonus = drawn(seed + 1, (H,), (H,))
+    k = 30 * k  # exponents far apart
+
+    def state(at, starts):
+        return mean(wkv4.wkv4(k[:, at], v[:, at], decay, bonus, chunk=CHUNK, starts_BS=starts)[1])
+
+    def piece(at, starts):
+        made, aged = wkv4.ends(k[:, at], v[:, at], decay, starts, chunk=CHUNK)
+        return lambda before: made if before is None else wkv4.joined(aged, before, made, True)
+
+    return state, piece
+
+
+def mean(state) -> Tensor:
+    """What RWKV-4's state says: the mean of values and the logarithm of its weight."""
+    above, below, exponent = state
+    return torch.stack([above / below, below.log() + exponent])
+
+
+@pytest.mark.parametrize("kind", [mamba, mamba2, gated_delta, rwkv4, rwkv6, rwkv7], ids=lambda kind: kind.__name__)
+def test_pieces_make_the_state_of_the_whole(kind):
+    """Random cuts, of any lengths, and random documents."""
+    for seed in range(12):
+        draw = Random(seed)
+        state, piece = kind(seed)
+        documents = None
+        if seed % 3:
+            documents = torch.tensor([[draw.random() < 0.12 for _ in range(S)] for _ in range(B)]).long().cumsum(1)
+        cuts = sorted({0, S, *draw.sample(range(1, S), draw.randint(1, 6))})
+        found = None
+        for begin, stop in pairwise(cuts):
+            starts = None
+            if documents is not None:
+                starts = document_starts(documents[:, begin:stop], documents[:, begin - 1] if begin else None)
+            found = piece(slice(begin, stop), starts)(found)
+        expected = state(slice(0, S), None if documents is None else document_starts(documents))
+        assert relative(mean(found) if kind is rwkv4 else found, expected) < EXACT, (seed, cuts)
+
+
+RANKS = 5
+
+
+def scanned(kind: str):
+    """The state before this rank's part, gradients of what the parts make and leave, bytes given to others forward and
+    backward."""
+    mesh, sent = Mesh.build(Layout(context=RANKS)), []
+    context, recorder = ContextGroup.of(mesh), Recorder(mesh)
+    made, left, of = (own[context.rank].clone() for own in parts(kind))
+    made.requires_grad_()
+    left.requires_grad_()
+    recorder.install()
+    try:
+        found = turned(context, made, lambda: left) if kind == "turned" else faded(context, made, left)
+        sent.append(recorder.tally.take().by("operation")["all_to_all",][1])
+        (found * of).sum().backward()
+        sent.append(recorder.tally.take().by("operation")["all_to_all",][1])
+    finally:
+        recorder.remove()
+    return found.detach(), made.grad, left.grad, sent
+
+
+def parts(kind: str) -> list[Tensor]:
+    return drawn(3, (RANKS, 2, N, N), (RANKS, 2, N, N) if kind == "turned" else (RANKS, 2, N, 1), (RANKS, 2, N, N))
+
+
+@pytest.mark.parametrize("kind", ["faded", "turned"])
+def test_states_reach_every_rank(kind: str):
+    answers = run(RANKS, scanned, kind)
+    made, left, of = parts(kind)
+    made.requires_grad_()
+    left.requires_grad_()
+    states = [torch.zeros_like(made[0])]
+    for own, passed in zip(made, left):
+        states.append((passed @ states[-1] if kind == "turned" else passed * states[-1]) + own)
+    (torch.stack(states[:-1]) * of).sum().backward()
+    M, L = made[0].numel(), left[0].numel()
+    messages = {1: [M + L, M + L], 2: [M]}  # to the rank that stands so far behind
+    for rank, (found, of_made, of_left, sent) in enumerate(answers):
+        forward = sum(sum(sizes) for by, sizes in messages.items() if rank + by < RANKS)
+        backward = sum(sum(sizes) for by, sizes in messages.items() if rank - by >= 0)
+        assert sent == [8 * forward, 8 * backward]
+        assert relative(found, states[rank].detach()) < EXACT or rank == 0 and not found.any()
+        torch.testing.assert_close(of_made, made.grad[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_left, left.grad[rank], rtol=1e-12, atol=1e-12)
