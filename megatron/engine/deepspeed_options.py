@@ -5,6 +5,9 @@ What is said here and why (DeepSpeed 0.19.8):
   pipeline stage by its own norm; `engine.clipping` does it exactly instead.
 * `grad_accum_dtype` decides the type in which micro-batches are summed, `communication_data_type` the one in which
   ranks are; both default to the compute type there and to fp32 here.
+* in bf16 on one replica each gradient is added to its fp32 sum, and freed, as soon as it is there
+  (`immediate_grad_update`); else all of them exist twice at the end of a backward pass, which is what `megatron.plan`
+  counts with, and are filled with zeros before the next.
 * activations and gradients between pipeline stages travel whole (`pipe_partitioned`, `grad_partitioned`): the
   partitioned form carries a single tensor with a gradient.
 """
@@ -37,7 +40,7 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
         options["data_types"] = {"grad_accum_dtype": precision.accumulate}
         options["communication_data_type"] = precision.reduce
     if precision.compute == "bf16":
-        options["bf16"] = {"enabled": True}
+        options["bf16"] = {"enabled": True, "immediate_grad_update": layout.replicas == 1}
     if precision.compute == "fp16":
         scale = precision.loss_scale
         options["fp16"] = {

@@ -46,7 +46,7 @@ from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .protocol import LabelGroups, StepResult
-from .reduction import sum_large_gradients_in_place
+from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
 from .state import EngineState
 
 
@@ -235,13 +235,12 @@ class BaseEngine:
         elif self.clipping is not None:
             self.clipping.attach(self.optimizer)
         self.deepspeed = self._initialize(module, mpu)
-        if stage == 0 and self.mesh.replicas.size == self.mesh.expert_data.size == 1:
-            # There is nobody to reduce gradients with, and DeepSpeed would copy them all into buckets and back: on CPU
-            # at 160m a tenth of the step's time, and as much memory as all gradients.
-            self.deepspeed.enable_backward_allreduce = self.deepspeed.pipeline_enable_backward_allreduce = False
+        if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
+            reduce_nothing(self.deepspeed, stage)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self._tell_of_reductions()
         sum_large_gradients_in_place(self.deepspeed)
+        clear_sums_once(self.deepspeed.optimizer)
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         average = self.config.training.weight_average is not None
         self.state = EngineState(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench.contenders import Setup, configuration
-from tools.bench.train_step import Mismatch, check_equal, table
+from tools.bench.train_step import TOLERANCE, Mismatch, check_equal, table
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -57,7 +57,21 @@ def test_a_row(shape: str):
     for name, seconds in row["seconds"].items():
         assert len(seconds) == 2 and row["peak_bytes"][name] > 100 * 2**20
         assert row["tokens_per_second"][name] == pytest.approx(2 * 64 / sum(seconds))
-    assert f"| {shape} | 32 | 2 |" in table([row])
+    assert f"| {shape} | fp32 | 32 | 2 |" in table([row])
+    assert row["peak_flops"] > 1e8 and set(row["share_of_peak"]) == {"ours", "eager"}
+    flops = row["share_of_peak"]["ours"] * row["peak_flops"] / row["tokens_per_second"]["ours"]
+    hidden, layers, words = 32, 2, 256  # a product per weight of the matrices, and all of attention, thrice
+    assert flops == pytest.approx(6 * (layers * 12 * hidden**2 + words * hidden + layers * 2 * 32 * hidden))
+
+
+def test_a_row_in_bf16():
+    """Beside transformers' weights in bf16 and its autocast, whose first losses and norms are compared."""
+    done = bench("--json", "--precision", "bf16", "--rounds", "1", "--contenders", "ours", "eager", "autocast")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert row["precision"] == "bf16" and set(row["speed_ratio"]) == {"eager", "autocast"}
+    for name, (low, high) in row["speed_ratio_range"].items():
+        assert low <= row["speed_ratio"][name] <= high
 
 
 def test_another_recipe_is_no_comparison():
@@ -67,10 +81,10 @@ def test_another_recipe_is_no_comparison():
 
 def test_values_that_differ_are_named():
     same = {"losses": [2.0, 1.5], "norms": [1.0, 1.0]}
-    check_equal({"ours": same, "eager": {**same, "losses": [2.0, 1.5001]}}, 2e-4)
+    check_equal({"ours": same, "eager": {**same, "losses": [2.0, 1.5001]}}, TOLERANCE["fp32"])
     for wrong in (1.51, math.nan):
         with pytest.raises(Mismatch, match="step 1: losses of eager"):
-            check_equal({"ours": same, "eager": {**same, "losses": [2.0, wrong]}}, 2e-4)
+            check_equal({"ours": same, "eager": {**same, "losses": [2.0, wrong]}}, TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize(

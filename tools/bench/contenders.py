@@ -5,8 +5,9 @@ PyTorch reference (`dplr_chunkwise`; `pip install fla-core einops triton`, of wh
 autograd.
 
 Every contender runs in its own process, starts from the same weights (functions of the seed), reads the same batches
-and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases; fp32 on CPU,
-bf16 with fp32 masters on a GPU.
+and uses the same recipe: AdamW (fused), gradient clipping at 1.0, no weight decay on norms and biases. In bf16 the
+optimizer updates fp32 masters on every side: ours, a model of bf16 weights ("eager", "compiled"), and a model of fp32
+weights under autocast ("autocast", "autocast-compiled").
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Setup:
 
     Attributes:
         options: dotted keys of our configuration that differ from its defaults.
+        precision: "fp32" or "bf16"; None: fp32 on CPU, bf16 on a GPU.
         clock: "wall", or "cpu": processor seconds of the contender, which other work on the machine disturbs less.
     """
 
@@ -54,6 +56,12 @@ class Setup:
     vocabulary: int = VOCABULARY
     options: tuple[tuple[str, Any], ...] = ()
     clock: str = "wall"
+    precision: str | None = None
+
+    @property
+    def compute(self) -> str:
+        """The type of the matrix products."""
+        return self.precision or ("fp32" if self.device == "cpu" else "bf16")
 
     @property
     def tokens(self) -> int:
@@ -80,7 +88,7 @@ def configuration(setup: Setup):
             "weight_decay": WEIGHT_DECAY,
             "gradient_clipping": CLIP,
         },
-        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
+        "precision": {"compute": setup.compute},
     }
     for dotted, value in setup.options:
         *path, last = dotted.split(".")
@@ -165,16 +173,20 @@ class Ours:
 class Transformers:
     """The loop that one writes by hand around `GPTNeoXForCausalLM`, `Mamba2ForCausalLM` or another model that `make`
     gives.
+
+    Args:
+        autocast: weights stay in fp32, and torch casts what matrix products read, where bf16 is asked for.
     """
 
-    def __init__(self, setup: Setup, compiled: bool, make=None):
+    def __init__(self, setup: Setup, compiled: bool, make=None, autocast: bool = False):
         import torch
 
         self.setup, self.torch = setup, torch
         self.model = (twin(configuration(setup)) if make is None else make(setup)).to(setup.device).train()
         self.masters = list(self.model.parameters())
         self.weights = None
-        if setup.device != "cpu":  # the model becomes bf16; the optimizer updates fp32 copies
+        self.autocast = autocast
+        if setup.compute == "bf16" and not autocast:  # the model becomes bf16; the optimizer updates fp32 copies
             self.weights = [p for p in self.model.to(torch.bfloat16).parameters()]
             self.masters = [p.detach().float().requires_grad_() for p in self.weights]
         groups = [
@@ -188,7 +200,8 @@ class Transformers:
         torch = self.torch
         tokens = batch_tokens(self.setup, step)[0].to(self.setup.device)
         labels = tokens[:, 1:].contiguous()
-        loss = self.forward(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
+        with torch.autocast(self.setup.device, torch.bfloat16, enabled=self.autocast):
+            loss = self.forward(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
         loss.backward()
         if self.weights is not None:
             for master, weight in zip(self.masters, self.weights):
@@ -250,12 +263,16 @@ CONTENDERS = {
     "ours": Ours,
     "eager": lambda setup: Transformers(setup, compiled=False),
     "compiled": lambda setup: Transformers(setup, compiled=True),
+    "autocast": lambda setup: Transformers(setup, compiled=False, autocast=True),
+    "autocast-compiled": lambda setup: Transformers(setup, compiled=True, autocast=True),
     "fla": with_fla,
 }
 
 
-def has(name: str, shape: str) -> bool:
-    """Whether a contender can train the shape."""
+def has(name: str, shape: str, compute: str = "fp32") -> bool:
+    """Whether a contender can train the shape in this type."""
+    if name.startswith("autocast") and compute != "bf16":
+        return False
     return name == "ours" or (name == "fla") == shape.startswith("rwkv7")
 
 

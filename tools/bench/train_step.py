@@ -2,12 +2,14 @@
 """Speed and memory of our training step, beside a plain transformers loop of the same shape, eager and compiled.
 
     python tools/bench/train_step.py --shapes pythia-14m pythia-70m --sequence 512 2048 --micro-batch 4
+    python tools/bench/train_step.py --shapes pythia-160m --precision bf16 --micro-batch 2
     python tools/bench/train_step.py --shapes pythia-1.4b --sequence 2048 --micro-batch 16 --device cuda
 
 Each contender lives in a process of its own, so that its peak memory is its own; they take turns in short rounds, so
 that a change of the machine's load meets all of them. Speeds are medians over rounds, ratios are medians of the ratios
 of neighbouring rounds. Before anything is timed all contenders take the same first steps and must report the same
-losses and gradient norms: the exit status is 1 where they do not.
+losses and gradient norms: the exit status is 1 where they do not. On CPU each table also has the share of the matrix
+products that the processor does, measured in the same turns.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ from typing import Any  # noqa: E402
 import yaml  # noqa: E402
 
 from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Setup, configuration, has, serve  # noqa: E402
+from tools.bench.processor import Products, processor  # noqa: E402
 
-TOLERANCE = {"cpu": 2e-4, "cuda": 2e-2}  # relative, of losses and gradient norms in the first steps
+# Relative, of losses and gradient norms in the first steps. In bf16 a loss is a mean of fp32 numbers over all tokens,
+# so it must be closer than one unit in the last of bf16's places.
+TOLERANCE = {"fp32": {"losses": 2e-4, "norms": 2e-4}, "bf16": {"losses": 2**-8, "norms": 2e-2}}
 CHECKED_STEPS = 2
 
 
@@ -90,14 +95,14 @@ def started(names: list[str], setup: Setup, makers: dict[str, Any] | None = None
             remote.close()
 
 
-def check_equal(first: dict[str, dict[str, Any]], tolerance: float) -> None:
+def check_equal(first: dict[str, dict[str, Any]], tolerances: dict[str, float]) -> None:
     """Losses and gradient norms of the first steps, contender by contender, against the first contender's.
 
     Raises:
-        Mismatch: a value differs by more than `tolerance`, relatively, or is not finite.
+        Mismatch: a value differs by more than its tolerance, relatively, or is not finite.
     """
     reference, *others = first
-    for what in ("losses", "norms"):
+    for what, tolerance in tolerances.items():
         wanted = first[reference][what]
         for name in (reference, *others):
             for step, (found, right) in enumerate(zip(first[name][what], wanted, strict=True)):
@@ -107,19 +112,23 @@ def check_equal(first: dict[str, dict[str, Any]], tolerance: float) -> None:
 
 def measure(setup: Setup, names: list[str], steps: int, rounds: int) -> dict[str, Any]:
     """One row of the table."""
-    with started(names, setup) as remotes:
-        first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in remotes}
-        check_equal(first, TOLERANCE[setup.device])
-        seconds: dict[str, list[float]] = {name: [] for name in names}
+    products = ["products"] if setup.device == "cpu" else []
+    with started([*names, *products], setup, dict.fromkeys(products, Products)) as remotes:
+        contenders = [remote for remote in remotes if remote.name in names]
+        first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in contenders}
+        check_equal(first, TOLERANCE[setup.compute])
+        seconds: dict[str, list[float]] = {remote.name: [] for remote in remotes}
         for number in range(rounds):
             for remote in remotes:
                 answer = remote.run(CHECKED_STEPS + number * steps, steps)
                 seconds[remote.name].append(answer["seconds"] / steps)
-                first[remote.name]["peak"] = answer["peak"]
+                if remote.name in names:
+                    first[remote.name]["peak"] = answer["peak"]
     return _row(setup, names, first, seconds)
 
 
 def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    product_seconds = seconds.pop("products", None)
     speeds = {name: setup.tokens / statistics.median(values) for name, values in seconds.items()}
     peaks = {name: first[name]["peak"] for name in names}
     row: dict[str, Any] = {
@@ -128,22 +137,37 @@ def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[st
         "micro_batch": setup.micro_batch,
         "device": setup.device,
         "clock": setup.clock,
+        "precision": setup.compute,
         "tokens_per_second": speeds,
         "peak_bytes": peaks,
         "seconds": seconds,
         "first_losses": first[names[0]]["losses"],
         "speed_ratio": {},
+        "speed_ratio_range": {},
         "memory_ratio": {},
     }
+    if product_seconds is not None:
+        row |= {"processor": processor(), **_share(setup, speeds, statistics.median(product_seconds))}
     if "ours" in names:
         for name in names:
             if name != "ours":
-                pairs = zip(seconds[name], seconds["ours"])
-                row["speed_ratio"][name] = statistics.median(theirs / ours for theirs, ours in pairs)
+                ratios = [theirs / ours for theirs, ours in zip(seconds[name], seconds["ours"])]
+                row["speed_ratio"][name] = statistics.median(ratios)
+                row["speed_ratio_range"][name] = min(ratios), max(ratios)
                 row["memory_ratio"][name] = peaks["ours"] / peaks[name]
         if setup.device == "cuda":
             row["mfu"] = _utilisation(setup, speeds["ours"])
     return row
+
+
+def _share(setup: Setup, speeds: dict[str, float], product_seconds: float) -> dict[str, Any]:
+    """The measured peak of matrix products, FLOP/s, and the share of it that each contender's tokens need: the layers'
+    own counts, attention whole."""
+    from megatron.model.describe import totals
+
+    peak = Products.flops / product_seconds
+    flops = totals(configuration(setup)).training_flops
+    return {"peak_flops": peak, "share_of_peak": {name: flops * speed / peak for name, speed in speeds.items()}}
 
 
 def _utilisation(setup: Setup, tokens_per_second: float) -> dict[str, Any]:
@@ -161,14 +185,16 @@ def _utilisation(setup: Setup, tokens_per_second: float) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: our speed and memory, and beside each other contender the ratios."""
     others = [name for name in CONTENDERS if name != "ours" and any(name in row["tokens_per_second"] for row in rows)]
-    head = ["shape", "sequence", "micro-batch", "ours: tokens/s", "ours: peak MiB"]
+    head = ["shape", "type", "sequence", "micro-batch", "ours: tokens/s", "ours: peak MiB"]
     head += [text for name in others for text in (f"speed / {name}", f"memory / {name}")]
+    head += ["share of matmul peak"] if any("share_of_peak" in row for row in rows) else []
     head += ["MFU"] if any("mfu" in row for row in rows) else []
     lines = [head, ["---"] * len(head)]
     for row in rows:
         ours = row["tokens_per_second"].get("ours"), row["peak_bytes"].get("ours")
         cells = [
             row["shape"],
+            row["precision"],
             str(row["sequence"]),
             str(row["micro_batch"]),
             f"{ours[0]:,.0f}" if ours[0] else "",
@@ -176,12 +202,23 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
         for name in others:
             speed, memory = row["speed_ratio"].get(name), row["memory_ratio"].get(name)
-            cells += [f"{speed:.2f}" if speed else "", f"{memory:.2f}" if memory else ""]
+            low, high = row["speed_ratio_range"].get(name, (None, None))
+            cells += [f"{speed:.2f} ({low:.2f} – {high:.2f})" if speed else "", f"{memory:.2f}" if memory else ""]
+        if "share of matmul peak" in head:
+            cells.append(_shares(row))
         if "MFU" in head:
             share = row.get("mfu", {}).get("mfu")
             cells.append(f"{share:.1%} of {row['mfu']['peak_tflops']:g} TFLOP/s" if share else "")
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _shares(row: dict[str, Any]) -> str:
+    """Of each contender, and what they are shares of."""
+    if "share_of_peak" not in row:
+        return ""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in row["share_of_peak"].items())
+    return f"{shares} of {row['peak_flops'] / 1e9:.0f} GFLOP/s"
 
 
 def option(text: str) -> tuple[str, Any]:
@@ -199,7 +236,8 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=2, help="steps of one contender in one round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", choices=TOLERANCE, default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=TOLERANCE, help="fp32 on CPU and bf16 on a GPU, unless given")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -219,15 +257,24 @@ def main(given: list[str] | None = None) -> int:
     for shape in asked.shapes:
         for sequence in asked.sequence:
             setup = Setup(
-                shape, sequence, asked.micro_batch, asked.device, asked.vocabulary, tuple(asked.options), asked.clock
+                shape,
+                sequence,
+                asked.micro_batch,
+                asked.device,
+                asked.vocabulary,
+                tuple(asked.options),
+                asked.clock,
+                asked.precision,
             )
             try:
-                names = [name for name in asked.contenders if has(name, shape)]
+                names = [name for name in asked.contenders if has(name, shape, setup.compute)]
                 rows.append(measure(setup, names, asked.steps, asked.rounds))
             except (Mismatch, RuntimeError) as error:
                 print(f"{shape}, sequence {sequence}: {error}", file=sys.stderr)
                 return 1
             if not asked.json:
+                if len(rows) == 1 and "processor" in rows[0]:
+                    print(f"{rows[0]['processor']}\n")
                 print(table(rows[-1:]) if len(rows) == 1 else table(rows[-1:]).splitlines()[-1], flush=True)
     if asked.json:
         print(json.dumps(rows))
