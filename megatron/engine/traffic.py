@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from megatron.config import Config
@@ -43,11 +44,13 @@ class Prediction:
         step: what every step sends.
         first: what the first one sends besides: stages tell each other shapes.
         layout: of the ranks.
+        settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
     """
 
     layout: Layout
     step: Tally
     first: Tally = field(default_factory=Tally)
+    settled: int = 0
 
 
 def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> Prediction:
@@ -75,7 +78,8 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     if layout.pipeline > 1:
         found.stages()
     found.expert_loads()
-    return Prediction(layout, found.step, found.first)
+    settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
+    return Prediction(layout, found.step, found.first, settled)
 
 
 def _refuse(config: Config, layout: Layout) -> None:
@@ -84,13 +88,9 @@ def _refuse(config: Config, layout: Layout) -> None:
     reasons = {
         "experts spread over ranks (their bytes depend on the tokens)": layout.spreads_experts,
         "fp16": compute == "fp16",
-        "bf16 without ZeRO": compute == "bf16" and zero_stage(config, layout) == 0,
-        "ZeRO 3": zero_stage(config, layout) == 3,
         "an offloaded optimizer": zero.offload_optimizer.device != "none",
         "keys of `deepspeed`": bool(config.deepspeed),
         "optimizers of whole matrices": issubclass(optimizer_class(config), MatrixOptimizer),
-        "bf16 with gradients that are accumulated in bf16": compute == "bf16" and config.precision.accumulate != "fp32",
-        "bf16 with parameters in fp32 at ZeRO 2": compute == "bf16" and zero_stage(config, layout) == 2,
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
     }
     reasons["ranks that share sequences"] = config.parallel.context > 1
@@ -134,10 +134,14 @@ class _Predictor:
                 self.add("update", axis, "all_reduce", "fp32", 1)
             return
         groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
-        if self.config.precision.compute == "bf16":
+        if stage == 3:
+            self._partitioned(len(groups))
+            return
+        if self.config.precision.compute == "bf16" and stage == 1 and self.config.precision.accumulate == "fp32":
             self._reduced(groups, FALLBACK_BUCKET, packed_after=True, wide=True)
             self._model_norm(1)
         else:
+            self._same_type(f"bf16 with parameters in fp32 at ZeRO {stage}")
             order = [each for group in groups for each in group]
             if stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1):
                 order = self.parameters[::-1]  # as the backward pass finishes them
@@ -146,8 +150,39 @@ class _Predictor:
             norms = 1 if self.layout.pipeline > 1 else len(groups)
             self.add("update", "data", "all_reduce", "fp32", norms, norms)
             self._model_norm(norms)
+            self._overflow()
         for group in groups:
             self._gathered(group)
+
+    def _same_type(self, what: str) -> None:
+        if len({each.dtype for each in self.parameters}) > 1:
+            raise NotPredicted(f"there is no formula for {what}")
+
+    def _overflow(self) -> None:
+        """Whether any rank's 16-bit gradients are finite; nobody asks in fp32, nor at ZeRO 3 in bf16."""
+        if self.config.precision.compute != "fp32":
+            self.add("update", "data", "all_reduce", "uint8", 1)
+            self._model_norm(1, "uint8")
+
+    def _partitioned(self, groups: int) -> None:
+        """ZeRO 3 of a model that is gathered at once: in each micro-batch its weights, but for those that stay
+        everywhere, which are gathered one by one after the update; and its gradients, scattered."""
+        zero, ranks = self.config.zero, self.layout.data
+        self._same_type("ZeRO 3 with parameters of several types")
+        padded = {each: -(-each.numel() // ranks) * ranks for each in self.parameters}
+        stay = [each for each in self.parameters if each.numel() <= zero.persistent_size]
+        away = [each for each in self.parameters if each.numel() > zero.persistent_size]
+        if sum(map(torch.Tensor.numel, away)) > zero.prefetch_size or sum(padded.values()) > zero.bucket_size:
+            raise NotPredicted("there is no formula for ZeRO 3 that gathers or reduces a micro-batch in several pieces")
+        dtype = _TYPES[self.parameters[0].dtype]
+        m, reduce = self.micro_batches, self.config.precision.reduce if dtype != "fp32" else "fp32"
+        if away:
+            self.add("forward", "data", "all_gather", dtype, m * sum(padded[each] for each in away), m)
+        self.add("backward", "data", "reduce_scatter", reduce, m * sum(padded.values()), m)
+        self.add("update", "data", "all_reduce", "fp64", groups, groups)
+        self._model_norm(groups, "fp64")
+        if stay:
+            self.add("update", "data", "all_gather", dtype, sum(padded[each] for each in stay), len(stay))
 
     def _reduced(
         self, tensors: list[list[nn.Parameter]], bucket: int, *, packed_after: bool, wide: bool = False
@@ -170,10 +205,10 @@ class _Predictor:
             messages = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
             self.add("backward", "data", "all_reduce", dtype, sum(sizes), messages)
 
-    def _model_norm(self, messages: int) -> None:
+    def _model_norm(self, messages: int, dtype: str = "fp32") -> None:
         """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
         if self.layout.pipeline == 1:
-            self.add("update", "tensor", "all_reduce", "fp32", messages, messages)
+            self.add("update", "tensor", "all_reduce", dtype, messages, messages)
             return
         ranks = self.layout.tensor * self.layout.pipeline
         at = self.mesh.at
@@ -182,7 +217,7 @@ class _Predictor:
             for stage in range(self.layout.pipeline)
             for place in range(self.layout.tensor)
         ]
-        self.add("update", group_name(members, self.layout, at), "all_reduce", "fp32", messages, messages, ranks)
+        self.add("update", group_name(members, self.layout, at), "all_reduce", dtype, messages, messages, ranks)
 
     def _gathered(self, group: list[nn.Parameter]) -> None:
         """A group's updated weights, which lie in one buffer, padded to equal parts."""

@@ -25,7 +25,7 @@ from megatron.parallel.traffic import Call, Tally
 from .block import Block
 from .options import kind_of, layer_class
 
-SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4}
+SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "uint8": 1}
 
 
 class NotPredicted(ValueError):

@@ -8,6 +8,7 @@ read after the step; the callback of an operation runs with a stream that waits 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Marks are events; the time of the first one is that at which the device was empty.
+    """Marks are events; the time of the first one is that at which the device was empty. It is waited for that once.
 
     Args:
         device: the module of an accelerator, such as `torch.cuda`.
@@ -57,6 +58,7 @@ class DeviceClock:
         self._device, self.now = device, now
         device.synchronize()
         self._base, self._at = self.mark(), float(now())
+        self._bases: deque[Mark] = deque()  # of steps that are not read yet
         self._stream: Any = None
 
     def mark(self) -> Mark:
@@ -66,20 +68,21 @@ class DeviceClock:
         return event
 
     def begin(self) -> None:
-        """A step begins: its stream is the one that computes. Events count in single precision, so that their base
-        must be near."""
+        """A step begins: its stream is the one that computes. Times between events are in single precision, so each
+        step has a base of its own."""
         self._stream = self._device.current_stream()
-        base = self.mark()
-        base.synchronize()  # once in a step that is timed, before it
+        self._bases.append(self.mark())
+
+    def finish(self) -> None:
+        """All marks of the first step that is not read yet are about to be; the device has done it."""
+        base = self._bases.popleft()
+        base.synchronize()
         self._at += self._base.elapsed_time(base) * 1e6
         self._base = base
 
-    def finish(self) -> None:
-        """All marks of a step are about to be read."""
-        self._device.synchronize()
-
     def read(self, mark: Mark) -> int:
         """Nanoseconds of a mark, on this host's clock."""
+        mark.synchronize()  # returns at once, but for the last callbacks of a step
         return round(self._at + self._base.elapsed_time(mark) * 1e6)
 
     def aside(self) -> bool:

@@ -191,6 +191,8 @@ def test_marks_of_a_device_are_on_the_hosts_clock():
     clock.begin()
     mark = clock.mark()
     device.time = 7.25
+    clock.begin()  # of the next step, before this one is read
+    clock.finish()
     assert clock.read(mark) == 4_000_000 and clock.read(clock.mark()) == 4_250_000
     assert not clock.aside()
     device.stream = "other"
