@@ -11,7 +11,9 @@ from .console import last_traceback
 from .launcher import Result
 from .status import COMPLAINT, HANG, Failure, describe
 
-_OUTSIDE = re.compile(r"(\w+\.)*\w*(OS|IO|Timeout|Connection|BrokenPipe|FileNotFound|Permission)\w*Error")  # may pass
+_OUTSIDE = re.compile(
+    r"(\w+\.)*\w*(OS|IO|Timeout|Connection|BrokenPipe|FileNotFound|Permission)\w*Error|(\w+\.)*StoreRefuses"
+)  # may pass
 CYCLES = 3  # starts in a row that come no further than those before
 
 

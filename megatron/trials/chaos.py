@@ -200,7 +200,8 @@ def _happens(job: Job, fault: Fault, draw: random.Random, extra: str, last: int)
 
 def _goes_on(job: Job, fault: Fault, draw: random.Random, event: Event, at: float, began: int) -> None:
     def noticed() -> bool:
-        return any(each["event"] == fault.noticed for each in job.events()[began:])
+        # A disk that refuses the very last save ends the start, which is told as a failure of the run.
+        return any(each["event"] in (fault.noticed, "restart") for each in job.events()[began:])
 
     if fault.noticed:
         if not job.wait(noticed, f"the event {fault.noticed}"):

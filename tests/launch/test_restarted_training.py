@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.report.goodput import KINDS, goodput
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -48,3 +49,10 @@ def test_a_killed_rank_and_a_restart_change_nothing(tmp_path):
     events = lines(tmp_path / "disturbed" / "ledger.jsonl")
     (restart,) = [each for each in events if each["event"] == "restart"]
     assert restart["attempt"] == 1 and restart["rank"] == 1 and restart["status"] == 137
+    account = goodput(events)
+    assert (account.starts, account.failures) == (2, 1) and all(account.seconds[part] > 0 for part in ("kept", "start"))
+    last = [each["spent"] for each in events if "spent" in each][-1]
+    end = last["since"] + sum(last[kind] for kind in KINDS)
+    assert account.wall == pytest.approx(end - restart["since"], abs=0.1), (
+        "every second from the first launch to the end"
+    )

@@ -69,7 +69,12 @@ def test_another_failure_or_another_step_is(again):
 
 
 @pytest.mark.parametrize(
-    "text", ["OSError: [Errno 28] No space left on device", "RuntimeError: Connection closed by peer"]
+    "text",
+    [
+        "OSError: [Errno 28] No space left on device",
+        "RuntimeError: Connection closed by peer",
+        "megatron.checkpoint.errors.StoreRefuses: /c/step_00000400: [Errno 30] Read-only file system",
+    ],
 )
 def test_what_may_pass_by_itself_is(text):
     assert answers(failed(12, text=TRACE + text), failed(12, text=TRACE + text)) == [None, None]
