@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.report.ledger import batch_hashes
 
 from .equality import compare
-from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount
+from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount_all
 from .job import Job, TrialError
 from .resume import complete, with_hook
 
@@ -136,7 +136,7 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
             if disk and found.problems:  # what is there goes with the disk
                 shutil.copytree(job.run / "checkpoints", job.folder / "checkpoints")
             if disk:
-                unmount(job.run / "checkpoints")
+                unmount_all(job.run / "checkpoints")
         yield found
         if not found.problems:
             shutil.rmtree(job.folder)

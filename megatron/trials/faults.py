@@ -157,7 +157,14 @@ def mount(folder: Path, size: int) -> bool:
 
 
 def unmount(folder: Path) -> bool:
+    """Take the uppermost file system away; False where there is none."""
     return _run("umount", "-l", str(folder))
+
+
+def unmount_all(folder: Path) -> None:
+    """Also what a fault that was not undone has left on top."""
+    while unmount(folder):
+        pass
 
 
 def _run(*command: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.trials.chaos import Event, Round
-from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage
+from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
 from megatron.trials.inject import KINDS, flip
 from megatron.trials.job import Job
 from megatron.trials.table import table
@@ -71,6 +71,14 @@ def test_damage_changes_a_file_as_it_says(tmp_path: Path) -> None:
         assert len(file.read_bytes()) < len(before) and after.startswith(file.read_bytes())
         damage(file, draw, "delete")
         assert not file.exists()
+
+
+def test_no_mount_is_left_on_top_of_another(tmp_path: Path) -> None:
+    if not mount(tmp_path / "disk", 1 << 20):
+        pytest.skip("mounting is not allowed here")
+    assert mount(tmp_path / "disk", 1 << 20)
+    unmount_all(tmp_path / "disk")
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
 def test_flip_changes_one_bit() -> None:
