@@ -1,4 +1,4 @@
-"""Every file that the documentation names exists."""
+"""Every file that the documentation names exists, and its lines fit into an editor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.paths import ROOT
 
-PAGES = ["README.md", "CONTRIBUTING.md", "eval_tasks/README.md", "examples/plugin/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "eval_tasks/README.md", "examples/plugin/README.md"]
 PAGES += sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 
 # `folder/file.py` in backquotes or as a link's text, seen from the repository, from `megatron/` or from the page.
@@ -25,3 +25,11 @@ def test_named_files_exist(page):
 
 def test_the_pages_name_files():
     assert NAMED.findall((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_has_lines_of_at_most_120_characters(page):
+    """Tables and code have the length that they need."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert not [line for line in long if not line.startswith("    ")]

@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from .expert_load import ExpertLoad
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
+from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import LabelGroups, StepResult
 from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
 from .state import EngineState
@@ -142,59 +143,6 @@ def micro_batches(
     for index in range(tokens.shape[0]):
         weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
         yield MicroBatch(tokens[index], labels[index], weights * scale, {name: extras[name][index] for name in extras})
-
-
-Look = Callable[[int, int], None]  # see `protocol.Engine.step`
-
-
-_PHASES = {
-    "BackwardPass": BACKWARD,
-    "SendGrad": BACKWARD,
-    "RecvGrad": BACKWARD,
-    "ReduceGrads": REDUCE,
-    "ReduceTiedGrads": REDUCE,
-    "OptimizerStep": OPTIMIZER,
-}
-
-
-class _Schedule:
-    """A pipeline's schedule with looks between its steps, and each instruction told to the beacon. Stages send and
-    receive within the same of these steps, so where all have done as many, nothing is on its way."""
-
-    def __init__(self, schedule: Any, look: Look | None, beacon: Beacon) -> None:
-        self._schedule, self._look, self._beacon = schedule, look, beacon
-        self.num_pipe_buffers = schedule.num_pipe_buffers
-
-    def __iter__(self) -> Iterator[Iterator[Any]]:
-        steps = list(self._schedule)
-        for number, commands in enumerate(steps):
-            if number and self._look is not None:
-                self._look(number, len(steps))
-            yield self._told(commands, number + 1, len(steps))
-
-    def _told(self, commands: list[Any], number: int, parts: int) -> Iterator[Any]:
-        for command in commands:
-            name = type(command).__name__
-            self._beacon.at(_PHASES.get(name, FORWARD), number, parts, name.encode())
-            yield command
-
-
-def _with_phases(instructions: dict[type, Callable]) -> dict[type, Callable]:
-    """The instructions of a pipeline's schedule, each in the phase of a step that it is part of."""
-    backward = ("BackwardPass", "SendGrad", "RecvGrad", "ReduceGrads", "ReduceTiedGrads")
-    phases = dict.fromkeys(backward, "backward") | {"OptimizerStep": "update"}
-    return {each: phase(phases.get(each.__name__, "forward"))(run) for each, run in instructions.items()}
-
-
-@contextlib.contextmanager
-def looked_into(engine: Any, look: Look | None, beacon: Beacon) -> Iterator[None]:
-    """DeepSpeed's pipeline engine with looks between the steps of its schedule."""
-    execute = engine._exec_schedule
-    engine._exec_schedule = lambda schedule: execute(_Schedule(schedule, look, beacon))
-    try:
-        yield
-    finally:
-        del engine._exec_schedule
 
 
 @contextlib.contextmanager
@@ -448,7 +396,7 @@ class PipelinedEngine(BaseEngine):
         if self.head is not None:
             self.head.observe = lambda ce_BS, weights_BS: self.losses.add(ce_BS, weights_BS)
         self._start(self.pipeline, None)
-        self.deepspeed._INSTRUCTION_MAP = _with_phases(self.deepspeed._INSTRUCTION_MAP)
+        self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
 
     def _feed(self, batch: StepBatch, scale: float | Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         from .stages import stream_inputs
