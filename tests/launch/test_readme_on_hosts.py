@@ -48,7 +48,7 @@ def test_the_section_on_several_hosts(cluster, slurm, copy, jobs):  # noqa: F811
     run = copy / "runs" / "my"
     for stop, command in zip(STOPS, starts, strict=True):
         assert command.count("my.yml") == 1
-        line = scaled(command).replace("my.yml", f"my.yml training.stop_at_step={stop}")
+        line = scaled(command).replace("my.yml", f"my.yml launch.device=cpu training.stop_at_step={stop}")
         typed(jobs(cluster, copy, typing(line), environment=environment(slurm)), slurm)
         wait_for(partial(has_ended, run, stop), 400, partial(logs_of_slurm, run))  # sbatch returns at once
     ledger = [each for each in lines(run / "ledger.jsonl") if each["event"] in ("start", "resume")]
