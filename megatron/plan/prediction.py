@@ -115,15 +115,12 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
         capacity: bytes of a device; 0 takes those of the table.
     """
     found = _device(device)
-    if found is None or ranks % per_host:
-        return None
+    if found is None or ranks % per_host or config.parallel.expert_tensor not in (None, config.parallel.tensor):
+        return None  # the formulas know no experts that are cut otherwise than the layers around them
     at = Cluster(found, known()[1]["ib400"], ranks, per_host)
     choice = choice_of(config)
-    try:
-        shapes = Shapes(config, ranks)
-        need = Need(Clock(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total)
-    except (ValueError, NotImplementedError):  # a kind from outside whose parts cannot be counted
-        return None
+    shapes = Shapes(config, ranks)
+    need = Need(Clock(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total)
     kinds = sorted({word for block in config.model.blocks for word in re.findall(r"[a-z]\w*", str(block))})
     entry = Entry(device, config.precision.compute, tuple(kinds), ranks, str(choice), need, Need(0.0, 0.0))
     factor, runs = correction(read_history(), entry)

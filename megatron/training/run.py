@@ -125,7 +125,11 @@ def predicted(config: Config, place: WorkerEnvironment, world: World) -> Predict
         if world.device.type == "cuda"
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
     )
-    return predict(config, place.world_size, device_name(world.device), local, capacity)
+    try:
+        return predict(config, place.world_size, device_name(world.device), local, capacity)
+    except Exception as error:  # no plan is worth a run; a kind of a user's own may not let itself be counted
+        print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
+        return None
 
 
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import load
+from megatron.config import load, resolve
 from megatron.plan import prediction
 from megatron.plan.devices import cluster
 from megatron.plan.prediction import Entry, Need, correction, errors, predict, read_history, remember, span
 from megatron.plan.search import Question
 from tests.paths import ROOT
+from tests.training.matrix import cases
 from tests.training.test_run import job
 from tests.workers import run
 from tools.plan import main
@@ -46,6 +47,18 @@ def test_the_formulas_are_those_of_the_search(state):
     small = predict(config, 8, "NVIDIA H100 80GB HBM3", 8, capacity=2.0**28)
     assert not small.fits and "0 GiB" in small.text(10)
     assert predict(config, 8, "Some Other Device", 8) is None
+
+
+def test_every_layout_has_a_prediction_or_none(state):
+    """Layouts of the support matrix, whose configurations the rules accept."""
+    made = 0
+    for case in {(each.architecture, each.layout): each for each in cases()}.values():
+        config = resolve(case.values, ranks=case.ranks)
+        found = predict(config, case.ranks, "cpu", case.ranks)
+        folded = config.parallel.expert_tensor not in (None, config.parallel.tensor)
+        assert (found is None) == folded, case.name
+        made += found is not None and 0 < found.entry.predicted.seconds < 1e6
+    assert made > 100
 
 
 def test_errors_of_runs_alike_are_taken_away():
