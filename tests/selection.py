@@ -12,6 +12,7 @@ looked at for tests that wait.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import defaultdict
@@ -69,9 +70,13 @@ def cpu_seconds(process: int) -> float:
     folder = Path("/proc", str(process))
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        below = [each for task in (folder / "task").iterdir() for each in (task / "children").read_text().split()]
+        tasks = list((folder / "task").iterdir())
     except OSError:  # it ended while we looked, or the system has no such files
         return sum(os.times()[:4]) if process == os.getpid() else 0.0
+    below: list[str] = []
+    for task in tasks:
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile has no children; its process has
+            below += (task / "children").read_text().split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(each)) for each in below)
 
 

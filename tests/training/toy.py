@@ -131,6 +131,8 @@ class ToySaver:
         ended, self.written = self.written, []
         return ended
 
+    wait = poll
+
     def close(self) -> list[Saved]:
         self.closed = True
         return self.poll()

@@ -87,6 +87,7 @@ class CheckpointHook(Hook):
     def on_end(self, trainer: Trainer) -> None:
         if trainer.error is None:
             with trainer.beacon.during(SAVE):
+                self._tell(trainer, self._saver.wait(), goes_on=False)  # all of it, though `close` may raise the last
                 self._tell(trainer, self._saver.close())
 
     def _save_if_due(self, trainer: Trainer) -> None:
@@ -138,13 +139,12 @@ class CheckpointHook(Hook):
             step=max(trainer.completed - 1, 0),
         )
 
-    def _tell(self, trainer: Trainer, ended: list[Saved]) -> None:
+    def _tell(self, trainer: Trainer, ended: list[Saved], goes_on: bool = True) -> None:
+        again = f"\nthe run goes on, and tries again within {AGAIN:.0f} s of training" if goes_on else ""
         for saved in ended:
             if saved.failure:
                 trainer.record("checkpoint_failed", path=str(saved.path), problem=saved.failure)
-                trainer.log(
-                    f"warning: {saved.failure}\nthe run goes on, and tries again within {AGAIN:.0f} s of training"
-                )
+                trainer.log(f"warning: {saved.failure}{again}")
                 self._refused_at = trainer.clock.total
                 continue
             trainer.record(
