@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from .select import Request
 
@@ -42,13 +43,15 @@ class Options:
     as_json: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise OptionError(f"evaluate.py: {message}")
+class Parser(argparse.ArgumentParser):
+    """Raises what argparse would end the process with."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{self.prog}: {message}")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
+    made = Parser(
         prog="evaluate.py",
         usage="./deepy.py evaluate.py a.yml ... key.path=value ... --tasks NAME,... [options]",
         description="Score a run's checkpoints on benchmark tasks, on any layout.",

@@ -28,12 +28,17 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
     found = []
     if config.tokenizer.type == "none":
         found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
-    named = options.checkpoint
-    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
-        found.append(f"--checkpoint {named} does not exist; give a step, a checkpoint or a Hugging Face folder")
-    if named is None and not Path(config.checkpoint.dir).is_dir():
-        found.append(f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint")
+    found += checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
     return [*found, *problems(options.requests, options.folders)]
+
+
+def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[str]:
+    """What is wrong with `--checkpoint`, which may name one of `kinds`, or with what stands in for it."""
+    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
+        return [f"--checkpoint {named} does not exist; give {kinds}"]
+    if named is None and not Path(config.checkpoint.dir).is_dir():
+        return [f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint"]
+    return []
 
 
 def before_training(words: Sequence[str], config: Config) -> list[str]:

@@ -188,7 +188,7 @@ def megatron_core(tmp_path_factory) -> Path:
     try:
         done = subprocess.run([*words, "megatron-core==0.16.1"], capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
-        pytest.skip("pip did not download megatron-core in 90 s")
+        pytest.skip("pip did not download megatron-core in 300 s")
     if done.returncode:
         pytest.skip(f"pip cannot download megatron-core: {done.stderr.strip().splitlines()[-1]}")
     (path,) = folder.glob("megatron_core-*.whl")

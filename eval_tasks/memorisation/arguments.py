@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from ..arguments import OptionError
+from ..arguments import OptionError, Parser
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,8 @@ class Options:
     texts: int | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"extract.py: {message}")
-
-
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
+    made = Parser(
         prog="extract.py",
         usage="./deepy.py extract.py a.yml ... key.path=value ... --steps FIRST:END [options]",
         description="Which sequences of the run's own data a checkpoint can recite, on any layout.",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.config import Config
 
 from ..arguments import OptionError
+from ..check import checkpoint_problems
 from .arguments import parse
 
 
@@ -32,9 +32,4 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         found.append(f"--steps must end at {training.steps} or before: the run has steps 0 to {training.steps - 1}")
     if options.samples is not None and options.samples > training.global_batch_size:
         found.append(f"--samples must be at most {training.global_batch_size}, the sequences of a step")
-    named = options.checkpoint
-    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
-        found.append(f"--checkpoint {named} does not exist; give a step or a checkpoint")
-    if named is None and not Path(config.checkpoint.dir).is_dir():
-        found.append(f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint")
-    return found
+    return found + checkpoint_problems(options.checkpoint, config, "a step or a checkpoint")
