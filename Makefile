@@ -7,7 +7,8 @@ export PYTHON
 
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
-	@echo 'make test         install, and run the whole test suite'
+	@echo 'make test         install, and run the tests of the code'
+	@echo 'make tour         the README, the quick starts, the notebook and the example package, as a reader would run them'
 	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
@@ -35,6 +36,10 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loa
 test: dev
 	$(PYTEST)
 
+# What the documentation tells a reader to type, typed: installed commands, the README on one host and on several, ...
+tour: dev
+	$(PYTEST) -m 'tour and not slow'
+
 # Before a release, and after a change of what those tests are about.
 test-slow: dev
 	$(PYTEST) -m slow
@@ -54,10 +59,10 @@ numerics: dev
 	$(NARROW) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-narrow $(PYTEST) $(NUMERICAL)
 
 durations: dev
-	$(PYTEST) --store-durations
+	$(PYTEST) -m 'not slow' --store-durations
 
 package: dev
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'slow or not slow' tests/test_package.py
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m '' tests/test_package.py
 
 site: dev
 	$(RUN) -m sphinx -c docs --fail-on-warning --keep-going --quiet --jobs auto . build/site
@@ -70,4 +75,4 @@ lint: dev
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test test-slow test-fast numerics durations package site lint docs
+.PHONY: help quickstart venv dev test tour test-slow test-fast numerics durations package site lint docs

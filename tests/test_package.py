@@ -55,6 +55,7 @@ def outside(words: list[str], folder: Path, **environment: str) -> subprocess.Co
     return subprocess.run(words, cwd=folder, env={**kept, **environment}, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.tour
 def test_the_installed_command_trains_a_ready_configuration(installed, tmp_path):
     deepy = str(installed / "deepy")
     where = "import megatron, megatron.installation as i; print(megatron.__file__, i.installed(), i.root())"

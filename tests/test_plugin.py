@@ -14,6 +14,8 @@ from megatron.config import ConfigError, load, read_resolved, save_resolved
 from megatron.config.explain import explain
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.tour
+
 
 @pytest.fixture
 def package(tmp_path):

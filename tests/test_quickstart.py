@@ -55,6 +55,7 @@ def quickstart(folder: Path, *words: str, model: str = "pythia") -> subprocess.C
     )
 
 
+@pytest.mark.tour
 def test_quickstart(tmp_path):
     """Another stack, too few steps: it fails and says why. More: data and the old run are kept. Again: nothing is
     repeated.

@@ -71,6 +71,7 @@ def shell(script: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.tour
 def test_commands(copy):
     failed = None
     for block in blocks():

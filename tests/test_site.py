@@ -63,6 +63,7 @@ def test_pages_need_nothing_from_elsewhere(site):
         assert not [each for each in loaded if "contributor-covenant" not in each], (path, loaded)
 
 
+@pytest.mark.tour
 def test_the_notebook_runs(tmp_path):
     """Every cell, in a fresh kernel; what it prints of losses and hashes is what it says beside them."""
     nbformat = pytest.importorskip("nbformat")

@@ -16,7 +16,7 @@ from .host_job import HostJob
 from .namespaces import wait_for
 from .slurm_cluster import Slurm
 
-pytestmark = pytest.mark.limit(1200)
+pytestmark = [pytest.mark.tour, pytest.mark.limit(1200)]
 # What a machine without GPUs needs; every command goes on where the one before it has stopped.
 SCALE = {"slots=8": "slots=1", "--ranks 8": "--ranks 1", "--gpus-per-node=8": "--ntasks-per-node=1"}
 STOPS = (2, 4, 6)

@@ -116,6 +116,7 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow  # srun starts the ranks of the batch job, too
 def test_srun_alone_starts_the_script(cluster, slurm, tmp_path, jobs):
     (tmp_path / "a.yml").write_text(CONFIG)
     command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, WORKER, "a.yml", "--", "steps", "3"]

@@ -54,6 +54,7 @@ def test_a_signal_saves_and_then_ends(start, tmp_path, name):
     assert int(saved.name[5:]) > 0 and "Traceback" not in out + error
 
 
+@pytest.mark.slow
 def test_nohup_outlives_the_terminal(start, tmp_path):
     job = start(tmp_path / "run", "nohup")
     trained(job, tmp_path / "run")
