@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.config.sections.output import TaskOptions
+
 from .select import Request
 
 
@@ -58,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = made.add_argument
-    add("--tasks", required=True, metavar="NAME,...", help="tasks, groups, patterns (mmlu_*) or task files (.yaml)")
+    add(
+        "--tasks",
+        metavar="NAME,...",
+        help="tasks, groups, patterns (mmlu_*) or task files (.yaml) (default: those of evaluation.tasks)",
+    )
     add("--few-shot", type=int, metavar="N", help="examples before each question (default: as each task says)")
     add("--limit", type=float, metavar="N", help="only the first N documents of each task; below 1, a share of them")
     add(
@@ -74,14 +80,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(words: Sequence[str]) -> Options:
+def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = ()) -> Options:
     """The options of a command line.
+
+    Args:
+        tasks: of the configuration; they are taken where the command line names none.
 
     Raises:
         OptionError: they make no sense.
     """
     given = parser().parse_args(list(words))
-    names = [name for name in given.tasks.split(",") if name]
     for name in ("max_length", "batch_size"):
         value = getattr(given, name)
         if value is not None and value < 1:
@@ -90,7 +98,7 @@ def parse(words: Sequence[str]) -> Options:
         other = "--checkpoint" if given.checkpoint else "--output"
         raise OptionError(f"evaluate.py: --all-checkpoints and {other} exclude each other")
     return Options(
-        tuple(Request(name, given.few_shot, given.limit) for name in names),
+        _requests(given, tasks),
         given.checkpoint,
         given.all_checkpoints,
         given.output,
@@ -99,4 +107,18 @@ def parse(words: Sequence[str]) -> Options:
         given.batch_size,
         given.log_samples,
         given.json,
+    )
+
+
+def _requests(given: argparse.Namespace, tasks: Sequence[TaskOptions]) -> tuple[Request, ...]:
+    """The tasks; what the command line says about them counts."""
+    if given.tasks is not None:
+        return tuple(Request(name, given.few_shot, given.limit) for name in given.tasks.split(",") if name)
+    return tuple(
+        Request(
+            task.name,
+            task.few_shot if given.few_shot is None else given.few_shot,
+            task.limit if given.limit is None else given.limit,
+        )
+        for task in tasks
     )

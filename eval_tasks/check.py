@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config import Config
+from megatron.config.sections.output import TaskOptions
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 
@@ -22,7 +23,7 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         config: of the model.
     """
     try:
-        options = parse(words)
+        options = parse(words, config.evaluation.tasks)
     except OptionError as error:
         return [str(error)]
     found = []
@@ -46,8 +47,13 @@ def before_training(words: Sequence[str], config: Config) -> list[str]:
     return [*_tasks(config), *_probes(config)]
 
 
+def during_training(config: Config) -> list[TaskOptions]:
+    """The tasks of `evaluation.tasks` that a run runs; those with `every: 0` are evaluate.py's alone."""
+    return [task for task in config.evaluation.tasks if task.every != 0]
+
+
 def _tasks(config: Config) -> list[str]:
-    tasks = config.evaluation.tasks
+    tasks = during_training(config)
     if not tasks:
         return []
     found = []

@@ -13,6 +13,7 @@ from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import EVALUATE
 
+from .check import during_training
 from .harness import run_tasks
 from .results import numbers
 from .select import Request
@@ -22,14 +23,14 @@ class TasksHook(Hook):
     """Runs `evaluation.tasks`, each every so many steps, and after the last step where it has no interval."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
-        self._tasks, self._communicator = config.evaluation.tasks, world.communicator
+        self._tasks, self._communicator = during_training(config), world.communicator
         self._tokenizer = build_tokenizer(config.tokenizer)
         texts = config.training.micro_batch_size
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
 
     @classmethod
     def of(cls, parts: Parts) -> TasksHook | None:
-        if not parts.config.evaluation.tasks or parts.engine is None or parts.world is None:
+        if not during_training(parts.config) or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)
 

@@ -35,7 +35,7 @@ def evaluate() -> int:
     """Evaluate as the arguments and the environment of this process say. Returns the exit status."""
     config, place = read_job(check_inputs=False)
     try:
-        options = parse(place.own)
+        options = parse(place.own, config.evaluation.tasks)
     except OptionError as error:
         raise StartError(str(error)) from error
     if place.rank == 0 and place.starter != "agent" and (wrong := problems(options.requests, options.folders)):

@@ -59,7 +59,7 @@ def manager_for(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> T
 def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list[str]:
     """What is wrong with the requests, a sentence each with its fix."""
     if not requests:
-        return ["no task is named; name some: --tasks arc_easy,lambada_openai"]
+        return ["no task is named; name some: --tasks arc_easy,lambada_openai, or evaluation.tasks"]
     if find_spec(HARNESS) is None:
         return ["the evaluation harness is not installed; pip install -r requirements/eval.txt"]
     found = [

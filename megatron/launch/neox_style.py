@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from megatron.config.arguments import ArgumentError
+
+from ..installation import root
 
 FOLDER = ("-d", "--conf_dir")
 # GPT-NeoX's option -> the key that it sets here.
@@ -17,11 +20,12 @@ KEYS = {
     "--wandb_run_name": "run.name",
     "--wandb_team": "logging.wandb.entity",
 }
+TASKS, PREFIX, ITERATION = "--eval_tasks", "--eval_results_prefix", "--iteration"  # of eval.py
 REFUSED = {
     "--autotuning": "DeepSpeed's autotuner is not used; python tools/config.py layers shows what each layer costs",
-    "--iteration": "name the checkpoint: checkpoint.resume=RUN/checkpoints/step_N, or generate.py with its path",
-    "--eval_tasks": "use ./deepy.py evaluate.py a.yml --tasks NAME,...",
-    "--eval_results_prefix": "use ./deepy.py evaluate.py a.yml --tasks NAME,... --output FILE",
+    ITERATION: "name the checkpoint: checkpoint.resume=RUN/checkpoints/step_N, or generate.py with its path",
+    TASKS: "use ./deepy.py evaluate.py a.yml --tasks NAME,...",
+    PREFIX: "use ./deepy.py evaluate.py a.yml --tasks NAME,... --output FILE",
     "--sample_input_file": "python generate.py RUN --prompt TEXT",
     "--sample_output_file": "python generate.py RUN --prompt TEXT > FILE",
     "-i": "python generate.py RUN --prompt TEXT",
@@ -33,6 +37,8 @@ ENDINGS = (".yml", ".yaml", ".json")
 def translated(words: Sequence[str]) -> list[str]:
     """The same command line without GPT-NeoX's options; words that have none of them are returned as they are.
 
+    GPT-NeoX's eval.py is evaluate.py here.
+
     Args:
         words: the script and what follows it. After a bare `--` everything is the script's own.
 
@@ -40,8 +46,9 @@ def translated(words: Sequence[str]) -> list[str]:
         ArgumentError: an option or a script of GPT-NeoX that there is no counterpart of.
     """
     end = words.index("--") if "--" in words else len(words)
-    script, own, rest = words[0], list(words[1:end]), list(words[end:])
+    script, own, rest = _script(words[0]), list(words[1:end]), list(words[end:])
     _check_script(script, own)
+    asked = _evaluation(own) if Path(script).name == "evaluate.py" else []
     folder, kept, overrides = None, [], []
     while own:
         name, equals, value = own.pop(0).partition("=")
@@ -61,7 +68,52 @@ def translated(words: Sequence[str]) -> list[str]:
             overrides.append(f"{KEYS[name]}={_text(value)}")
     first = next((index for index, word in enumerate(kept) if word.startswith("-")), len(kept))  # the script's own
     files = [os.path.join(folder, each) if folder and _is_file(each) else each for each in kept[:first]]
-    return [script, *files, *overrides, *kept[first:], *rest]
+    return [script, *files, *overrides, *kept[first:], *asked, *rest]
+
+
+def _script(script: str) -> str:
+    """evaluate.py for GPT-NeoX's eval.py, unless that exists: the one beside it, or the project's."""
+    path = Path(script)
+    if path.name != "eval.py" or path.exists():
+        return script
+    beside = path.with_name("evaluate.py")
+    return str(beside if beside.exists() else root() / "evaluate.py")
+
+
+def _evaluation(words: list[str]) -> list[str]:
+    """The options of evaluate.py that GPT-NeoX's stand for; these are taken out of `words`.
+
+    Raises:
+        ArgumentError: one has no value.
+    """
+    made: dict[str, list[str]] = {}
+    for name in (TASKS, PREFIX, ITERATION):
+        for index in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == name]):
+            values = _values(words, index, several=name == TASKS)
+            if not values:
+                raise ArgumentError(f"{name} needs a value: {name} {name.removeprefix('--').upper()}")
+            made.setdefault(name, values)  # the last one counts
+    found = []
+    if TASKS in made:
+        found += ["--tasks", ",".join(made[TASKS])]
+    if ITERATION in made:
+        found += ["--checkpoint", *made[ITERATION]]
+    if PREFIX in made:
+        found += ["--output", f"{made[PREFIX][0]}_eval_results_{datetime.now():%m-%d-%Y-%H-%M-%S}.json"]
+    return found
+
+
+def _values(words: list[str], index: int, several: bool) -> list[str]:
+    """Take an option and its values out of `words`. Several ones end at an option or at an override."""
+    name, equals, value = words[index].partition("=")
+    end = index + 1
+    while not equals and end < len(words) and (several or end == index + 1):
+        if words[end].startswith("-") or (several and "=" in words[end]):
+            break
+        end += 1
+    values = [value] if equals and value else words[index + 1 : end]
+    del words[index:end]
+    return values
 
 
 def _is_file(word: str) -> bool:
@@ -73,14 +125,8 @@ def _text(value: str) -> str:
 
 
 def _check_script(script: str, words: list[str]) -> None:
-    """GPT-NeoX's other two scripts take a run's files; what does their work here takes a run or a checkpoint."""
+    """GPT-NeoX's generate.py takes a run's files; what does its work here takes a run or a checkpoint."""
     name = Path(script).name
-    if name == "eval.py" and not Path(script).exists():
-        raise ArgumentError(
-            "eval.py is GPT-NeoX's script, and there is none of that name here\n"
-            "fix: for tasks, ./deepy.py evaluate.py a.yml --tasks NAME,...; validation losses are a run's own "
-            "(evaluation.every)"
-        )
     files = [word for word in words if word.endswith(ENDINGS)]
     if name == "generate.py" and (files or any(word.partition("=")[0] in FOLDER for word in words)):
         raise ArgumentError(

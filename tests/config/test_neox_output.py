@@ -187,6 +187,16 @@ def test_evaluation():
     assert flat(eval_iters=0).values["evaluation"] == {"at_end": False}  # 0 batches would read everything here
 
 
+def test_tasks_are_those_of_eval_and_not_of_training():
+    translation = flat(eval_tasks=["piqa", "lambada"])
+    assert at(translation, "evaluation.tasks") == [{"name": "piqa", "every": 0}, {"name": "lambada", "every": 0}]
+    assert noted(translation, "evaluation.tasks", "not by training")
+    assert "tasks" not in flat(eval_tasks=[]).values["evaluation"]
+    assert problem_of(flat(eval_tasks="piqa"), "eval_tasks") and problem_of(flat(eval_tasks=[3]), "eval_tasks")
+    listed = no_effect(flat(char_level_ppl=True, eval_results_prefix="x"))
+    assert "bits_per_byte" in listed and "--output" in listed
+
+
 def test_wandb():
     keys = {"wandb_group": "g", "wandb_team": "t", "wandb_run_name": "r", "wandb_host": "https://w.example"}
     values = flat(use_wandb=True, **keys).values

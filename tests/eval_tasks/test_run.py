@@ -11,15 +11,22 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eval_tasks.arguments import parse
+from eval_tasks.select import Request
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.compare import compare_tensors
+from megatron.config.sections.output import TaskOptions
 from megatron.launch.command_line import main
 from tests.paths import ROOT
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
 
 MODEL = ROOT / "configs" / "test" / "tiny_neox.yml"
-TASKS = [{"name": "deepy_induction", "every": 6, "limit": 4}, {"name": "deepy_copy", "limit": 2}]
+TASKS = [
+    {"name": "deepy_induction", "every": 6, "limit": 4},
+    {"name": "deepy_copy", "limit": 2},
+    {"name": "deepy_cloze", "every": 0},  # evaluate.py's alone
+]
 
 
 def deepy(*words: object, folder: Path) -> subprocess.CompletedProcess:
@@ -93,8 +100,18 @@ def test_every_checkpoint_on_another_layout_scores_what_the_run_did(runs):
             assert results["results"]["deepy_induction"][f"{metric},none"] == in_run[step]["deepy_induction"][metric]
     assert (run / "evaluations" / "curves.png").stat().st_size > 1000
     assert before == ((run / "metrics.jsonl").read_bytes(), (run / "ledger.jsonl").read_bytes())
-    again = deepy("--ranks", 1, ROOT / "evaluate.py", run.parent / "run.yml", *options, folder=run.parent)
+    neox = ("--eval_tasks", *options[1:])  # GPT-NeoX's words for the same
+    again = deepy("--ranks", 1, ROOT / "eval.py", run.parent / "run.yml", *neox, folder=run.parent)
     assert again.returncode == 0 and "2 of 2 checkpoints have their results already" in again.stdout + again.stderr
+
+
+def test_tasks_of_the_configuration():
+    """What evaluate.py runs without --tasks; the command line's options count."""
+    tasks = [TaskOptions(**each) for each in TASKS]
+    given = parse([], tasks).requests
+    assert given == (Request("deepy_induction", None, 4), Request("deepy_copy", None, 2), Request("deepy_cloze"))
+    assert {each.limit for each in parse(["--limit", "1"], tasks).requests} == {1}
+    assert parse(["--tasks", "piqa"], tasks).requests == (Request("piqa"),)
 
 
 @pytest.mark.parametrize(

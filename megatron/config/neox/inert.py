@@ -93,7 +93,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "mmap_warmup",
         "use_shared_fs",
     ),
-    "an extra metric": ("char_level_ppl",),
+    "bits_per_byte is among the validation metrics always": ("char_level_ppl",),
     "the backend follows from the device": ("distributed_backend",),
     "launchers are recognised by themselves": ("deepspeed_mpi", "deepspeed_slurm", "no_ssh_check"),
     "said where the job is submitted": ("comment", "account"),
@@ -144,7 +144,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "num_samples",
         "recompute",
     ),
-    "a training run evaluates no tasks": ("eval_tasks", "eval_results_prefix"),
+    "evaluate.py writes to the run's directory, or to its --output": ("eval_results_prefix",),
     "kernels of the mamba mixer are chosen by what is installed": (
         "mamba_selective_scan_fusion",
         "mamba_causal_conv_fusion",

@@ -18,6 +18,7 @@ KEYS: dict[str, Any] = {
     "s3_path": None,
     "eval_interval": 1000,
     "eval_iters": 100,
+    "eval_tasks": None,
     "log_interval": 100,
     "tensorboard_dir": None,
     "peak_theoretical_tflops": None,
@@ -143,6 +144,17 @@ def _evaluation(flat: Flat, native: Native) -> None:
     if judged:
         native.put("evaluation.batches", batches, "eval_iters")
     native.unused("there is no evaluation", "eval_interval", "eval_iters")
+    _tasks(flat, native)
+
+
+def _tasks(flat: Flat, native: Native) -> None:
+    """Tasks are eval.py's alone: GPT-NeoX's training does not run them."""
+    tasks = flat.items("eval_tasks") or []
+    if not all(isinstance(name, str) and name for name in tasks):
+        flat.problem("eval_tasks", "eval_tasks must be a list of names", "write [lambada_openai, piqa]")
+    elif tasks:
+        native.put("evaluation.tasks", [{"name": name, "every": 0} for name in tasks], "eval_tasks")
+        native.note("evaluation.tasks: run by ./deepy.py evaluate.py and not by training, as in GPT-NeoX")
 
 
 def _logging(flat: Flat, native: Native) -> None:

@@ -97,7 +97,13 @@ class SampleOptions(Section):
 
 class TaskOptions(Section):
     name: str = key("", "Name of a task, group or tag of the evaluation harness, a task file, or an own task.")
-    every: int | None = key(None, "Run it every n steps; none: after the last step.", unit="steps", gt=0)
+    every: int | None = key(
+        None,
+        "Run it every n steps; none: after the last step; 0: not during training, only where evaluate.py is not given "
+        "other tasks.",
+        unit="steps",
+        ge=0,
+    )
     few_shot: int | None = key(None, "Examples before each question; none: as the task says.", ge=0)
     limit: float | None = key(None, "Only the first n documents; below 1, a share of them.", gt=0)
 
