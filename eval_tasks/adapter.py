@@ -45,12 +45,12 @@ class HarnessModel(TemplateLM):
         super().__init__()
         if tokenizer.eod_id is None:
             raise TaskError("the tokenizer has no end-of-document token; set tokenizer.eod_token or tokenizer.eod_id")
-        self._leader, self._tokens, self._seed = leader, tokenizer, seed
+        self._leader, self._tokens, self._seed, self._end = leader, tokenizer, seed, tokenizer.eod_id
         self.max_length = max_length
 
     @property
     def eot_token_id(self) -> int:
-        return self._tokens.eod_id
+        return self._end
 
     @property
     def tokenizer_name(self) -> str:
@@ -60,10 +60,15 @@ class HarnessModel(TemplateLM):
         """Nothing is added at the ends, as in training."""
         return self._tokens.encode(string)
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
         texts = [self._text(words, context, continuation) for words, context, continuation in requests]
         found = [(score.log_likelihood, score.greedy) for score in self._leader.score(texts)]
-        for (words, _, _), answer in zip(requests, found):
+        for (words, *_tokens), answer in zip(requests, found):
             if words is not None:
                 self.cache_hook.add_partial("loglikelihood", words, answer)
         return found

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from megatron.engine.scoring import Scorer
 
 from .chorus import Leader, follow
 from .select import Request, manager_for
+
+if TYPE_CHECKING:
+    from .adapter import HarnessModel
 
 BOOTSTRAPS = (
     1000  # resamples for the standard error of metrics that are no means; the harness's own 100,000 take minutes
@@ -76,7 +79,7 @@ def run_tasks(
 
 
 def _evaluate(
-    model, requests: Sequence[Request], folders: tuple[str, ...], samples: bool, facts: dict[str, Any]
+    model: HarnessModel, requests: Sequence[Request], folders: tuple[str, ...], samples: bool, facts: dict[str, Any]
 ) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 

@@ -62,11 +62,13 @@ def run(config: Config, options: Options, world: World) -> None:
     if len(todo) < len(paths):
         log(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
     tokenizer = build_tokenizer(config.tokenizer)
-    engine = build_engine(config, world.mesh, world.device, values=False) if todo else None
+    engine = None
     texts = options.texts or config.training.micro_batch_size
     for path in todo:
         checkpoint = open_checkpoint(path, verify="sizes")
         log(f"evaluating {path}")
+        if engine is None:  # one for all
+            engine = build_engine(config, world.mesh, world.device, values=False)
         initialize(checkpoint, world, engine)
         scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
         found = _tasks(options, scorer, world, tokenizer, checkpoint)

@@ -163,7 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Show; returns the exit status."""
     options, run = read_options(arguments)
     fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
-    counted, times = None, None
+    counted: Tally | None = None
+    predicted: Tally | None
+    times = None
     try:
         if run is None:
             facts, predicted = of_configuration(options.sources, options.ranks, options.rank)

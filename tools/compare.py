@@ -119,8 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"runs": ends, "differences": found, "picture": options.output}, indent=2))
         return 0
     lines = table(ends)
-    for run, found in unlike.items():
-        lines += ["", f"{len(found)} values differ (- {runs[0]}, + {run})", *map(str, found)]
+    for run, changed in unlike.items():
+        lines += ["", f"{len(changed)} values differ (- {runs[0]}, + {run})", *map(str, changed)]
     print("\n".join([*lines, "", f"curves: {options.output}"]))
     return 0
 

@@ -22,13 +22,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 Points = list[tuple[int, float]]
 RUNS = Path("runs/continual")
 FILES = Path("configs/continual")
 # The runs in their order, and after which other run the time of each is counted in the picture.
-AFTER = {"a": None, "annealed": None, "b": "annealed", "replay": "annealed", "infinite": None}
+AFTER: dict[str, str | None] = {"a": None, "annealed": None, "b": "annealed", "replay": "annealed", "infinite": None}
 TITLES = {
     "annealed": "A, annealed",
     "b": "A, annealed; then B",
@@ -82,7 +85,7 @@ def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = ()) -> list
     return found
 
 
-def shorter(config, divide: int) -> list[str]:
+def shorter(config: Config, divide: int) -> list[str]:
     """Overrides that divide every length in steps, and name the checkpoints that then exist."""
     changes = []
     for key in LENGTHS:
@@ -126,7 +129,8 @@ def losses(every: list[Stage]) -> dict[str, dict[str, Points]]:
     ends = {stage.name: stage.steps for stage in every}
     found = {}
     for stage in every:
-        before = ends[AFTER[stage.name]] if AFTER[stage.name] else 0
+        earlier = AFTER[stage.name]
+        before = ends[earlier] if earlier else 0
         history = History.read(stage.folder / "metrics.jsonl")
         found[stage.name] = {
             which: [(before + step, loss) for step, loss in points] for which, points in history.validation.items()

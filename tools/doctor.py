@@ -47,9 +47,7 @@ def main() -> int:
     except HostError as error:
         sys.stderr.write(f"doctor: {error}\n")
         return 2
-    findings = Doctor(
-        choice, lambda job: choice.starter.commands(job, launch), options.python, options.timeout
-    ).examine()
+    findings = Doctor(choice, lambda job: choice.commands(job, launch), options.python, options.timeout).examine()
     bad = any(each.grade == FAIL for each in findings)
     if options.json:
         json.dump({"ok": not bad, "findings": [each.to_json() for each in findings]}, sys.stdout, indent=2)

@@ -25,13 +25,13 @@ def _split(rows: list[dict]) -> dict[str, datasets.Dataset]:
     return {"test": datasets.Dataset.from_list(rows)}
 
 
-def arithmetic(**_) -> dict[str, datasets.Dataset]:
+def arithmetic(**_: object) -> dict[str, datasets.Dataset]:
     """Sums, differences and products of small numbers, after two solved examples; three wrong answers nearby."""
     draw = random.Random(20)
     rows = []
     for index in range(400):
         lines = []
-        for _ in range(3):
+        for _example in range(3):
             sign = "+-*"[index % 3]
             most = 12 if sign == "*" else 99
             a, b = draw.randint(1, most), draw.randint(1, most)
@@ -49,11 +49,11 @@ def arithmetic(**_) -> dict[str, datasets.Dataset]:
     return _split(rows)
 
 
-def induction(**_) -> dict[str, datasets.Dataset]:
+def induction(**_: object) -> dict[str, datasets.Dataset]:
     """A row of random words that begins again, so the next word can be looked up. Wrong answers are from the row."""
     draw = random.Random(21)
     rows = []
-    for _ in range(400):
+    for _row in range(400):
         row = draw.sample(WORDS, 8)
         known = draw.randint(2, 6)
         choices = draw.sample([word for word in row if word not in (row[known], row[known - 1])], 3) + [row[known]]
@@ -66,11 +66,11 @@ def induction(**_) -> dict[str, datasets.Dataset]:
     return _split(rows)
 
 
-def copying(**_) -> dict[str, datasets.Dataset]:
+def copying(**_: object) -> dict[str, datasets.Dataset]:
     """Lines that repeat a word; the last line is to be written to its end."""
     draw = random.Random(23)
     rows = []
-    for _ in range(100):
+    for _row in range(100):
         words = draw.sample(WORDS, 4)
         lines = [f"{word} {word}" for word in words]
         rows.append({"question": "\n".join([*lines[:-1], words[-1]]), "answer": f" {words[-1]}"})
@@ -89,13 +89,13 @@ def _modules() -> Iterator[tuple[str, str]]:
                 continue
 
 
-def source(**_) -> dict[str, datasets.Dataset]:
+def source(**_: object) -> dict[str, datasets.Dataset]:
     """About one module in forty of the standard library, its first 4000 characters."""
     chosen = [(name, text) for name, text in _modules() if zlib.crc32(name.encode()) % 40 == 0 and len(text) > 500]
     return _split([{"path": name, "text": text[:4000]} for name, text in chosen[:100]])
 
 
-def cloze(**_) -> dict[str, datasets.Dataset]:
+def cloze(**_: object) -> dict[str, datasets.Dataset]:
     """Sentences of documentation texts of which the last word stands in an earlier sentence too (as in LAMBADA)."""
     rows = []
     for name, text in _modules():

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,11 +132,10 @@ class OpenModel:
         found = Pass(total, torch.cat(losses))
         found.activations = {name: torch.cat([each.detach() for each in outputs]) for name, outputs in kept.items()}
         if gradients:
-            found.activation_gradients = {
-                name: torch.cat([each.grad for each in outputs])
-                for name, outputs in kept.items()
-                if all(each.grad is not None for each in outputs)
-            }
+            for name, outputs in kept.items():
+                parts = [each.grad for each in outputs if each.grad is not None]
+                if len(parts) == len(outputs):
+                    found.activation_gradients[name] = torch.cat(parts)
             found.gradients = dict(self._gradients())
             self.model.zero_grad(set_to_none=True)
         return found
@@ -170,10 +170,14 @@ class OpenModel:
         mask = batch.loss_mask if batch.loss_mask is not None else torch.ones(batch.labels.shape)
         weights, device = mask.double() / mask.double().sum(), self._device
         named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+        missing = [name for name in self.model.form.optional if named[name] is None]
+        if missing:
+            raise ValueError(f"the batch has no {' and no '.join(missing)}, which this model reads")
+        wanted = {name: named[name] for name in self.model.form.optional}
         for index in range(batch.accumulation):
-            extras = {name: named[name][index].to(device) for name in self.model.form.optional}
-            parts = (batch.inputs[index], batch.labels[index], weights[index].float())
-            yield (*(part.to(device) for part in parts), extras)
+            extras = {name: each[index].to(device) for name, each in wanted.items() if each is not None}
+            inputs, labels = batch.inputs[index].to(device), batch.labels[index].to(device)
+            yield inputs, labels, weights[index].float().to(device), extras
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parameter in self.model.parameters():
@@ -203,8 +207,9 @@ def _named(model: Model) -> Iterator[tuple[str, nn.Module]]:
         parts = {"mixer": block.pattern.mixer, "ffn": block.pattern.ffn}
         for name, module in block.named_modules():
             head, _, rest = name.partition(".")
-            if name and parts.get(head) is not None:
-                head = parts[head].name
+            kind = parts.get(head)
+            if name and kind is not None:
+                head = kind.name
             if name:
                 yield ".".join(filter(None, (f"layers.{index}", head, rest))), module
 
@@ -212,7 +217,7 @@ def _named(model: Model) -> Iterator[tuple[str, nn.Module]]:
 def _hook(kept: list[Tensor] | None, edit: Edit | None, gradients: bool) -> Callable:
     """A forward hook that replaces, then keeps, a module's output: a tensor, a stream, or a tuple with one first."""
 
-    def hook(_module: nn.Module, _inputs: Sequence, output):
+    def hook(_module: nn.Module, _inputs: Sequence, output: Any) -> Any:
         value = output[0] if isinstance(output, tuple) else output
         tensor = value.hidden if isinstance(value, Stream) else value
         if edit is not None:

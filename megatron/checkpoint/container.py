@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def header(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
     """The first bytes of a file that holds `tensors` in this order, and where each of them goes."""
-    described, place = {"__metadata__": metadata}, 0
+    described: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)}
+    place = 0
     for name, (dtype, shape) in tensors.items():
         size = prod(shape) * dtype.itemsize
         described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}

@@ -23,6 +23,14 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def number_of(path: Path) -> int:
+    """The step of a directory that is known to have a checkpoint's name; ValueError for any other."""
+    step = step_of(path)
+    if step is None:
+        raise ValueError(f"{path} does not have the name of a checkpoint")
+    return step
+
+
 def wrong_name(path: Path, step: int) -> str | None:
     """What is wrong with a checkpoint of this step being called so; None if nothing is.
 

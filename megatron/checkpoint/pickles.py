@@ -19,6 +19,8 @@ _WANTED = re.compile(r"GLOBAL ([\w.]+)|type ([\w.]+) (?:was|is) not")
 class Inert:
     """Stands for an object of another program's class: what it was made of and its attributes, and no code of it."""
 
+    arguments: tuple[Any, ...]
+
     def __new__(cls, *arguments: Any) -> Inert:
         made = super().__new__(cls)
         made.arguments = arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from ..config.sections.output import CheckpointSection
 
@@ -88,7 +89,7 @@ class StopSignals:
     def __init__(self, signals: Iterable[signal.Signals] = STOP_SIGNALS) -> None:
         self.received: str | None = None
         self._signals = tuple(number for number in signals if signal.getsignal(number) != signal.SIG_IGN)
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         self._previous = {number: signal.signal(number, self._remember) for number in self._signals}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -201,5 +202,5 @@ def _entry_name(spec: FragmentSpec) -> str:
 
 
 def _twice(specs: Iterable[FragmentSpec]) -> str:
-    seen: set[str] = set()
-    return next(name for name in map(_entry_name, specs) if name in seen or seen.add(name))
+    counts = Counter(map(_entry_name, specs))
+    return next(name for name, count in counts.items() if count > 1)

@@ -257,7 +257,8 @@ class Checkpoint:
             CheckpointError: on every rank; something does not fit (then nothing was filled), or a file is damaged.
         """
         targets = [target for target in targets if target.data.numel()]
-        problems, notes = [], Counter()
+        problems: list[str] = []
+        notes: Counter[str] = Counter()
         for target in targets:
             problem, note = self._conversion(target, cast)
             problems += problem
@@ -310,6 +311,7 @@ class Checkpoint:
         if problems:
             return problems, []
         source = self.source(spec, wanted)
+        assert source is not None  # or it were a misfit
         stored = self.stored[spec.tensor.name, source]
         if stored != wanted and not (spec.state in cast and stored.is_floating_point and wanted.is_floating_point):
             return [f"wrong type: {spec.label} is {wanted} in the run, {stored} in the checkpoint"], []

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..parallel.layout import Layout
 from .durable import write_file
 from .errors import CheckpointError
+from .fragment import FragmentSpec
 from .logical import TensorStream
 from .names import wrong_name
 from .ownership import owned
@@ -43,7 +47,8 @@ def parse_layout(text: str) -> Layout:
             raise ValueError(f"--to {text}: {item!r} is not one of {', '.join(f'{known}=N' for known in KEYS)}")
         values[KEYS[key]] = int(value)
     slices = values.pop("expert_tensor", values.get("tensor", 1))
-    layout = Layout(**values, folded=slices < values.get("tensor", 1))
+    sizes: dict[str, Any] = values | {"folded": slices < values.get("tensor", 1)}
+    layout = Layout(**sizes)
     if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert) < 1 or layout.zero_stage > 3:
         raise ValueError(f"--to {text}: sizes are at least 1 and ZeRO stages are 0 to 3")
     if slices not in (1, layout.tensor):
@@ -91,15 +96,19 @@ def reshape(
         with TensorStream(source) as stream:
             for rank, items in enumerate(owned(layout, source.stored, source.tensors)):
                 progress(f"rank {rank} of {layout.world_size}")
-                specs = [spec for spec, _ in items]
-                record = write_rank_file(
-                    draft.root, rank, items, lambda number, specs=specs: stream.values(specs[number])
-                )
+                record = write_rank_file(draft.root, rank, items, _reader(stream, items))
                 records += [record] if record else []
     except (OSError, ValueError, CheckpointError) as error:
         failure = error
     draft.finish(records, failure, replace(source.meta, layout=layout.sizes))
     return _compare(source, target, progress) if verify else {}
+
+
+def _reader(
+    stream: TensorStream, items: Sequence[tuple[FragmentSpec, torch.dtype]]
+) -> Callable[[int], Iterable[torch.Tensor]]:
+    """Gives the elements of the item with a number."""
+    return lambda number: stream.values(items[number][0])
 
 
 def _compare(source: Checkpoint, target: Path, progress: Callable[[str], None]) -> dict:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from .communicator import SOLO, Communicator
 from .errors import CheckpointError, StoreRefuses
 from .fragment import Fragment
 from .meta import Meta
-from .names import step_name, step_of
+from .names import number_of, step_name, step_of
 from .store import Store, is_complete
 from .transfer import newest, upload
 from .writer import save
@@ -152,8 +153,9 @@ class Saver:
         """
         try:
             ended = self.wait()
-            if self._section.upload and self._find_owed():
-                self._upload_owed()
+            url = self._section.upload
+            if url and self._find_owed(url):
+                self._upload_owed(url, self._find_owed(url))
             if self._refused is not None:
                 raise self._refused
             if self._owed:
@@ -182,44 +184,45 @@ class Saver:
 
     def _finish(self, path: Path, stall: float, seconds: float) -> Saved:
         self._refused = None
-        uploaded = self._upload(path) if self._section.upload else None
+        uploaded = self._upload(path, self._section.upload) if self._section.upload else None
         deleted = self.store.retain(
             self._section.keep_last, self._section.keep_every, protect={owed.name for owed in self._owed or ()}
         )
         return Saved(path, stall, seconds, deleted, uploaded, self._upload_problem)
 
-    def _upload(self, path: Path) -> str | None:
+    def _upload(self, path: Path, url: str) -> str | None:
         """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
         run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
-        if path not in self._find_owed():
-            self._owed.append(path)
-        self._upload_owed()
-        return f"{self._section.upload.rstrip('/')}/{path.name}" if path not in self._owed else None
+        owed = self._find_owed(url)
+        left = self._upload_owed(url, owed if path in owed else [*owed, path])
+        return f"{url.rstrip('/')}/{path.name}" if path not in left else None
 
-    def _find_owed(self) -> list[Path]:
+    def _find_owed(self, url: str) -> list[Path]:
         if self._owed is None:
-            answer = [str(path) for path in self._not_there()] if self._communicator.rank == 0 else None
+            answer = [str(path) for path in self._not_there(url)] if self._communicator.rank == 0 else None
             self._owed = [Path(path) for path in self._communicator.broadcast(answer)]
         return self._owed
 
-    def _upload_owed(self) -> None:
-        owed, self._owed, self._upload_problem = self._owed, [], None
+    def _upload_owed(self, url: str, owed: list[Path]) -> list[Path]:
+        """Try to copy all; what is still owed."""
+        self._owed, self._upload_problem = [], None
         for each in owed:
-            patience = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
+            patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
             try:
-                upload(each, self._section.upload, self._communicator, **patience)
+                upload(each, url, self._communicator, **patience)
             except CheckpointError as error:
                 self._owed.append(each)
                 self._upload_problem = str(error)
+        return self._owed
 
-    def _not_there(self) -> list[Path]:
+    def _not_there(self, url: str) -> list[Path]:
         """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest
         there.
         Where there are none, the newest alone: older ones may be of a time without upload."""
         try:
-            there = step_of(Path(newest(self._section.upload)))
+            there = step_of(Path(newest(url)))
         except CheckpointError:
             there = None  # nothing is there, or it cannot be seen
-        paths = [path for path in self.store.paths() if there is None or step_of(path) > there]
+        paths = [path for path in self.store.paths() if there is None or number_of(path) > there]
         whole = [path for path in paths if is_complete(path)]
         return whole if there is not None else whole[-1:]

@@ -17,7 +17,7 @@ from ..config.foreign import advice, neox_checkpoint
 from .communicator import SOLO, Communicator
 from .durable import move, remove, sync_directory
 from .errors import CheckpointError, brief
-from .names import MANIFEST_NAME, leftover_of, step_of
+from .names import MANIFEST_NAME, leftover_of, number_of, step_of
 from .reader import Checkpoint, open_checkpoint
 
 
@@ -77,7 +77,7 @@ class Store:
         if not self.directory.is_dir():
             return []
         found = [path for path in self.directory.iterdir() if step_of(path) is not None and path.is_dir()]
-        return sorted(found, key=step_of)
+        return sorted(found, key=number_of)
 
     # -- resume ----------------------------------------------------------------------------------------------------
 
@@ -100,9 +100,10 @@ class Store:
         if how == "auto":
             return self._newest_intact(verify, before=before)
         found = self._named(Path(how), "checkpoint.resume", verify)
-        if not found.checkpoint.meta.resumable:
+        checkpoint = found.checkpoint
+        if checkpoint is not None and not checkpoint.meta.resumable:
             raise CheckpointError(
-                found.checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them"
+                checkpoint.path, "it has only weights; name it in checkpoint.initialize_from to start from them"
             )
         return found
 
@@ -127,6 +128,8 @@ class Store:
         folder, there, whole = self._on_rank_0(lambda: _look(path))
         if folder is not None:
             found = Store(folder, self.communicator)._newest_intact(verify, weights=weights)
+            if found.checkpoint is None:  # they were there a moment ago
+                raise CheckpointError(path, f"{key} asks for it, but {NEITHER}")
             return Resume(found.checkpoint, found.skipped, f"{found.reason}, as {key} asks")
         if not there:
             raise CheckpointError(path, f"{key} asks for it, but it does not exist; {self._offer(path)}")
@@ -143,7 +146,7 @@ class Store:
     def _newest_intact(self, verify: str, *, weights: bool = False, before: int | None = None) -> Resume:
         skipped = []
         for path in reversed(self._listing()):
-            if before is not None and step_of(path) >= before:
+            if before is not None and number_of(path) >= before:
                 continue
             try:
                 checkpoint = open_checkpoint(path, verify=verify, communicator=self.communicator)
@@ -250,7 +253,7 @@ class Store:
         return done
 
     def _set_aside(self, after: int) -> list[str]:
-        later = [path for path in self.paths() if step_of(path) > after]
+        later = [path for path in self.paths() if number_of(path) > after]
         if not later:
             return []
         aside = next(
@@ -268,7 +271,7 @@ class Store:
         newest ones, until `keep_last` were complete, and before them those that may go."""
         complete, deleted = 0, []
         for path in reversed(self.paths()):
-            stays = path.name in protect or bool(keep_every and step_of(path) % keep_every == 0)
+            stays = path.name in protect or bool(keep_every and number_of(path) % keep_every == 0)
             if complete == keep_last and stays or not is_complete(path):
                 continue
             if complete < keep_last:

@@ -6,6 +6,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -14,7 +15,7 @@ from .communicator import SOLO, Communicator
 from .durable import move
 from .errors import CheckpointError
 from .index import INDEX_NAME
-from .names import MANIFEST_NAME, META_NAME, leftover_name, step_of
+from .names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
 from .reader import open_checkpoint
 from .writer import describe, part_of, read_manifest
 
@@ -45,7 +46,7 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
     if communicator.broadcast(problems):
         names = []
     for name in names[communicator.rank :: communicator.size]:
-        problems += _persistent(lambda name=name: _put(part_of(path, name), f"{target}/{name}"), name, attempts, wait)
+        problems += _persistent(partial(_put, part_of(path, name), f"{target}/{name}"), name, attempts, wait)
         if problems:
             break  # what has failed so often will not take the next file either
     problems = [problem for found in communicator.gather(problems) for problem in found]
@@ -93,9 +94,8 @@ def newest(url: str) -> str:
         if system.exists(f"{root}/{MANIFEST_NAME}"):
             return url
         names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
-        steps = sorted(
-            (name for name in names if step_of(Path(name)) is not None), key=lambda name: step_of(Path(name))
-        )
+        steps = [name for name in names if step_of(Path(name)) is not None]
+        steps.sort(key=lambda name: number_of(Path(name)))
         whole = [name for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
         raise CheckpointError(url, f"it cannot be read: {describe(error)}") from error
@@ -127,9 +127,7 @@ def _fetch(url: str, names: list[str], draft: Path, attempts: int, wait: float) 
     for name in names:
         target = part_of(draft, name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        problems += _persistent(
-            lambda name=name, target=target: _get(f"{url.rstrip('/')}/{name}", target), name, attempts, wait
-        )
+        problems += _persistent(partial(_get, f"{url.rstrip('/')}/{name}", target), name, attempts, wait)
     if problems:
         raise CheckpointError(url, ["it was not downloaded", *problems])
 

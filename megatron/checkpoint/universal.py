@@ -15,13 +15,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.origins import Origin
 from megatron.config.paths import UnsafeName, check_name
 from megatron.config.yaml_source import parse
 from megatron.parallel.shard import LogicalTensor
@@ -48,7 +50,7 @@ def read_names(path: Path) -> dict[str, str]:
     Raises:
         ValueError: it is not that.
     """
-    values, _, problems = parse(path.read_text(encoding="utf-8"), lambda _line: None)
+    values, _, problems = parse(path.read_text(encoding="utf-8"), lambda line: Origin("file", str(path), line))
     if problems or not isinstance(values, dict):
         raise ValueError(f"{path}: it is no YAML mapping of our names to theirs")
     wrong = [name for name, value in values.items() if not isinstance(value, str)]
@@ -177,7 +179,7 @@ def _write_engine_state(folder: Path, meta: Meta, parameters: int) -> None:
         _save(engine, folder / name)
 
 
-def _save(value, path: Path) -> None:
+def _save(value: Any, path: Path) -> None:
     """torch.save, whose own writer says of a full disk that it is at an unexpected position."""
     with open(path, "wb", buffering=0) as file:
         try:
@@ -353,7 +355,9 @@ def restore(
     return meta
 
 
-def _values(source: Universal, theirs: Mapping[str, str], items) -> Callable[[int], Iterator[Tensor]]:
+def _values(
+    source: Universal, theirs: Mapping[str, str], items: Sequence[tuple[FragmentSpec, torch.dtype]]
+) -> Callable[[int], Iterator[Tensor]]:
     def values(number: int) -> Iterator[Tensor]:
         spec = items[number][0]
         yield source.read(theirs[spec.tensor.name], spec.state).float().contiguous().flatten()

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from typing import Any, cast
 from unittest import mock
 
 from ..installation import configuration_names
@@ -86,7 +87,9 @@ def _complete_verb(verb: Verb) -> None:
     if verb.script is None:
         from ..launch.command_line import parser
 
-        argcomplete.autocomplete(parser(str(verb.launch) if verb.launch else None), default_completer=candidates)
+        argcomplete.autocomplete(
+            parser(str(verb.launch) if verb.launch else None), default_completer=cast(Any, candidates)
+        )
         return
     with _answering():
         execute(verb.script, verb.name, [])
@@ -101,7 +104,7 @@ def _answering() -> Iterator[None]:
 
         def answer(self: argparse.ArgumentParser, *_: object, **__: object) -> None:
             stack.close()  # argcomplete parses what is typed with the parser's own methods
-            argcomplete.autocomplete(self, default_completer=candidates)
+            argcomplete.autocomplete(self, default_completer=cast(Any, candidates))
 
         for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
             stack.enter_context(mock.patch.object(argparse.ArgumentParser, name, answer))

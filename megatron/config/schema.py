@@ -55,10 +55,12 @@ def schema_of(extensions: tuple[str, ...] = ()) -> type[Config]:
     added = {name: kind for name, kind in kinds_of(extensions).items() if name not in ModelSection.model_fields}
     if not added:
         return Config
-    sections = {name: (kind.options, key(kind.options, kind.about)) for name, kind in added.items()}
+    sections: dict[str, Any] = {name: (kind.options, key(kind.options, kind.about)) for name, kind in added.items()}
     model = create_model("ModelSection", __base__=ModelSection, __module__=__name__, **sections)
     field = Config.model_fields["model"]
-    return create_model("Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description)))
+    return create_model(
+        "Config", __base__=Config, __module__=__name__, model=(model, key(..., field.description or ""))
+    )
 
 
 _current: ContextVar[type[Config]] = ContextVar("schema", default=Config)

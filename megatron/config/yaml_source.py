@@ -99,7 +99,11 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
         self.open.append(id(node))
-        value = self.mapping(node, path) if isinstance(node, yaml.MappingNode) else self.sequence(node, path)
+        value: Any = None
+        if isinstance(node, yaml.MappingNode):
+            value = self.mapping(node, path)
+        elif isinstance(node, yaml.SequenceNode):
+            value = self.sequence(node, path)
         self.open.pop()
         return value
 

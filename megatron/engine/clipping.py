@@ -39,10 +39,13 @@ class GlobalClipping:
     def _norm(self) -> Tensor:
         """Each logical element counts once: shards are summed over the tensor axis and experts over the expert axis
         (and over the ranks that have slices of them), replicas and tied copies are not."""
-        counted = [p for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]
-        whole = self._sum_of_squares([p.grad for p in counted if logical_of(p).shard is None])
-        shards = self._sum_of_squares([p.grad for p in counted if logical_of(p).shard is not None and not is_spread(p)])
-        experts = all_reduce(self._sum_of_squares([p.grad for p in counted if is_spread(p)]), self.mesh.expert)
+        counted = [
+            (p, p.grad) for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
+        ]
+        whole = self._sum_of_squares([grad for p, grad in counted if logical_of(p).shard is None])
+        cut = [grad for p, grad in counted if logical_of(p).shard is not None and not is_spread(p)]
+        shards = self._sum_of_squares(cut)
+        experts = all_reduce(self._sum_of_squares([grad for p, grad in counted if is_spread(p)]), self.mesh.expert)
         if self.mesh.layout.folded:
             whole = whole + experts
         else:

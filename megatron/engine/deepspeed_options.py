@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.sections.layout import OffloadOptions
 from megatron.parallel.layout import Layout
 
 
@@ -92,7 +93,7 @@ def _zero(config: Config, layout: Layout) -> dict[str, Any]:
     return section
 
 
-def _offload(offload) -> dict[str, Any]:
+def _offload(offload: OffloadOptions) -> dict[str, Any]:
     section: dict[str, Any] = {"device": offload.device, "pin_memory": offload.pin_memory}
     return section | ({"nvme_path": offload.path} if offload.path else {})
 

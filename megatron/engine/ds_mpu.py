@@ -23,7 +23,7 @@ class ModelParallelUnit:
     def get_model_parallel_world_size(self) -> int:
         return self._tensor.size
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
+    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
         return self._tensor.group
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -36,7 +36,7 @@ class ModelParallelUnit:
     def get_data_parallel_world_size(self) -> int:
         return self._data.size
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         return self._data.group
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
@@ -137,7 +137,11 @@ def micro_batches(
     if form.positions and positions is None:  # a token's place in its sample, which its place here does not tell
         positions = torch.arange(batch.inputs.shape[-1], dtype=torch.int32).expand(batch.inputs.shape)
     named = {"positions": positions, "documents": batch.documents}
-    extras = {name: own(named[name]) for name in form.optional if name != "samples"}
+    wanted = {name: named[name] for name in form.optional if name != "samples"}
+    missing = [name for name, each in wanted.items() if each is None]
+    if missing:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}, which the model reads")
+    extras = {name: own(each) for name, each in wanted.items() if each is not None}
     if form.samples:
         extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
     for index in range(tokens.shape[0]):
@@ -170,7 +174,7 @@ class BaseEngine:
         self.options = deepspeed_options(config, mesh.layout)
         self.losses = LossAccumulator.zero(device)
 
-    def _start(self, module, mpu) -> None:
+    def _start(self, module: nn.Module, mpu: ModelParallelUnit | None) -> None:
         parameters = list(module.parameters())
         self.optimizer = build_optimizer(self.config, parameters)
         self.clipping = None
@@ -225,7 +229,7 @@ class BaseEngine:
 
         self.deepspeed.allreduce_gradients = told
 
-    def _initialize(self, module, mpu):
+    def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         import deepspeed
 
         if self.options["zero_optimization"]["stage"] > 0 and hands_on_states(module):
@@ -244,6 +248,11 @@ class BaseEngine:
                 dist_init_required=False,
                 model_parameters=[p for p in module.parameters() if p.requires_grad],
             )[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """This rank's layers."""
+        return self.deepspeed.module
 
     def save_native(self, folder: Path, tag: str, step: int) -> dict[str, str]:
         """Write a checkpoint in DeepSpeed's own format, `<folder>/<tag>`; every rank calls it.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -49,7 +50,7 @@ def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[Non
             parameter.allreduce, parameter.group_name = False, group["name"]
     configure = DeepSpeedEngine._configure_distributed_model
 
-    def configure_experts(engine, *args):
+    def configure_experts(engine: Any, *args: Any) -> None:
         configure(engine, *args)
         engine.has_moe_layers = bool(spread)
 
@@ -57,7 +58,7 @@ def spread_experts(optimizer: torch.optim.Optimizer, mesh: Mesh) -> Iterator[Non
         yield
 
 
-def count_each_element_once(optimizer, mesh: Mesh) -> None:
+def count_each_element_once(optimizer: Any, mesh: Mesh) -> None:
     """Make the gradient norm of a DeepSpeed optimizer (ZeRO 1 and 2 or bf16) that of the logical tensors."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -66,9 +67,14 @@ def count_each_element_once(optimizer, mesh: Mesh) -> None:
         return
     if isinstance(optimizer, BF16_Optimizer):
         find = optimizer.get_grads_for_norm
-        optimizer.get_grads_for_norm = lambda for_clipping=False: (
-            find(True) if for_clipping else _ordinary(*find(), mesh)
-        )
+
+        def gradients(for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return find(True)
+            ordinary, experts = find()
+            return _ordinary(ordinary, experts, mesh)
+
+        optimizer.get_grads_for_norm = gradients
     elif isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.cpu_offload:
         optimizer.scaled_global_norm = lambda norm_type=2: _norm(optimizer)
 
@@ -86,7 +92,7 @@ def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: M
     return [*gradients, squares.sqrt().view(1)], {}
 
 
-def _norm(optimizer) -> Tensor:
+def _norm(optimizer: Any) -> Tensor:
     """One sum over all groups, and over the data, tensor and pipeline axes; inf where it is not finite."""
     pairs = [
         (gradient, parameter)

@@ -9,7 +9,8 @@ start are changed here, while an engine is built and at no other time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +27,7 @@ class TypedBuffers:
         tensors: in the order in which DeepSpeed counts their elements.
     """
 
-    def __init__(self, make, tensors: list[Tensor]):
+    def __init__(self, make: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]):
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         self.buffers = {
             dtype: make([t for t in tensors if t.dtype == dtype]) for dtype in dict.fromkeys(d for d, _ in sizes)
@@ -55,7 +56,7 @@ def keeping_fp32(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     cast, defragment = DeepSpeedEngine._cast_module_mixed_precision, stage3.defragment
 
-    def cast_others(engine, *args, **kwargs):
+    def cast_others(engine: Any, *args: Any, **kwargs: Any) -> None:
         values = [parameter.data for parameter in kept]
         cast(engine, *args, **kwargs)
         for parameter, value in zip(kept, values):

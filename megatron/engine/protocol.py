@@ -71,6 +71,10 @@ class StepDropped(Exception):
 class Engine(Protocol):
     """Runs the model on this rank's part of a batch; every method is called by all ranks together."""
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """This rank's layers."""
+
     def step(self, batch: StepBatch, lr: float, look: Callable[[int, int], None] | None = None) -> StepResult:
         """Forward, backward and update on a `StepBatch`, with `lr` as the rate of `optimizer.lr`.
 

@@ -80,7 +80,8 @@ class Pipeline(PipelineModule):
     """
 
     def __init__(self, plan: ModelPlan):
-        self.plan, self.tied = plan, []
+        self.plan = plan
+        self.tied: list[tuple[Tensor, dist.ProcessGroup]] = []
         layout = plan.mesh.layout
         self._bounds = stage_bounds(plan.config)
         specs = [LayerSpec(EmbeddingStage, plan)]

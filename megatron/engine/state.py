@@ -57,7 +57,7 @@ class EngineState:
 
     def __init__(
         self,
-        engine,
+        engine: Any,
         optimizer: torch.optim.Optimizer,
         parameters: list[nn.Parameter],
         mesh: Mesh,
@@ -226,7 +226,8 @@ class EngineState:
         )
 
     def _flattened(self, parameter: nn.Parameter, tensor: LogicalTensor, replica: bool) -> Iterator[Owned]:
-        mapping = parameter._hp_mapping
+        flattened: Any = parameter  # with an attribute of DeepSpeed
+        mapping = flattened._hp_mapping
         if mapping is None:
             return
         (flat,) = self.optimizer.param_groups[mapping.param_group_index]["params"]
@@ -244,7 +245,8 @@ class EngineState:
         zero = self.engine.optimizer
         group, place, share = zero.grad_position[zero.get_param_id(parameter)]
         start = self.mesh.replicas.rank * share
-        length = min(share, parameter.ds_numel - start)  # the last share is padded
+        partitioned: Any = parameter  # with an attribute of DeepSpeed
+        length = min(share, partitioned.ds_numel - start)  # the last share is padded
         if length > 0:
             yield Owned(
                 tensor, shard_index(parameter), start, length, zero.fp32_partitioned_groups_flat[group], place, replica

@@ -24,6 +24,7 @@ from megatron.objectives.named import objective_of
 from megatron.parallel.account import _TYPES, group_name
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Call, Tally
 
 from .deepspeed_options import accumulation_steps, zero_stage
@@ -250,7 +251,7 @@ class _Predictor:
         self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
 
     def _named(self, prefix: str) -> Iterator[nn.Parameter]:
-        return (each for each in self.parameters if each.logical.name.startswith(f"{prefix}."))
+        return (each for each in self.parameters if logical_of(each).name.startswith(f"{prefix}."))
 
     def _stream(self, border: int) -> Iterator[tuple[str, int, bool]]:
         """The tensors between two stages: (type, elements, whether it has a gradient). The floats are one."""
@@ -279,17 +280,17 @@ class _Predictor:
 
 def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
     """This rank's layers, without values."""
-    modules, shared = nn.ModuleList(), {}
+    modules = nn.ModuleList()
+    shared: dict[str, nn.Module] = {}
+    embedding = plan.embedding() if held[0] == 0 or plan.config.model.embedding.tied else None
     for place in held:
-        if place == 0:
-            modules.append(plan.embedding())
+        if place == 0 and embedding is not None:
+            modules.append(embedding)
         elif place <= len(plan.blocks):
             modules.append(plan.block(place - 1, shared))
         else:
-            tied = None
-            if plan.config.model.embedding.tied:
-                tied = (modules[0] if held[0] == 0 else plan.embedding()).tokens.weight
-            modules.append(plan.head(tied))
+            tied = embedding if plan.config.model.embedding.tied else None
+            modules.append(plan.head(None if tied is None else tied.tokens.weight))
     return modules
 
 

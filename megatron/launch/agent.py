@@ -45,7 +45,7 @@ class Agent:
 
     def __init__(self, source: int, target: int, index: int | None = None) -> None:
         self.link, self.index = Link(source, target), index
-        self.job: Specification | None = None
+        self._job: Specification | None = None
         self.ranks: list[RankProcess] = []
         self.seen: Seen | None = None
         self.dropped = False
@@ -59,6 +59,13 @@ class Agent:
         self.complained: dict[str, float] = {}  # when, by what was said
         self.configuration: int | None = None  # descriptor of the file that ranks read
         self.meeting: socket.socket | None = None  # bound for rank 0's store
+
+    @property
+    def job(self) -> Specification:
+        """What the launcher has sent; ValueError before that."""
+        if self._job is None:
+            raise ValueError("the launcher has not said what to start")
+        return self._job
 
     # ---- the loop
 
@@ -131,7 +138,7 @@ class Agent:
                 self._send({"type": "beat", "at": notes})
         for line in self.seen.due() if self.seen else ():
             self._queue(line)
-        silence = self.job.heartbeat if self.job else 0.0
+        silence = self._job.heartbeat if self._job else 0.0
         if self.connected and silence and now - self.heard > silence:
             self._launcher_lost()
         if self.ranks and not any(rank.alive for rank in self.ranks):
@@ -173,11 +180,11 @@ class Agent:
         """Take the job, and tell the launcher what it needs to know of this host."""
         if message["index"] is not None:
             self.index = int(message["index"])
-        self.job = Specification.from_message(message)
-        if self.index is None or not 0 <= self.index < len(self.job.hosts):
-            raise ValueError(f"this host's index {self.index} is not one of the job's {len(self.job.hosts)} hosts")
-        if not Path(self.job.directory).is_dir():
-            raise FileNotFoundError(f"no folder {self.job.directory} on this host (launch.working_directory)")
+        self._job = job = Specification.from_message(message)
+        if self.index is None or not 0 <= self.index < len(job.hosts):
+            raise ValueError(f"this host's index {self.index} is not one of the job's {len(job.hosts)} hosts")
+        if not Path(job.directory).is_dir():
+            raise FileNotFoundError(f"no folder {job.directory} on this host (launch.working_directory)")
         for each in network.addresses():
             self._send({"type": "address", "address": [each.interface, each.address, each.prefix]})
         self._send({"type": "ready", "hostname": socket.gethostname(), "time": time.time(), "code": code_version()})
@@ -194,7 +201,9 @@ class Agent:
 
     def _start(self, message: dict[str, Any]) -> None:
         """Start all ranks of this host."""
-        job, host = self.job, self.job.hosts[self.index]
+        job, index = self.job, self.index
+        assert index is not None  # it came with the job at the latest
+        host = job.hosts[index]
         base = {
             **os.environ,
             **job.environment,
@@ -204,17 +213,17 @@ class Agent:
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
         alone = ("lo" if len(job.hosts) == 1 else "", message["master_address"])  # nobody else needs to reach us
-        interface, address = message["places"].get(str(self.index), alone)
+        interface, address = message["places"].get(str(index), alone)
         base |= {"JOB_SLOTS": str(len(host.slots)), "JOB_ADDRESS": address}
         if interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
         base |= {"JOB_CONFIG": self._write_configuration(), "JOB_CONFIG_SHA256": job.sha256}
         logs = Path(job.directory, job.logs) if job.logs else None
         master = (message["master_address"], int(message["master_port"]))
-        first, size = job.first_rank(self.index), len(host.slots)
+        first, size = job.first_rank(index), len(host.slots)
         bind = "none" if job.wrapper or (job.bind == "numa" and job.device == "cpu") else job.bind
         places = (
-            [(self.index, 0, 1, len(job.hosts))]
+            [(index, 0, 1, len(job.hosts))]
             if job.wrapper
             else [(first + local, local, size, job.world_size) for local in range(size)]
         )
@@ -225,7 +234,7 @@ class Agent:
             bound = self.meeting.fileno() if number == 0 and self.meeting else None
             if bound is not None and not job.wrapper:
                 environment[SOCKET] = str(bound)
-            inherited = () if bound is None else (bound,)
+            inherited: tuple[int, ...] = () if bound is None else (bound,)
             if not job.wrapper:
                 rank.sight = Sight(number)
                 environment |= rank.sight.variables
@@ -238,14 +247,16 @@ class Agent:
                 self.selector.register(
                     stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
                 )
-        self.seen = Seen(self.index, self.ranks, job.watch)
+        self.seen = Seen(index, self.ranks, job.watch)
         if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
             self.meeting.close()
 
     def _log(self, folder: Path | None, name: str) -> AppendFile | None:
         """A rank's log file; none where it cannot be opened, which is said and does not end the run."""
+        if folder is None:
+            return None
         try:
-            return AppendFile(folder / name, complain=self._complain, gap=_gap) if folder else None
+            return AppendFile(folder / name, complain=self._complain, gap=_gap)
         except OSError as error:
             self._complain(f"{folder / name} cannot be opened ({error.strerror}): the run goes on without it")
             return None
@@ -337,14 +348,14 @@ class Agent:
 
     def _reap(self) -> None:
         """Take note of ranks that have ended, and of orphans of theirs."""
-        ended = [(rank, status) for rank in self.ranks if rank.alive and (status := rank.process.poll()) is not None]
+        ended = [(rank, status) for rank in self.ranks if rank.alive and (status := rank.poll()) is not None]
         # All have ended since the last look: one that was killed did not react to another's end.
         for rank, status in sorted(ended, key=lambda each: -each[1] not in KILLS):
             self._ended(rank, status)
         if time.monotonic() < self.orphans_at:
             return
         self.orphans_at = time.monotonic() + BEAT
-        known = {rank.process.pid for rank in self.ranks}
+        known = {rank.pid for rank in self.ranks}
         for pid in children():
             if pid not in known:
                 try:
@@ -364,7 +375,7 @@ class Agent:
             if stream.source in self.selector.get_map():
                 self.selector.unregister(stream.source)
         try:
-            os.killpg(rank.process.pid, signal.SIGKILL)  # what it left in its session
+            os.killpg(rank.pid, signal.SIGKILL)  # what it left in its session
         except ProcessLookupError:
             pass
         rank.finish(status)

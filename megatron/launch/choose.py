@@ -17,6 +17,8 @@ from .specification import Host
 
 if TYPE_CHECKING:
     from ..config.sections.layout import LaunchSection
+    from .connection import Command
+    from .specification import Specification
 
 HERE, BY_HOSTFILE = "local", "ssh"  # what `auto` takes without and with a hostfile
 JOB_SCRIPT = "slurm"  # what a job script is written for
@@ -50,6 +52,13 @@ class RunnerChoice:
     @property
     def ranks(self) -> int:
         return sum(len(host.slots) for host in self.hosts)
+
+    def commands(self, job: Specification, launch: LaunchSection) -> list[Command]:
+        """What starts the agents of a job."""
+        start = self.starter.commands
+        if start is None:
+            raise ValueError(f"{self.transport} starts no agents: it stands on another runner")
+        return start(job, launch)
 
 
 def choose(launch: LaunchSection, environment: Mapping[str, str], registry: Registry | None = None) -> RunnerChoice:

@@ -97,7 +97,9 @@ def _options_first(argv: list[str]) -> list[str]:
         for name in REHEARSAL:
             del known[name]
     end = argv.index("--") if "--" in argv else len(argv)
-    first, rest, index = [], [], 0
+    first: list[str] = []
+    rest: list[str] = []
+    index = 0
     while index < end:
         name, equals, _ = argv[index].partition("=")
         takes = name in known and known[name].nargs is None and not equals

@@ -46,9 +46,11 @@ class Connection:
             env={**os.environ, **command.environment},
             start_new_session=True,
         )
-        self.errors = Link(self.process.stderr.fileno(), os.open(os.devnull, os.O_WRONLY), ())
-        target = os.open(os.devnull, os.O_WRONLY) if command.dials else self.process.stdin.fileno()
-        self.link = Link(self.process.stdout.fileno(), target, command.hosts)
+        source, errors, target = self.process.stdout, self.process.stderr, self.process.stdin
+        assert source is not None and errors is not None  # they are pipes; so is the input, if it does not dial
+        self.errors = Link(errors.fileno(), os.open(os.devnull, os.O_WRONLY), ())
+        output = os.open(os.devnull, os.O_WRONLY) if target is None else target.fileno()
+        self.link = Link(source.fileno(), output, command.hosts)
 
     @property
     def ended(self) -> bool:

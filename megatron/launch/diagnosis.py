@@ -74,6 +74,13 @@ class Rank:
         return self.age > self.limit
 
     @property
+    def call(self) -> Waiting:
+        """What it waits in; ValueError where it does not wait."""
+        if self.waiting is None:
+            raise ValueError(f"rank {self.rank} waits in no call")
+        return self.waiting
+
+    @property
     def progress(self) -> tuple[int, int, int]:
         """Sorts ranks by how far they are."""
         return self.step, NAMES.index(self.phase) if self.phase in NAMES else -1, self.part
@@ -163,12 +170,14 @@ def _well(rank: Rank) -> bool:
 
 def _absent(rank: Rank, here: dict[int, Rank]) -> list[int]:
     """The ranks that have not come to where a rank waits."""
-    call = rank.waiting
+    call = rank.call
     if call.peer >= 0:
         other = here.get(call.peer)
-        facing = other is not None and other.waiting is not None and other.waiting.peer == rank.rank
-        facing = facing and _well(other) and {call.operation, other.waiting.operation} == {"send", "recv"}
-        return [] if facing or other is None else [call.peer]
+        if other is None:
+            return []
+        facing = other.waiting is not None and other.call.peer == rank.rank and _well(other)
+        facing = facing and {call.operation, other.call.operation} == {"send", "recv"}
+        return [] if facing else [call.peer]
     members = call.members or [each for each, seen in here.items() if call.key in seen.calls]
     return [
         each
@@ -225,11 +234,11 @@ def _differing(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
     """Ranks that have called something else than the others as the same operation of their group."""
     meetings: dict[tuple[str, int], list[Rank]] = {}
     for rank in waits:
-        call = here[rank].waiting
+        call = here[rank].call
         if call.peer < 0:
             meetings.setdefault((call.key, call.number), []).append(here[rank])
     for _, members in sorted(meetings.items()):
-        what = {each.rank: _what(each.waiting) for each in members}
+        what = {each.rank: _what(each.call) for each in members}
         counts = Counter(what.values()).most_common()
         if len(counts) < 2:
             continue
@@ -248,7 +257,7 @@ def _gone_past(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
     other hosts that may be the network's fault, but then they stand in the next one."""
     found = set()
     for rank, absent in waits.items():
-        call = here[rank].waiting
+        call = here[rank].call
         if absent or call.peer >= 0:
             continue
         for other in call.members:
@@ -261,7 +270,7 @@ def _gone_past(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
 
 def _new(ranks: list[Rank]) -> list[int]:
     """Those that do not call what they called in the step before, where others do: up to half of them."""
-    new = sorted(each.rank for each in ranks if each.waiting.new)
+    new = sorted(each.rank for each in ranks if each.call.new)
     return new if len(new) * 2 <= len(ranks) else []
 
 
@@ -283,11 +292,11 @@ def _reaches(start: int, goal: int, waits: dict[int, list[int]]) -> bool:
 
 def _stuck(here: dict[int, Rank], waits: dict[int, list[int]]) -> list[int]:
     """All have come to where they wait: the members of the call that has lasted longest."""
-    oldest = max((here[rank].waiting for rank, absent in waits.items() if not absent), key=lambda call: call.age)
+    oldest = max((here[rank].call for rank, absent in waits.items() if not absent), key=lambda call: call.age)
     return sorted(
         rank
         for rank in waits
-        if here[rank].waiting.key == oldest.key and (oldest.peer < 0 or rank in oldest.members or not oldest.members)
+        if here[rank].call.key == oldest.key and (oldest.peer < 0 or rank in oldest.members or not oldest.members)
     )
 
 
@@ -302,10 +311,10 @@ def _of_circle(circle: list[Rank]) -> tuple[str, list[int]]:
         return "skipped", further
     behind = [each.rank for each in circle if each.progress != ahead]
     if behind and len(behind) * 2 < len(circle):
-        return "skipped", further if len({each.waiting.key for each in circle if each.rank in further}) > 1 else behind
-    calls = Counter((each.waiting.key, each.waiting.number) for each in circle).most_common()
+        return "skipped", further if len({each.call.key for each in circle if each.rank in further}) > 1 else behind
+    calls = Counter((each.call.key, each.call.number) for each in circle).most_common()
     if len(calls) > 1 and calls[0][1] > sum(count for _, count in calls[1:]):
-        return "skipped", [each.rank for each in circle if (each.waiting.key, each.waiting.number) != calls[0][0]]
+        return "skipped", [each.rank for each in circle if (each.call.key, each.call.number) != calls[0][0]]
     return "deadlock", [each.rank for each in circle]
 
 
@@ -317,16 +326,16 @@ def _sentence(kind: str, guilty: list[Rank], others: list[Rank], ranks: Sequence
         return _all_at_work(ranks)
     parts = [f"{_who(some)} {_verb(some, 'wait')} in {_call(some)}" for some in _together(others)]
     if kind == "mismatch":
-        meeting = [each for each in (*guilty, *others) if each.waiting.key == guilty[0].waiting.key]
-        if len({each.waiting.number for each in meeting}) > 1:
+        meeting = [each for each in (*guilty, *others) if each.call.key == guilty[0].call.key]
+        if len({each.call.number for each in meeting}) > 1:
             gone = [f"{_who(some)} {_is(some)} already in {_call(some)}" for some in _together(guilty)]
             return "; ".join(parts + gone) + ", and did not call the same thing before"
-        call, rest = guilty[0].waiting, [each for each in meeting if each not in guilty]
+        call, rest = guilty[0].call, [each for each in meeting if each not in guilty]
         said, but = ([f"{_who(some)} {_brings(some)}" for some in _together(who, sizes=True)] for who in (rest, guilty))
         words = ", but ".join(filter(None, ("; ".join(said), "; ".join(but))))
         return f"ranks do not call the same thing as operation {call.number:,} of {call.group}: {words}"
     if kind == "network":
-        call, hosts = guilty[0].waiting, sorted({each.host for each in guilty})
+        call, hosts = guilty[0].call, sorted({each.host for each in guilty})
         between = f"the network between {' and '.join(hosts)} is cut" if len(hosts) > 1 else "the connection is stuck"
         return f"{_who(guilty)} have all come to {call.text} and none gets on{_since(_ages(guilty))}: {between}"
     if kind == "deadlock":
@@ -334,7 +343,7 @@ def _sentence(kind: str, guilty: list[Rank], others: list[Rank], ranks: Sequence
         return "; ".join(parts) + f": {_who(guilty)} wait for each other, since they call these in different orders"
     if kind == "skipped":
         missed = f", and {_verb(guilty, 'has')} left out the call that the others wait in" if others else ""
-        if all(each.waiting.new for each in guilty):
+        if all(each.call.new for each in guilty):
             missed += f", where {'it' if len(guilty) == 1 else 'they'} called something else in the step before"
         return "; ".join(parts + [f"{_who(some)} {_is(some)} in {_call(some)}{missed}" for some in _together(guilty)])
     return "; ".join(parts + [_standing(some) for some in _alike(guilty)])
@@ -372,7 +381,7 @@ def _together(ranks: Iterable[Rank], *, sizes: bool = False) -> list[list[Rank]]
     """Ranks by the call that they are in."""
     found: dict[Any, list[Rank]] = {}
     for each in ranks:
-        call = each.waiting
+        call = each.call
         key = (call.key, call.number if call.peer < 0 else each.rank, call.operation, call.elements if sizes else 0)
         found.setdefault(key, []).append(each)
     return list(found.values())
@@ -387,16 +396,16 @@ def _alike(ranks: Iterable[Rank]) -> list[list[Rank]]:
 
 
 def _call(some: list[Rank]) -> str:
-    return some[0].waiting.text + _since(_ages(some))
+    return some[0].call.text + _since(_ages(some))
 
 
 def _brings(some: list[Rank]) -> str:
-    call = some[0].waiting
+    call = some[0].call
     return f"{_verb(some, 'call')} {call.operation} with {call.elements:,} elements"
 
 
 def _ages(some: list[Rank]) -> list[float]:
-    return [each.waiting.age for each in some]
+    return [each.call.age for each in some]
 
 
 def _since(ages: list[float]) -> str:

@@ -18,6 +18,7 @@ from megatron.worker.code_version import code_version, root
 from . import forwarding
 from .choose import RunnerChoice
 from .connection import Command
+from .console import RankConsole
 from .hints import hint
 from .launcher import Launcher, Result, Settings
 from .specification import Host, Specification
@@ -47,10 +48,11 @@ class Finding:
         }
 
 
-class Collector:
+class Collector(RankConsole):
     """Takes the place of the console: keeps what each rank says."""
 
     def __init__(self) -> None:
+        super().__init__(plain=False)
         self.text: dict[tuple[int, int], str] = {}
 
     def show(self, host: str, rank: int, stream: int, text: str) -> None:

@@ -106,4 +106,5 @@ def hint(text: str, status: int) -> str | None:
     for pattern, cause in CAUSES:
         if re.search(pattern, text):
             return cause
-    return SIGNALS.get(signal_of(status))
+    number = signal_of(status)
+    return None if number is None else SIGNALS.get(number)

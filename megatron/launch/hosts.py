@@ -70,9 +70,9 @@ def select(hosts: list[Host], include: str | None = None, exclude: str | None = 
     """
     if include and exclude:
         raise HostError("launch.include and launch.exclude cannot be given together: one of them says it all")
-    if not (include or exclude):
-        return hosts
     key, text = ("launch.include", include) if include else ("launch.exclude", exclude)
+    if not text:
+        return hosts
     named = _named(hosts, text, key)
     remaining = []
     for host in hosts:

@@ -38,11 +38,12 @@ class Window:
     """
 
     def __init__(self, watch: Watch, selector: selectors.BaseSelector, folder: Path | None) -> None:
-        self._watch, self._selector, self._file = watch, selector, folder and folder / FILE
+        self._watch, self._selector = watch, selector
         self._socket: socket.socket | None = None
         self._begin = time.monotonic()
         if folder is None:
             return
+        self._file = folder / FILE
         name = f"deepy-{secrets.token_hex(16)}"
         note = {"host": socket.gethostname(), "process": os.getpid(), "socket": name, "started": time.time()}
         self._note = json.dumps(note) + "\n"
@@ -53,15 +54,15 @@ class Window:
             temporary.replace(self._file)
         except OSError:  # a folder that is on other machines, or a full disk: the run goes on without
             return
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{name}")
-        self._socket.listen(8)
-        self._socket.setblocking(False)
-        selector.register(self._socket, selectors.EVENT_READ, self._called)
+        self._socket = here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        here.bind(f"\0{name}")
+        here.listen(8)
+        here.setblocking(False)
+        selector.register(here, selectors.EVENT_READ, lambda: self._called(here))
 
-    def _called(self) -> None:
+    def _called(self, here: socket.socket) -> None:
         try:
-            caller, _ = self._socket.accept()
+            caller, _ = here.accept()
         except OSError:
             return
         if not _same_user(caller):

@@ -242,7 +242,8 @@ def _specification(
 def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     """The size of the terminal behind standard output and standard error, where that is one."""
     columns, rows = shutil.get_terminal_size()
-    return tuple((rows, columns) if stream.isatty() else None for stream in (sys.stdout, sys.stderr))
+    output, errors = ((rows, columns) if stream.isatty() else None for stream in (sys.stdout, sys.stderr))
+    return output, errors
 
 
 def again(plan: JobPlan, attempt: int) -> Specification:
@@ -258,4 +259,4 @@ def again(plan: JobPlan, attempt: int) -> Specification:
 
 def commands(plan: JobPlan) -> list[Command]:
     """What the chosen runner starts."""
-    return plan.choice.starter.commands(plan.job, plan.launch)
+    return plan.choice.commands(plan.job, plan.launch)

@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,7 +96,7 @@ class Launcher:
         self.received: dict[int, float] = {}
         self.begin = self.beat_at = self.ticked = time.monotonic()
         self.deadline: float | None = None
-        self.give_up_at: float | None = None
+        self.give_up_at = float("inf")
         self.started = self.stopping = self.quiet = False
         folder = Path(job.directory, job.logs).parent if job.logs else None
         self.watch = Watch(self, folder, settings.hang)
@@ -108,7 +109,8 @@ class Launcher:
         restore = self._catch_signals()
         try:
             if self.listener:
-                self.selector.register(self.listener.ready, selectors.EVENT_READ, self._visitors)
+                listener = self.listener
+                self.selector.register(listener.ready, selectors.EVENT_READ, lambda: self._visitors(listener))
             while not self._over():
                 self._start_waiting()
                 for key, _ in self.selector.select(0.2):
@@ -136,7 +138,7 @@ class Launcher:
     def _over(self) -> bool:
         return all(host.phase in ("done", "lost") for host in self.hosts)
 
-    def _catch_signals(self):
+    def _catch_signals(self) -> Callable[[], None]:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.setblocking(False)
@@ -176,9 +178,9 @@ class Launcher:
     def _listen(self, link: Link, connection: Connection | None) -> None:
         self.selector.register(link.source, selectors.EVENT_READ, lambda: self._read(link, connection))
 
-    def _visitors(self) -> None:
+    def _visitors(self, listener: AgentListener) -> None:
         """Agents have called and proved that they know the secret."""
-        for link in self.listener.admitted():
+        for link in listener.admitted():
             index = link.hosts[0]
             if not 0 <= index < len(self.hosts) or self.hosts[index].link:
                 log(f"an agent called as host {index}, which is not expected; ignored")
@@ -187,7 +189,7 @@ class Launcher:
             self._listen(link, None)
             link.send(self.job.to_message(index))
         if all(host.link for host in self.hosts):
-            self.listener.shut()
+            listener.shut()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -234,7 +236,9 @@ class Launcher:
             self._fail(0, str(error))
             return
         address, port = self.meeting["master_address"], self.settings.master_port or 0
-        self.hosts[0].link.send({"type": "bind", "to": 0, "address": address, "port": port})
+        first = self.hosts[0].link
+        assert first is not None  # all hosts are ready
+        first.send({"type": "bind", "to": 0, "address": address, "port": port})
 
     def _start(self, port: int) -> None:
         """The first host has a port for rank 0: all ranks can start."""
@@ -425,7 +429,7 @@ class Launcher:
         self.hosts[index].phase = "lost"
         if self.started:
             self._stop_all(FAILURE_GRACE)
-        elif self.give_up_at is None:  # the other hosts may have something to say too: all mistakes at once
+        elif self.give_up_at == float("inf"):  # the other hosts may have something to say too: all mistakes at once
             self.give_up_at = time.monotonic() + LAST_WORDS
 
     def _lost(self, index: int, reason: str) -> None:

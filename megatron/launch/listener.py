@@ -106,8 +106,8 @@ class AgentListener:
                 for source in ready:
                     if source in self._listeners:
                         self._answer(source, selector)
-                    elif source.fileno() in self._callers:  # not sent away in this very round
-                        self._read(self._callers[source.fileno()], selector)
+                    elif isinstance(source, socket.socket) and source.fileno() in self._callers:
+                        self._read(self._callers[source.fileno()], selector)  # not sent away in this very round
                 now = time.monotonic()
                 for caller in [each for each in self._callers.values() if each.until < now]:
                     self._leave(caller, selector)

@@ -145,6 +145,20 @@ class RankProcess:
         ])
 
     @property
+    def pid(self) -> int:
+        """The process; ValueError before it is started."""
+        return self._started().pid
+
+    def poll(self) -> int | None:
+        """The process's wait status once it has ended."""
+        return self._started().poll()
+
+    def _started(self) -> subprocess.Popen:
+        if self.process is None:
+            raise ValueError(f"rank {self.rank} has not been started")
+        return self.process
+
+    @property
     def alive(self) -> bool:
         return self.process is not None and self.status is None
 
@@ -159,7 +173,7 @@ class RankProcess:
         if not self.alive:
             return
         try:
-            os.killpg(self.process.pid, number) if number == signal.SIGKILL else os.kill(self.process.pid, number)
+            os.killpg(self.pid, number) if number == signal.SIGKILL else os.kill(self.pid, number)
         except ProcessLookupError:
             pass  # it has just ended; the wait that follows says how
 
@@ -226,9 +240,9 @@ def _clean(line: bytes) -> bytes:
 
 
 def rank_environment(
-    base: dict[str, str], rank: int, local_rank: int, local_ranks: int, world_size: int, master: tuple[str, int]
+    base: dict[str, str], rank: int, local_rank: int, local_ranks: int, world_size: int, master: tuple[str, int | str]
 ) -> dict[str, str]:
-    """The environment of a rank: `base`, and its place in the world."""
+    """The environment of a rank: `base`, and its place in the world. `master` is where rank 0's store listens."""
     return {
         **{name: value for name, value in base.items() if not name.startswith(_THE_AGENTS_PLACE)},
         "RANK": str(rank),

@@ -36,7 +36,7 @@ class Seen:
         """Answer a question, with stacks ("main" or "all" threads) or without ("")."""
         asked = set()
         for rank in self._ranks if stacks else ():
-            if rank.alive and rank.sight and rank.sight.ask(rank.process.pid, everything=stacks == "all"):
+            if rank.alive and rank.sight and rank.sight.ask(rank.pid, everything=stacks == "all"):
                 asked.add(rank.rank)
         due = time.monotonic() + (STACKS_TAKE if asked else 0.0)
         self._answers.append((due, lambda: self._answer(request, asked)))
@@ -53,9 +53,9 @@ class Seen:
             self._late = late
             yield from encode_text({"type": "late", "host": self._index, "some": bool(late)}, "")
 
-    def beat(self) -> list[list[dict[str, Any]]]:
+    def beat(self) -> list[list[list[Any]]]:
         """Short notes for the heartbeat: rank, step, phase and seconds in it, in lists that fit into a message."""
-        notes = []
+        notes: list[list[Any]] = []
         for rank in self._ranks:
             place = rank.sight.place() if rank.sight and rank.alive else None
             if place is not None:
@@ -66,7 +66,7 @@ class Seen:
         for rank in self._ranks:
             if rank.sight is None:
                 continue
-            told = rank.sight.tell(rank.process.pid, rank.alive, self._limits)
+            told = rank.sight.tell(rank.pid, rank.alive, self._limits)
             if rank.rank in asked:
                 told["stack"] = rank.sight.stack()
             message = {"type": "place", "host": self._index, "request": request, "rank": rank.rank}

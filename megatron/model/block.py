@@ -18,7 +18,7 @@ from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
 from .relay import Relay
-from .residual import residual_merge
+from .residual import ChannelScale, residual_merge
 from .stream import Channel, Stream
 
 
@@ -56,9 +56,15 @@ class Block(nn.Module):
         attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
         self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
         partial = make.mesh.layout.sequence
-        self.mixer = self.ffn = self.mixer_norm = self.ffn_norm = self.side_layers = None
-        self.mixer_output_norm = self.ffn_output_norm = None
-        self.mixer_joint = self.ffn_joint = None
+        self.mixer: nn.Module | None = None
+        self.ffn: nn.Module | None = None
+        self.side_layers: nn.ModuleList | None = None
+        self.mixer_norm: Norm | None = None
+        self.ffn_norm: Norm | None = None
+        self.mixer_output_norm: Norm | None = None
+        self.ffn_output_norm: Norm | None = None
+        self.mixer_joint: ChannelScale | None = None
+        self.ffn_joint: ChannelScale | None = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
             self.mixer = _layer(make, model, pattern.mixer, init)
@@ -96,20 +102,21 @@ class Block(nn.Module):
     @staticmethod
     def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
         residual, both = model.residual, pattern.mixer is not None and pattern.ffn is not None
-        return residual.form == "parallel" and residual.shared_norm and both and not pattern.mixer.side
+        return residual.form == "parallel" and residual.shared_norm and both and not _side(pattern)
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         x, state = stream.hidden, state or BlockState()
-        if self.residual.form == "parallel" and self.mixer is not None and self.ffn is not None:
-            shared = self.mixer_norm(x) if self.ffn_norm is None else None
-            mixed, stream = self._mix(x, stream, state, shared)
-            fed, stream = self._feed(x, stream, state, shared)
+        mixer, ffn = self.mixer, self.ffn
+        if self.residual.form == "parallel" and mixer is not None and ffn is not None:
+            shared = _normed(self.mixer_norm, x) if self.ffn_norm is None else None
+            mixed, stream = self._mix(mixer, x, stream, state, shared)
+            fed, stream = self._feed(ffn, x, stream, state, shared)
             return stream.with_hidden(x + mixed + fed)
-        if self.mixer is not None:
-            mixed, stream = self._mix(x, stream, state)
+        if mixer is not None:
+            mixed, stream = self._mix(mixer, x, stream, state)
             x = x + mixed if self.mixer_joint is None else self.mixer_joint(mixed, x)
-        if self.ffn is not None:
-            fed, stream = self._feed(x, stream, state)
+        if ffn is not None:
+            fed, stream = self._feed(ffn, x, stream, state)
             x = x + fed if self.ffn_joint is None else self.ffn_joint(fed, x)
         return stream.with_hidden(x)
 
@@ -121,31 +128,33 @@ class Block(nn.Module):
         )
         return BlockState(mixer, ffn, tuple(side))
 
-    def _mix(self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None) -> tuple[Tensor, Stream]:
+    def _mix(
+        self, mixer: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
+    ) -> tuple[Tensor, Stream]:
         """The mixer's branch, and the stream with what it writes beside; `normed` is its input where both branches
         share a norm."""
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, stream = _apply(self.mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
-            y = self.mixer_norm(y)
+            y, stream = _apply(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
+            y = _normed(self.mixer_norm, y)
         else:
-            normed = self.mixer_norm(x) if normed is None else normed
-            y, stream = _apply(self.mixer, normed, stream, state.mixer, self.relays.get("mixer"))
+            normed = _normed(self.mixer_norm, x) if normed is None else normed
+            y, stream = _apply(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
         if self.mixer_output_norm is not None:
             y = self.mixer_output_norm(y)
         return self._scaled(self.mixer_dropout(y, stream)), stream
 
     def _feed(
-        self, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
+        self, ffn: nn.Module, x: Tensor, stream: Stream, state: BlockState, normed: Tensor | None = None
     ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, stream = _apply(self.ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
-            y = self.ffn_norm(y)
+            y, stream = _apply(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
+            y = _normed(self.ffn_norm, y)
         else:
-            normed = self.ffn_norm(x) if normed is None else normed
-            y, stream = _apply(self.ffn, normed, stream, state.ffn, self.relays.get("ffn"))
+            normed = _normed(self.ffn_norm, x) if normed is None else normed
+            y, stream = _apply(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
         if self.ffn_output_norm is not None:
             y = self.ffn_output_norm(y)
         return self._scaled(self.ffn_dropout(y, stream)), stream
@@ -159,6 +168,16 @@ def hands_on_states(module: nn.Module) -> bool:
     return any(isinstance(each, Block) and each.relays for each in module.modules())
 
 
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    assert norm is not None  # a part of a block has one, of its own or shared
+    return norm(x)
+
+
+def _side(pattern: BlockPattern) -> tuple[Kind, ...]:
+    """The kinds beside the mixer."""
+    return pattern.mixer.side if pattern.mixer else ()
+
+
 def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
     return layer_class(model, kind)(make.scope(kind.name), model, options_of(model, kind), init)
 
@@ -170,7 +189,8 @@ def _apply(
     if relay is None:
         y = layer(x, stream, state)
     else:
-        y = relay(layer.new_state(), x, lambda own, past: layer(own, stream, past))
+        recurrent: Any = layer  # it has decoding states
+        y = relay(recurrent.new_state(), x, lambda own, past: layer(own, stream, past))
     return (y, stream) if isinstance(y, Tensor) else (y[0], stream.with_channels(y[1]))
 
 
@@ -194,7 +214,7 @@ def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
     if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):
         return 0  # its layers read the stream, in their own type
     branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
-    side = 2 * len(pattern.mixer.side) if pattern.mixer else 0  # these read the embedding too
+    side = 2 * len(_side(pattern))  # these read the embedding too
     return side + (1 if model.residual.form == "parallel" else branches)
 
 
@@ -209,7 +229,7 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
             total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
-    for number, kind in enumerate(pattern.mixer.side if pattern.mixer else ()):
+    for number, kind in enumerate(_side(pattern)):
         call = call_numbers(model.blocks)[index][number]
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:

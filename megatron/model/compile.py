@@ -6,13 +6,24 @@ because what surrounds them (embedding, fused loss) has nothing to fuse.
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import torch
 from torch import nn
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 
+from .block import Block, BlockState
 from .options import kind_of
+from .stream import Stream
+
+
+class Compilable(Protocol):
+    """A mixer of a kind that `compiles`."""
+
+    def prepare(self, stream: Stream) -> None:
+        """Make what the stream remembers for its layers, outside of the compiled part."""
 
 
 def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
@@ -53,21 +64,22 @@ def describe_compile(config: Config, device: torch.device | str) -> str:
     return f"torch.compile: {'blocks of attention and mlp' if chosen else 'off'} ({reason})"
 
 
-def compiled(block: nn.Module, config: Config, device: torch.device | str) -> nn.Module:
+def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
     """Compile the block's forward pass where the run does; decoding, whose shapes change, stays as it is.
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
     """
     if not choose(config, device)[0] or not _fits(config, block.pattern):
-        return block
+        return
     plain = block.forward
     fast = torch.compile(plain, dynamic=False)
 
-    def forward(stream, state=None):
+    prepare, module = cast(Compilable, block.mixer).prepare, cast(nn.Module, block)
+
+    def forward(stream: Stream, state: BlockState | None = None) -> Stream:
         if state is not None:
             return plain(stream, state)
-        block.mixer.prepare(stream)
+        prepare(stream)
         return fast(stream)
 
-    block.forward = forward
-    return block
+    module.forward = forward

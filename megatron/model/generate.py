@@ -117,7 +117,7 @@ def complete(
     """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
     are used up (`room`)."""
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    tokens = min(tokens, room(model, len(prompt)))
+    tokens = int(min(tokens, room(model, len(prompt))))
     if tokens < 1:
         return
     for following in generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache):

@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
     def __init__(self, make: ParameterFactory, size: int, options: NormOptions, *, partial: bool):
         super().__init__()
-        self.type, self.epsilon, self.size, self.dtype = options.type, options.epsilon, size, make.dtype
+        self.rms, self.epsilon, self.size, self.dtype = options.type == "rmsnorm", options.epsilon, size, make.dtype
         self.axis, self.unit_offset = make.mesh.tensor if partial else None, options.unit_offset
         self.weight = self.bias = None
         if options.type != "nonparametric":
@@ -46,7 +46,8 @@ class Norm(nn.Module):
             self.bias = make.parameter("bias", (size,), role=Role.NORM, init=ZEROS)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight: Tensor | None = self.weight
+        bias: Tensor | None = self.bias
         if self.axis is not None:
             weight = None if weight is None else sum_gradient(weight, self.axis)
             bias = None if bias is None else sum_gradient(bias, self.axis)
@@ -54,7 +55,7 @@ class Norm(nn.Module):
             weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
         if self.unit_offset and weight is not None:
             return self._offset(x, weight, bias)
-        if self.type == "rmsnorm":
+        if self.rms:
             return F.rms_norm(x, (self.size,), weight, self.epsilon).to(self.dtype)
         return F.layer_norm(x, (self.size,), weight, bias, self.epsilon).to(self.dtype)
 

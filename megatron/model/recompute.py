@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megatron.config.sections.layout import ActivationCheckpointing
 
+from .stream import Stream
+
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -92,7 +94,7 @@ class _Deciding:
         self.token = _DECISIONS.set(self.decisions)
         self.inner.__enter__()
 
-    def __exit__(self, *error) -> bool | None:
+    def __exit__(self, *error: Any) -> bool | None:
         _DECISIONS.reset(self.token)
         return self.inner.__exit__(*error)
 
@@ -104,7 +106,7 @@ def _deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcont
     return _Deciding(decisions, False, inner[0]), _Deciding(decisions, True, inner[1])
 
 
-def _policy(_context, operation, *_args, **_kwargs) -> CheckpointPolicy:
+def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """selective: keep results of matrix products and attention; recompute norms, activations and the rest.
 
     Collectives run again too: they write into buffers, and what is kept must not be written to.
@@ -113,21 +115,20 @@ def _policy(_context, operation, *_args, **_kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(block: nn.Module, index: int, options: ActivationCheckpointing) -> nn.Module:
+def recompute_activations(block: nn.Module, index: int, options: ActivationCheckpointing) -> None:
     """Make the block recompute its activations, as `options` say for the block of this index."""
     if options.mode == "none" or (options.mode == "full" and index % options.every):
-        return block
-    arguments = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _deciding}
+        return
+    contexts: Callable[[], tuple[_Deciding, _Deciding]] = _deciding
     if options.mode == "selective":
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-        arguments["context_fn"] = functools.partial(_deciding, selective)
+        contexts = functools.partial(_deciding, selective)
     plain = block.forward
 
     @functools.wraps(plain)
-    def forward(stream, state=None):
+    def forward(stream: Stream, state: Any = None) -> Stream:
         if not torch.is_grad_enabled() or state is not None:
             return plain(stream, state)
-        return checkpoint(plain, stream, **arguments)
+        return checkpoint(plain, stream, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     block.forward = forward
-    return block

@@ -32,11 +32,13 @@ class ChannelScale(nn.Module):
 
     def forward(self, *parts: Tensor) -> Tensor:
         """The sum of the scaled and shifted [B, s, H]; of each part one product is all that is computed and kept."""
-        vectors = list(self.parameters())
+        vectors: tuple[Tensor, ...] = tuple(self.parameters())
         if self.axis is not None:
             vectors = sum_gradient(torch.stack(vectors), self.axis).unbind()
         scales, shifts = vectors[::2], vectors[1::2]
-        total = sum(scale * shift for scale, shift in zip(scales, shifts))
+        total = scales[0] * shifts[0]
+        for scale, shift in zip(scales[1:], shifts[1:]):
+            total = total + scale * shift
         for part, scale in zip(parts, scales):
             total = torch.addcmul(total, part, scale)
         return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +31,22 @@ def frequencies(options: RotaryOptions, rotated: int, dtype: torch.dtype = torch
 
 
 def _llama3(inverse: Tensor, scaling: RotaryScaling) -> Tensor:
-    turns = scaling.original_length * inverse / (2 * math.pi)  # rotations within the original context
+    turns = _original_length(scaling) * inverse / (2 * math.pi)  # rotations within the original context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * inverse + (1.0 - kept) * inverse / scaling.factor
+
+
+def _original_length(scaling: RotaryScaling) -> int:
+    assert scaling.original_length is not None  # a rule of llama3 and yarn
+    return scaling.original_length
 
 
 def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:
     scaling = options.scaling
 
     def channel(rotations: float) -> float:
-        length = scaling.original_length / (rotations * 2 * math.pi)
+        length = _original_length(scaling) / (rotations * 2 * math.pi)
         return rotated * math.log(length) / (2 * math.log(options.base))
 
     low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
@@ -80,12 +86,12 @@ class _Turn(torch.autograd.Function):
     """A rotation's gradient is the rotation back: autograd would add up a zero-filled copy per slice instead."""
 
     @staticmethod
-    def forward(ctx, x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _turned(x_BSnD, cos, sin)
 
     @staticmethod
-    def backward(ctx, grad_BSnD: Tensor):
+    def backward(ctx: Any, grad_BSnD: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turned(grad_BSnD, cos, -sin), None, None
 

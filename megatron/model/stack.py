@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 
 from .block import Block, BlockState, block_channels
-from .compile import compiled
+from .compile import compile_forward
 from .embedding_and_head import Embedding, Head, Reader
 from .initialisation import Initialisation
 from .options import kind_of
 from .parametrization import Parametrization
-from .recompute import checkpointed
+from .recompute import recompute_activations
 from .stream import Channel, Stream, StreamForm, live_channels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,12 +93,20 @@ class ModelPlan:
             self.init.at(index),
             shared,
         )
-        block = compiled(block, self.config, self.device)
-        return checkpointed(block, index, self.config.training.activation_checkpointing)
+        compile_forward(block, self.config, self.device)
+        recompute_activations(block, index, self.config.training.activation_checkpointing)
+        return block
 
     def head(self, tied: nn.Parameter | None = None) -> Head:
         config = self.config
         return Head(self.factory(""), config.model, config.training, self.init, objective_of(config), tied)
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of a rank, in order."""
+
+    def __iter__(self) -> Iterator[Block]:
+        return cast(Iterator[Block], super().__iter__())
 
 
 class Model(nn.Module):
@@ -108,11 +117,17 @@ class Model(nn.Module):
         self.plan, self.form = plan, plan.form
         self.embedding = plan.embedding()
         shared: dict[str, nn.Module] = {}
-        self.blocks = nn.ModuleList(plan.block(index, shared) for index in range(len(plan.blocks)))
+        self.blocks = Blocks(plan.block(index, shared) for index in range(len(plan.blocks)))
         tied = self.embedding.tokens.weight if plan.config.model.embedding.tied else None
         self.head = plan.head(tied)
 
-    def stream(self, tokens_BS: Tensor, positions=None, documents=None, samples=None) -> Stream:
+    def stream(
+        self,
+        tokens_BS: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
+    ) -> Stream:
         stream = self.embedding(tokens_BS, positions, documents, samples)
         for block in self.blocks:
             stream = block(stream)
@@ -123,15 +138,15 @@ class Model(nn.Module):
         tokens_BS: Tensor,
         labels_BS: Tensor,
         weights_BS: Tensor,
-        positions=None,
-        documents=None,
-        samples=None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
         reader: Reader | None = None,
     ) -> Any:
         """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead."""
         return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS, reader)
 
-    def logits(self, tokens_BS: Tensor, positions=None, documents=None) -> Tensor:
+    def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""
         return self.head.logits(self.stream(tokens_BS, positions, documents))
 

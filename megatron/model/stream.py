@@ -111,7 +111,10 @@ class StreamForm:
         tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
         rest = list(tensors[1:])
         channels = {name: rest.pop(0) for name in self.channels}
-        return Stream(tensors[0], channels=channels, **self.name(rest))
+        named = self.name(rest)
+        return Stream(
+            tensors[0], named.get("positions"), named.get("documents"), named.get("samples"), channels=channels
+        )
 
     def join(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Packed tensors with all floats in one, [B, elements of a sample].

@@ -201,9 +201,8 @@ def block_sends(
     Raises:
         NotPredicted: a kind does not say what it sends.
     """
-    H, found, cut = model.hidden_size, [], tensor.sequence
-    for kind in pattern.mixer.side if pattern.mixer else ():
-        found.append(("", _layer(model, kind, tensor, index)))
+    H, cut = model.hidden_size, tensor.sequence
+    found = [("", _layer(model, kind, tensor, index)) for kind in (pattern.mixer.side if pattern.mixer else ())]
     shared = Block.shares_norm(model, pattern)
     for kind in (pattern.mixer, pattern.ffn):
         if kind is None:
@@ -243,6 +242,7 @@ def _repeated(
     """What runs again: all up to the last tensor that the backward pass needs. Where the last layer's sum is only added
     to the stream, nothing after that layer's last matrix product is needed, so the sum is not made again."""
     kind = pattern.ffn or pattern.mixer
+    assert kind is not None  # a block has at least one
     layer, residual = layer_class(model, kind), model.residual
     attends = kind is pattern.mixer and kind_of(model, kind).attends
     normed = residual.norm in ("post", "both") or (residual.norm == "hybrid" and attends)

@@ -10,6 +10,8 @@ Shapes: B batch, S sequence, H hidden; t the tensor parallel size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +20,7 @@ from .account import here
 from .mesh import Axis, Mesh
 
 
-def all_reduce(x: Tensor, axis: Axis, op=dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) over the axis, not seen by autograd; writes into `x` where it can."""
     if axis.size == 1:
         return x
@@ -45,66 +47,66 @@ def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.layer = axis, here()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return all_reduce(x.clone(), axis)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _ReduceBoth(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.layer = axis, here()
         return all_reduce(x.clone(), axis)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.axis), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.layer = axis, here()
         return _gather_sequence(x, axis)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _scatter_sum_sequence(grad, ctx.axis), None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.layer = axis, here()
         return _scatter_sum_sequence(x, axis)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather_sequence(grad, ctx.axis), None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, sent, received, axis):
+    def forward(ctx: Any, x_RH: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
         ctx.sent, ctx.received, ctx.axis, ctx.layer = sent, received, axis, here()
         return _all_to_all(x_RH, sent, received, axis)
 
     @staticmethod
-    def backward(ctx, grad_RH):
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grad_RH, ctx.received, ctx.sent, ctx.axis), None, None, None
 
 

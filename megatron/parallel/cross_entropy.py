@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,18 @@ def _chunk_memory(tokens: int, words: int, dtype: torch.dtype) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, train):
+    def forward(
+        ctx: Any,
+        x_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        weights_N: Tensor,
+        first: int,
+        axis: Axis,
+        options: LossOptions,
+        train: bool,
+    ) -> tuple[Tensor, Tensor]:
         unit = weights_N.abs().amax().clamp(min=1e-30) if x_NH.dtype == torch.float16 else None
         unit_weights_N = weights_N if unit is None else weights_N / unit
         ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
@@ -115,30 +127,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 _chunk(part, x_NH, weight_VH, bias_V, *given)
         loss = (weights_N * (options.costs(ce_N, lse_N) + options.z_loss * lse_N.square())).sum()
-        if train:
+        if grads is not None:
             ctx.save_for_backward(*grads.tensors(), unit)
             ctx.dtype = weight_VH.dtype
         ctx.mark_non_differentiable(ce_N)
         return loss, ce_N
 
     @staticmethod
-    def backward(ctx, grad_loss, _grad_ce):
+    def backward(ctx: Any, grad_loss: Tensor, _grad_ce: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled where they are, for one of them is as large as the head. A second backward pass is an error of
         # autograd.
         *grads, unit = ctx.saved_tensors
         scale = grad_loss if unit is None else grad_loss * unit
         dx, dweight, dbias = (None if each is None else each.mul_(scale) for each in grads)
-        return (
-            dx,
-            dweight.to(ctx.dtype),
-            None if dbias is None else dbias.to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        of_head = (None if each is None else each.to(ctx.dtype) for each in (dweight, dbias))
+        return dx, *of_head, *(None,) * 6
 
 
 class _Gradients:
@@ -203,13 +206,26 @@ def _gradient(
 
 
 @lru_cache(maxsize=1)
-def _passes():
+def _passes() -> tuple[Callable, Callable, Callable]:
     """The three passes over a chunk's logits, each one kernel: 8 bytes per logit in bf16 where single operations move
     about 50."""
-    return tuple(torch.compile(each, dynamic=False) for each in (_largest, _total, _gradient))
+    largest, total, gradient = (torch.compile(each, dynamic=False) for each in (_largest, _total, _gradient))
+    return largest, total, gradient
 
 
-def _compiled_chunk(part, x_NH, weight_VH, labels_N, weights_N, first, axis, options, ce_N, lse_N, grads) -> None:
+def _compiled_chunk(
+    part: slice,
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    first: int,
+    axis: Axis,
+    options: LossOptions,
+    ce_N: Tensor,
+    lse_N: Tensor,
+    grads: _Gradients | None,
+) -> None:
     """As `_chunk`, for a head without biases."""
     largest, total, gradient = _passes()
     x_CH, weights_C = x_NH[part], weights_N[part]
@@ -231,7 +247,20 @@ def _compiled_chunk(part, x_NH, weight_VH, labels_N, weights_N, first, axis, opt
     grads.add(part, grad_CV, x_CH, weight_VH)
 
 
-def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, options, ce_N, lse_N, grads) -> None:
+def _chunk(
+    part: slice,
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    first: int,
+    axis: Axis,
+    options: LossOptions,
+    ce_N: Tensor,
+    lse_N: Tensor,
+    grads: _Gradients | None,
+) -> None:
     """Loss of one chunk into ce_N and lse_N, and its gradients into `grads`.
 
     On CPU the logits are looked at some rows at a time. In 16 bits these alone exist in fp32; their gradients take the
@@ -260,7 +289,17 @@ def _chunk(part, x_NH, weight_VH, bias_V, labels_N, weights_N, first, axis, opti
         grads.add(part, product_CV, x_CH, weight_VH)
 
 
-def _rows(logits_RV, labels_R, weights_R, first, axis, options, ce_R, lse_R, grads) -> Tensor | None:
+def _rows(
+    logits_RV: Tensor,
+    labels_R: Tensor,
+    weights_R: Tensor,
+    first: int,
+    axis: Axis,
+    options: LossOptions,
+    ce_R: Tensor,
+    lse_R: Tensor,
+    grads: _Gradients | None,
+) -> Tensor | None:
     """Loss of some tokens into ce_R and lse_R, and the gradient of their product, in the memory of their logits."""
     local_R = labels_R - first
     mine_R = (local_R >= 0) & (local_R < logits_RV.shape[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,7 +83,7 @@ def initial_values(
     if init.kind == "orthogonal":
         _fill_orthogonal(out, tensor, init.value, seed, spans)
         return torch.from_numpy(out)
-    if init.kind == "formula":
+    if init.formula is not None:
         for pieces in itertools.product(*spans):
             indices = np.ogrid[tuple(slice(p.start, p.stop) for p in pieces)]
             out[tuple(slice(p.local, p.local + p.length) for p in pieces)] = init.formula(*indices)
@@ -101,7 +101,7 @@ def _tile_size(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1,) * (len(shape) - 2) + (TILE, TILE)
 
 
-def _tiles(shape: tuple[int, ...], pieces) -> Iterator[tuple[int, ...]]:
+def _tiles(shape: tuple[int, ...], pieces: Sequence[Span]) -> Iterator[tuple[int, ...]]:
     ranges = [
         range(piece.start // size, -(-piece.stop // size)) if piece.length else range(0)
         for piece, size in zip(pieces, _tile_size(shape))
@@ -109,7 +109,9 @@ def _tiles(shape: tuple[int, ...], pieces) -> Iterator[tuple[int, ...]]:
     return itertools.product(*ranges)
 
 
-def _copy_tile(out: np.ndarray, tensor: LogicalTensor, init: Init, seed: int, pieces, tile: tuple[int, ...]) -> None:
+def _copy_tile(
+    out: np.ndarray, tensor: LogicalTensor, init: Init, seed: int, pieces: Sequence[Span], tile: tuple[int, ...]
+) -> None:
     size = _tile_size(tensor.shape)
     begin = [index * length for index, length in zip(tile, size)]
     end = [min(b + length, whole) for b, length, whole in zip(begin, size, tensor.shape)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron.config.sequences import choose_cut
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 AXES = ("tensor", "context", "data", "pipeline")  # those that ranks are numbered by, innermost first
 
@@ -81,7 +85,7 @@ class Layout:
         return sizes
 
     @classmethod
-    def of(cls, config, ranks: int) -> Layout:
+    def of(cls, config: Config, ranks: int) -> Layout:
         """The layout of a resolved `Config` on `ranks` processes.
 
         Raises:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .collectives import leave, sum_gradient
 from .initial import ZEROS, Init
+from .mesh import Mesh
 from .parameters import ParameterFactory
 from .shard import Growth, Role, Shard
 
@@ -118,7 +119,7 @@ class VocabEmbedding(nn.Module):
         return leave(x_BSH.masked_fill(foreign_BS.unsqueeze(-1), 0), self.mesh)
 
 
-def sequence_slice(x: Tensor, mesh, dim: int = 1) -> Tensor:
+def sequence_slice(x: Tensor, mesh: Mesh, dim: int = 1) -> Tensor:
     """This rank's part of a whole tensor along the sequence, where the residual stream is cut; no gradient flows."""
     if not mesh.layout.sequence:
         return x

@@ -48,7 +48,15 @@ def token_scores(
     return torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found])
 
 
-def _chunk(x_NH, weight_VH, bias_V, labels_N, first, axis, options) -> tuple[Tensor, Tensor]:
+def _chunk(
+    x_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    first: int,
+    axis: Axis,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:
     logits_NV = logits_of(x_NH, weight_VH, bias_V, options)
     local_N = labels_N - first
     mine_N = (local_N >= 0) & (local_N < logits_NV.shape[1])

@@ -54,15 +54,19 @@ class Tally:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tally) and self._counts == other._counts
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __add__(self, other: Tally) -> Tally:
         return Tally([*self, *other])
 
     def by(self, *fields: str) -> dict[tuple, tuple[int, int]]:
         """(messages, bytes) by some fields of the calls, sorted; entries of no message are left out."""
-        sums = Tally((tuple(getattr(call, field) for field in fields), *count) for call, *count in self)
-        return {key: (messages, size) for key, messages, size in sorted(sums) if messages}
+        sums: dict[tuple, tuple[int, int]] = {}
+        for call, messages, size in self:
+            key = tuple(getattr(call, field) for field in fields)
+            before = sums.get(key, (0, 0))
+            sums[key] = before[0] + messages, before[1] + size
+        return {key: sums[key] for key in sorted(sums) if sums[key][0]}
 
     def take(self) -> Tally:
         """What was counted so far, which is then forgotten here."""

@@ -113,7 +113,8 @@ class _Watcher:
             if peer is None and given.get("group_dst" if name == "send" else "group_src") is None:
                 peer = -1  # from anybody
             elif peer is None:
-                peer = dist.get_global_rank(given.get("group") or dist.group.WORLD, given["group_" + names[1]])
+                group = given.get("group") or dist.distributed_c10d._get_default_group()
+                peer = dist.get_global_rank(group, given["group_" + names[1]])
             self.busy = True
             self.beacon.enter(PEERS, operation, _elements(given.get("tensor")), peer)
             try:

@@ -62,7 +62,7 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
 
 def save_lines(
     path: str | Path,
-    series: dict[str, Points],
+    series: Mapping[str, Points],
     *,
     title: str,
     x: str,

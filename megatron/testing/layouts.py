@@ -10,6 +10,7 @@ import torch
 
 from megatron.config import Config, resolve
 from megatron.config.variants import overlay
+from megatron.data.batch import StepBatch
 from megatron.objectives.named import objective_of
 from megatron.parallel.parameters import logical_of
 
@@ -84,7 +85,11 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         costs = objective.cost(ce, lse) + config.training.z_loss * lse.square()
         (weights[rows].flatten() * costs).sum().backward()
         total += float((weights[rows].flatten() * ce.detach()).sum())
-    return total, {logical_of(p).name: p.grad.double().numpy().reshape(-1) for p in dict.fromkeys(model.parameters())}
+    found = {}
+    for parameter in dict.fromkeys(model.parameters()):
+        assert parameter.grad is not None, f"{logical_of(parameter).name} has no gradient"
+        found[logical_of(parameter).name] = parameter.grad.double().numpy().reshape(-1)
+    return total, found
 
 
 def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]]:
@@ -111,10 +116,8 @@ def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]
     return float(sums[0] / sums[1]), gradients
 
 
-def _own(config: Config, rank: int, ranks: int):
+def _own(config: Config, rank: int, ranks: int) -> StepBatch:
     """A data parallel rank's part of the step, as the loader gives it."""
-    from megatron.data.batch import StepBatch
-
     drawn, M = batch(config), config.training.micro_batch_size
     passes = config.training.global_batch_size // (M * ranks)
     rows = torch.tensor([[(a * ranks + rank) * M + b for b in range(M)] for a in range(passes)])

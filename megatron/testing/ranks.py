@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 TIMEOUT = 400.0
 THREADS = 60
@@ -66,7 +66,7 @@ class World:
             ready = wait(list(waiting), TIMEOUT)
             if not ready:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {TIMEOUT} s")
-            for pipe in ready:
+            for pipe in cast("list[Connection]", ready):
                 rank = waiting.pop(pipe)
                 try:
                     ok, value, threads = pipe.recv()

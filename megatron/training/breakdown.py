@@ -43,7 +43,9 @@ class BySource:
 
     def __init__(self, plan: SampleSet) -> None:
         self.plan = plan
-        self.names = [each.name for each in plan.sources] if isinstance(plan, SamplePlan) else ["synthetic"]
+        self.names: Sequence[str] = (
+            [each.name for each in plan.sources] if isinstance(plan, SamplePlan) else ["synthetic"]
+        )
 
     def of(self, batch: StepBatch) -> torch.Tensor:
         if not isinstance(self.plan, SamplePlan):
@@ -62,7 +64,7 @@ class ByPosition:
     are apart."""
 
     def __init__(self, sequence_length: int) -> None:
-        self.names = [
+        self.names: Sequence[str] = [
             f"{2**power}-{2 ** (power + 1) - 1}" if power else "1" for power in range(sequence_length.bit_length())
         ]
 
@@ -79,7 +81,7 @@ class ByFrequency:
 
     def __init__(self, shares: np.ndarray) -> None:
         """`shares` [V], in any unit that adds up to all tokens."""
-        self.names = DECADES
+        self.names: Sequence[str] = DECADES
         total = shares.sum()
         least = np.array([float(each) for each in DECADES])
         self.groups = torch.from_numpy((shares[:, None] < least * total).sum(1))

@@ -8,10 +8,14 @@ because it follows from the time of the step before, which they have exchanged.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from megatron.engine.protocol import StepDropped
 
 from .exchange import STOPS
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 EVERY = 5.0  # seconds between two looks, at least
 SHARE_OF_GRACE = 0.25  # of the time between signal and kill that finishing a step may take; the rest is for saving
@@ -26,7 +30,7 @@ class Looks:
         pace: seconds of a step, equal on all ranks; None if nobody knows yet.
     """
 
-    def __init__(self, trainer, step: int, pace: float | None) -> None:
+    def __init__(self, trainer: Trainer, step: int, pace: float | None) -> None:
         self._trainer, self._step, self._pace = trainer, step, pace
         self._begin = time.monotonic()
         self._finishing = False

@@ -9,15 +9,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint import Checkpoint, CheckpointError, FragmentSpec, Meta
+from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
 from megatron.checkpoint.fragment import MASTER, WEIGHT
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
+from megatron.config.origins import Origin
 from megatron.config.yaml_source import parse
 from megatron.data.hashing import sample_hash
 from megatron.data.left_out import LeftOut
 from megatron.data.plan import SampleSet
+from megatron.engine.engine import BaseEngine
 from megatron.model.stack import DTYPES
+from megatron.parallel.shard import LogicalTensor
 from megatron.report.ledger import Ledger, hash_text
 from megatron.report.ledger import left_out as left_out_of
 from megatron.worker.place import StartError
@@ -113,17 +116,19 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
         return StartPoint(found.checkpoint, None, facts | _fact(LeftOut.of(left_out)), LeftOut.of(left_out))
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
-        weights = store.weights(path)
-        log(f"{weights.reason}; optimizer, schedule and data start anew")
-        changed = changes(weights.checkpoint.meta.config, config)
+        found = store.weights(path)
+        weights = found.checkpoint
+        assert weights is not None  # one was named
+        log(f"{found.reason}; optimizer, schedule and data start anew")
+        changed = changes(weights.meta.config, config)
         known = not any(
             line.startswith("tokenizer.type: 'none'") for line in changed
         )  # many models come without theirs
         other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
         for line in other:
             log(f"differs from the checkpoint the weights come from: {line}")
-        facts = {"initialize_from": str(weights.checkpoint.path), "changed": other}
-        return StartPoint(None, weights.checkpoint, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
+        facts = {"initialize_from": str(weights.path), "changed": other}
+        return StartPoint(None, weights, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
     return StartPoint(None, None, _fact(LeftOut.given(config)), LeftOut.given(config))
 
 
@@ -170,7 +175,7 @@ def _further_back(store: Store, step: int, starts: list[int], error: str) -> Res
     return replace(found, reason=f"{story}: going back further. {found.reason}")
 
 
-def load(source: StartPoint, world: World, engine) -> int:
+def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
     """Fill the engine from the source. Returns the number of completed updates.
 
     Raises:
@@ -184,7 +189,7 @@ def load(source: StartPoint, world: World, engine) -> int:
     return 0
 
 
-def resume(checkpoint, world: World, engine) -> None:
+def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
     """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters."""
     state = engine.state
     targets = state.targets()
@@ -203,7 +208,7 @@ def resume(checkpoint, world: World, engine) -> None:
 def initialize(
     checkpoint: Checkpoint,
     world: World,
-    engine,
+    engine: BaseEngine,
     mapping: Mapping[str, str] = MappingProxyType({}),
     config: Config | None = None,
 ) -> None:
@@ -211,7 +216,8 @@ def initialize(
     and tables of tokens with new rows as the configuration says (see `vocabulary`).
     """
     masters, made = mapped(checkpoint, engine.state.masters(), mapping)
-    tables, known = [], 0
+    tables: list[tuple[Fragment, LogicalTensor]] = []
+    known = 0
     if config is not None:
         log = print if world.is_main else lambda _: None
         masters, tables, known = extended(checkpoint, masters, config, log)
@@ -219,7 +225,7 @@ def initialize(
     checkpoint.check(wanted, communicator=world.communicator, states={MASTER, WEIGHT})
     checkpoint.read_into(masters, cast={MASTER, WEIGHT}, communicator=world.communicator)
     upcycle(checkpoint, made)
-    if tables:
+    if config is not None and tables:
         extend(checkpoint, tables, known, config.checkpoint.initialize_vocabulary == MEAN)
     engine.state.refresh()
 
@@ -238,7 +244,7 @@ def contents(
     config: Config,
     config_text: str,
     world: World,
-    engine,
+    engine: BaseEngine,
     plan: SampleSet,
     tokens: Callable[[int], int],
     ledger: Ledger | None = None,
@@ -306,7 +312,7 @@ def changes(before: str, config: Config) -> list[str]:
     """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's
     configuration.
     """
-    values, _, _ = parse(before, lambda _line: None)
+    values, _, _ = parse(before, lambda _line: Origin("values"))
     old, new = _leaves(values), _leaves(config.model_dump(mode="json"))
     keys = [
         key

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.config import Config
+from megatron.config.sections.output import SampleOptions
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.engine import PlainEngine
+from megatron.engine.protocol import Engine
 from megatron.model.generate import Sampling, complete
 
 
 def sampler(
-    config: Config, engine, log: Callable[[str], object]
-) -> Callable[[list[str], object, int], list[str]] | None:
+    config: Config, engine: Engine, log: Callable[[str], object]
+) -> Callable[[list[str], SampleOptions, int], list[str]] | None:
     """What the samples hook calls, or None where this layout cannot sample or nothing asks for it."""
     options = config.evaluation.samples
     if options.every is None or not options.prompts:
@@ -28,7 +30,7 @@ def sampler(
         return None
     tokenizer = build_tokenizer(config.tokenizer)
 
-    def make(prompts: list[str], options, step: int) -> list[str]:
+    def make(prompts: list[str], options: SampleOptions, step: int) -> list[str]:
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
         return [
             tokenizer.decode(

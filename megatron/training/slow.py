@@ -82,7 +82,6 @@ class Comparison:
                 ended.until = first
                 over.append(ended)
         self.ended += over
-        self.slowest = max((each for each in ratios if each[0] != float("inf")), default=None)
-        if self.slowest is not None:
-            self.slowest = self.slowest[1], self.slowest[0], self.slowest[2]
+        slowest = max((each for each in ratios if each[0] != float("inf")), default=None)
+        self.slowest = None if slowest is None else (slowest[1], slowest[0], slowest[2])
         return begun, over

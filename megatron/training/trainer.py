@@ -12,6 +12,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.batch import StepBatch
+from megatron.data.plan import SampleSet
 from megatron.engine.protocol import Engine, StepDropped
 from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
@@ -39,10 +40,17 @@ class Outcome:
 
 
 class Batches(Protocol):
-    """What the trainer needs of a loader."""
+    """What the trainer and its hooks need of a loader."""
+
+    @property
+    def plan(self) -> SampleSet:
+        """Which samples the batches are made of."""
 
     def step(self, step: int) -> StepBatch:
         """This rank's part of the batch of an update."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
 
 
 class Trainer:

@@ -70,14 +70,12 @@ def upcycle(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor
     Raises:
         CheckpointError: a target cannot be made of its tensor.
     """
-    last, dense = None, None
+    last: tuple[str, Tensor] | None = None
     for target, origin in made:
-        if origin.name != last:
-            last, dense = (
-                origin.name,
-                checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data.view(origin.shape),
-            )
-        fill(target, dense, checkpoint.path)
+        if last is None or origin.name != last[0]:
+            stored = checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data
+            last = origin.name, stored.view(origin.shape)
+        fill(target, last[1], checkpoint.path)
 
 
 def fill(target: Fragment, dense: Tensor, source: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 
@@ -16,8 +17,9 @@ from megatron.checkpoint import Checkpoint, Fragment, FragmentSpec
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.fragment import WEIGHT
 from megatron.config import Config, read_resolved
+from megatron.config.sections.data import TokenizerSection
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 from megatron.parallel.shard import LogicalTensor
 
 from .upcycle import shard_of
@@ -34,7 +36,8 @@ def extended(
     Raises:
         CheckpointError: a token has another id than where the weights come from, or the vocabulary is a smaller one.
     """
-    rest, made = [], []
+    rest: list[Fragment] = []
+    made: list[tuple[Fragment, LogicalTensor]] = []
     if config.checkpoint.initialize_vocabulary == SAME or TABLES[0] not in checkpoint.tensors:
         return list(targets), made, 0
     stored = checkpoint.tensors[TABLES[0]].shape[0]
@@ -57,7 +60,8 @@ def extended(
 
 def extend(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor]], known: int, mean: bool) -> None:
     """Fill the targets that `extended` found. One stored table is in memory at a time."""
-    last, table, kept = None, None, None
+    last = ""
+    table = kept = torch.empty(0)
     for target, origin in made:
         if origin.name != last:
             stored = checkpoint.read(FragmentSpec.whole(origin, WEIGHT), torch.float32).data.view(origin.shape)
@@ -74,6 +78,11 @@ def extend(checkpoint: Checkpoint, made: Iterable[tuple[Fragment, LogicalTensor]
         target.data.copy_(torch.where(mask, values.to(target.data), target.data))
 
 
+def _ids(section: TokenizerSection) -> dict[str, int]:
+    """The ids of the tokens of a tokenizer of type huggingface."""
+    return cast(HuggingFaceTokenizer, build_tokenizer(section)).backend.get_vocab()
+
+
 def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], None]) -> int | None:
     """How many rows of the checkpoint have a token; None where its tokenizer cannot be read."""
     with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
@@ -88,11 +97,11 @@ def _known_tokens(checkpoint: Checkpoint, config: Config, log: Callable[[str], N
         log(f"warning: the tokenizers ({types}) cannot be compared; every row of the checkpoint is kept")
         return None
     try:
-        old = build_tokenizer(before).backend.get_vocab()
+        old = _ids(before)
     except (DataError, OSError, ValueError) as error:
         log(f"warning: the checkpoint's tokenizer cannot be read ({error}); every row of the checkpoint is kept")
         return None
-    new = build_tokenizer(now).backend.get_vocab()
+    new = _ids(now)
     moved = sorted((number, token) for token, number in old.items() if new.get(token) != number)
     if moved:
         number, token = moved[0]

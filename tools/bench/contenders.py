@@ -14,10 +14,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from megatron.config import Config
 
 LR, BETAS, EPSILON, WEIGHT_DECAY, CLIP, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
 VOCABULARY = 50304
@@ -69,7 +76,7 @@ class Setup:
         return self.sequence * self.micro_batch
 
 
-def configuration(setup: Setup):
+def configuration(setup: Setup) -> Config:
     """Our configuration of the setup."""
     from megatron.config import resolve
 
@@ -126,7 +133,7 @@ def architecture(shape: str) -> dict[str, Any]:
     }
 
 
-def batch_tokens(setup: Setup, step: int):
+def batch_tokens(setup: Setup, step: int) -> torch.Tensor:
     """int64 [1, M, S + 1]: a function of the step alone."""
     import torch
 
@@ -134,10 +141,20 @@ def batch_tokens(setup: Setup, step: int):
     return torch.randint(setup.vocabulary, (1, setup.micro_batch, setup.sequence + 1), generator=generator)
 
 
+class Contender(Protocol):
+    """What trains the setup's model, in a process of its own."""
+
+    def step(self, step: int) -> tuple[Any, Any]:
+        """Train on the tokens of a step; loss and gradient norm."""
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
 class Ours:
     """The engine that trains."""
 
-    def __init__(self, setup: Setup, configure=None):
+    def __init__(self, setup: Setup, configure: Callable[[Setup], Config] | None = None):
         import torch
         import torch.distributed as dist
 
@@ -155,7 +172,7 @@ class Ours:
         self.setup = setup
         self.engine = build_engine((configure or configuration)(setup), Mesh.single(), setup.device)
 
-    def step(self, step: int):
+    def step(self, step: int) -> tuple[Any, Any]:
         import torch
 
         from megatron.data.batch import StepBatch
@@ -178,17 +195,20 @@ class Transformers:
         autocast: weights stay in fp32, and torch casts what matrix products read, where bf16 is asked for.
     """
 
-    def __init__(self, setup: Setup, compiled: bool, make=None, autocast: bool = False):
+    def __init__(
+        self, setup: Setup, compiled: bool, make: Callable[[Setup], nn.Module] | None = None, autocast: bool = False
+    ):
         import torch
+        from torch import nn
 
         self.setup, self.torch = setup, torch
         self.model = (twin(configuration(setup)) if make is None else make(setup)).to(setup.device).train()
         self.masters = list(self.model.parameters())
-        self.weights = None
+        self.weights: list[nn.Parameter] | None = None
         self.autocast = autocast
         if setup.compute == "bf16" and not autocast:  # the model becomes bf16; the optimizer updates fp32 copies
             self.weights = [p for p in self.model.to(torch.bfloat16).parameters()]
-            self.masters = [p.detach().float().requires_grad_() for p in self.weights]
+            self.masters = [nn.Parameter(p.detach().float()) for p in self.weights]
         groups = [
             {"params": [p for p in self.masters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in self.masters if p.dim() == 1], "weight_decay": 0.0},
@@ -196,7 +216,7 @@ class Transformers:
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPSILON, fused=True)
         self.forward = torch.compile(self.model) if compiled else self.model
 
-    def step(self, step: int):
+    def step(self, step: int) -> tuple[Any, Any]:
         torch = self.torch
         tokens = batch_tokens(self.setup, step)[0].to(self.setup.device)
         labels = tokens[:, 1:].contiguous()
@@ -205,7 +225,7 @@ class Transformers:
         loss.backward()
         if self.weights is not None:
             for master, weight in zip(self.masters, self.weights):
-                master.grad, weight.grad = weight.grad.float(), None
+                master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
         norm = torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -218,17 +238,18 @@ class Transformers:
         pass
 
 
-def twin(config):
+def twin(config: Config) -> nn.Module:
     """transformers' model with the initial values of ours, through the tables that export uses."""
     import transformers
 
     from megatron.checkpoint.hf import convert
     from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
+    from megatron.parallel.parameters import logical_of
 
     architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else "gpt_neox")
     theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
-    ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
+    ours = {logical_of(p).name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
     steps = convert.plan(architecture, ours, config.model)
     in_memory = {disk: memory for memory, disk in architecture.aliases.items()}
     state = {in_memory.get(name, name): tensor for name, tensor in convert.to_hf(steps, ours.__getitem__)}
@@ -238,12 +259,22 @@ def twin(config):
 
 def with_fla(setup: Setup) -> Ours:
     """Our step with another recurrence of RWKV-7, of which autograd keeps everything."""
-    import torch
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_chunkwise
 
     from megatron.kinds.rwkv7 import layer as rwkv7
 
-    def theirs(r, log_w, k, v, a, b, *, chunk, initial_BhNN=None, starts_BS=None):
+    def theirs(
+        r: torch.Tensor,
+        log_w: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        chunk: int,
+        initial_BhNN: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if initial_BhNN is not None or starts_BS is not None:
             raise NotImplementedError(
                 "the contender fla trains whole samples: it takes no earlier state and no documents"
@@ -252,14 +283,15 @@ def with_fla(setup: Setup) -> Ours:
         y, state = dplr_chunkwise(*heads_first, chunk_size=min(chunk, r.shape[1]))
         return y.transpose(1, 2), state.mT
 
-    def kept(function, *inputs: torch.Tensor | None):
+    def kept(function: Callable, *inputs: torch.Tensor | None) -> Any:
         return function(*inputs)
 
-    rwkv7.wkv7, rwkv7.recomputed = theirs, kept
+    module: Any = rwkv7
+    module.wkv7, module.recomputed = theirs, kept
     return Ours(setup)
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours": Ours,
     "eager": lambda setup: Transformers(setup, compiled=False),
     "compiled": lambda setup: Transformers(setup, compiled=True),
@@ -286,7 +318,7 @@ def peak_memory(device: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def serve(name: str, setup: Setup, pipe: Connection, make=None) -> None:
+def serve(name: str, setup: Setup, pipe: Connection, make: Callable[[Setup], Contender] | None = None) -> None:
     """A contender's process: answers (first step, number of steps) with losses, norms, seconds and peak memory.
 
     None ends it. An error goes to the other side as an exception.
@@ -308,7 +340,7 @@ def serve(name: str, setup: Setup, pipe: Connection, make=None) -> None:
         raise
 
 
-def _run(contender, setup: Setup, first: int, steps: int) -> dict[str, Any]:
+def _run(contender: Contender, setup: Setup, first: int, steps: int) -> dict[str, Any]:
     import torch
 
     wait = torch.cuda.synchronize if setup.device != "cpu" else lambda: None

@@ -20,12 +20,20 @@ import argparse  # noqa: E402
 import math  # noqa: E402
 import statistics  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.model.stack import Model
 
 KINDS = {"attention": "(attention/mlp) x{}", "mamba2": "(mamba2 x2) x{}", "rwkv7": "(rwkv7/rwkv7_ffn) x{}"}
 VOCABULARY, HEAD = 512, 64
+Clock = Callable[[], float]
 
 
-def model_of(kind: str, hidden: int, blocks: int, length: int):
+def model_of(kind: str, hidden: int, blocks: int, length: int) -> tuple[Model, int]:
     """A model in training mode, with the parameters of its layers that are no embedding or head."""
     from megatron.config import resolve
     from megatron.model.describe import totals
@@ -50,7 +58,7 @@ def model_of(kind: str, hidden: int, blocks: int, length: int):
     return build_model(config), totals(config).parameters - 2 * VOCABULARY * hidden
 
 
-def seconds(model, tokens, now) -> float:
+def seconds(model: Model, tokens: torch.Tensor, now: Clock) -> float:
     """Of one forward and backward pass."""
     import torch
 
@@ -60,7 +68,9 @@ def seconds(model, tokens, now) -> float:
     return now() - begin
 
 
-def measure(hidden: int, blocks: int, lengths: list[int], tokens: int, rounds: int, now) -> dict[int, dict[str, float]]:
+def measure(
+    hidden: int, blocks: int, lengths: list[int], tokens: int, rounds: int, now: Clock
+) -> dict[int, dict[str, float]]:
     """By length and kind: median tokens per second ("attention"), or how many times those of attention."""
     import torch
 
@@ -117,7 +127,7 @@ def main(given: list[str] | None = None) -> int:
             print(f"| {length} | {row['attention']:,.0f} | {row['mamba2']:.2f} | {row['rwkv7']:.2f} |")
         for kind in ("mamba2", "rwkv7"):
             where = crossover({length: row[kind] for length, row in found.items()})
-            said = {None: "slower at every length", 0: "faster at every length"}
+            said: dict[float | None, str] = {None: "slower at every length", 0: "faster at every length"}
             print(f"{kind}: {said.get(where) or f'faster from {where:,.0f} tokens on'}", flush=True)
     return 0
 

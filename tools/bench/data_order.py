@@ -20,7 +20,9 @@ import resource  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import TypeVar  # noqa: E402
 
 import numpy as np  # noqa: E402
 
@@ -29,6 +31,8 @@ from megatron.data.cache import examine  # noqa: E402
 from megatron.data.pythia import PythiaOrder  # noqa: E402
 from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.data.token_writer import write_index  # noqa: E402
+
+T = TypeVar("T")
 
 
 def sizes_of(documents: int, tokens: int, seed: int = 0) -> np.ndarray:
@@ -45,13 +49,13 @@ def sizes_of(documents: int, tokens: int, seed: int = 0) -> np.ndarray:
 def make_pair(prefix: Path, sizes: np.ndarray) -> TokenFile:
     """A pair with an index of these sizes and a .bin without content."""
     with open(f"{prefix}.idx", "wb") as file:
-        write_index(file, sizes, np.uint16)
+        write_index(file, sizes, np.dtype(np.uint16))
     with open(f"{prefix}.bin", "wb") as file:
         file.truncate(int(sizes.sum(dtype=np.int64)) * 2)
     return TokenFile(prefix)
 
 
-def timed(action) -> tuple[tuple[float, float], object]:
+def timed(action: Callable[[], T]) -> tuple[tuple[float, float], T]:
     """Wall seconds and processor seconds of an action, and its result."""
     begin, used = time.perf_counter(), time.process_time()
     result = action()

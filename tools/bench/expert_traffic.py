@@ -25,6 +25,7 @@ import tempfile  # noqa: E402
 import warnings  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from dataclasses import dataclass, replace  # noqa: E402
+from typing import Any  # noqa: E402
 from unittest import mock  # noqa: E402
 
 import torch  # noqa: E402
@@ -65,22 +66,28 @@ def counted() -> Iterator[Traffic]:
     traffic = Traffic()
     exchange, gather, scatter = dist.all_to_all_single, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
-    def exchanging(output, tensor, received=None, sent=None, group=None):
+    def exchanging(
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        received: list[int] | None = None,
+        sent: list[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         if sent is not None:  # rows, not their numbers
             leaving = sum(sent) - sent[dist.get_rank(group)]
             traffic.exchanged += leaving * tensor[0:0].new_empty(1, *tensor.shape[1:]).nbytes
             traffic.exchanges += 1
-        return exchange(output, tensor, received, sent, group)
+        exchange(output, tensor, received, sent, group)
 
-    def gathering(output, tensor, group=None):
+    def gathering(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         traffic.gathered += (dist.get_world_size(group) - 1) * tensor.nbytes * tensor.is_floating_point()
-        return gather(output, tensor, group=group)
+        gather(output, tensor, group=group)
 
-    def scattering(output, tensor, group=None):
+    def scattering(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         traffic.gathered += (dist.get_world_size(group) - 1) * output.nbytes
-        return scatter(output, tensor, group=group)
+        scatter(output, tensor, group=group)
 
-    patched = {
+    patched: dict[str, Any] = {
         "all_to_all_single": exchanging,
         "all_gather_into_tensor": gathering,
         "reduce_scatter_tensor": scattering,
@@ -118,6 +125,7 @@ def passed(way: str, asked: argparse.Namespace) -> tuple[Traffic, torch.Tensor, 
     with counted() as traffic:
         y = layer(x, Stream(x))
         (y * weight).sum().backward()
+    assert x.grad is not None
     return traffic, y.detach(), x.grad
 
 

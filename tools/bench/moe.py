@@ -18,10 +18,15 @@ sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."
 
 import argparse  # noqa: E402
 import statistics  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from tools.bench.contenders import BETAS, CLIP, EPSILON, LR, SEED, WEIGHT_DECAY, Ours, Setup, Transformers  # noqa: E402
 from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, check_equal, started  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.config import Config
 
 VOCABULARY = 8192
 SHAPES = {  # hidden size, layers, heads, experts, experts per token, width of an expert
@@ -31,7 +36,7 @@ SHAPES = {  # hidden size, layers, heads, experts, experts per token, width of a
 }
 
 
-def configuration(setup: Setup, dense: bool = False):
+def configuration(setup: Setup, dense: bool = False) -> Config:
     """Our configuration of the setup: Mixtral's form, or its dense counterpart."""
     from megatron.config import resolve
 
@@ -71,19 +76,20 @@ def configuration(setup: Setup, dense: bool = False):
     })
 
 
-def mixtral(setup: Setup):
+def mixtral(setup: Setup) -> nn.Module:
     """transformers' Mixtral with the initial values of ours."""
     import transformers
 
     from megatron.checkpoint.hf import convert
     from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
+    from megatron.parallel.parameters import logical_of
 
     config = configuration(setup)
     architecture, theirs_config = hf_config(config, "mixtral")
     theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
     theirs.set_experts_implementation("grouped_mm")
-    ours = {p.logical.name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
+    ours = {logical_of(p).name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
     steps = convert.plan(architecture, ours, config.model)
     state = {}
     for name, tensor in convert.to_hf(steps, ours.__getitem__):

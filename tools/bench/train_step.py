@@ -25,12 +25,12 @@ import json  # noqa: E402
 import math  # noqa: E402
 import multiprocessing  # noqa: E402
 import statistics  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from typing import Any  # noqa: E402
 
 import yaml  # noqa: E402
 
-from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Setup, configuration, has, serve  # noqa: E402
+from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Contender, Setup, configuration, has, serve  # noqa: E402
 from tools.bench.processor import Products, processor  # noqa: E402
 
 # Relative, of losses and gradient norms in the first steps. In bf16 a loss is a mean of fp32 numbers over all tokens,
@@ -46,7 +46,7 @@ class Mismatch(Exception):
 class Remote:
     """One contender's process."""
 
-    def __init__(self, name: str, setup: Setup, make=None):
+    def __init__(self, name: str, setup: Setup, make: Callable[[Setup], Contender] | None = None):
         context = multiprocessing.get_context("spawn")
         self.name = name
         self.pipe, theirs = context.Pipe()
@@ -61,7 +61,7 @@ class Remote:
         self.pipe.send((first, steps))
         return self._receive()
 
-    def _receive(self):
+    def _receive(self) -> Any:
         try:
             answer = self.pipe.recv()
         except EOFError:

@@ -24,6 +24,7 @@ from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
 from megatron.config import ConfigError, resolve
+from megatron.config.origins import Origin
 from megatron.config.yaml_source import parse
 from megatron.parallel.layout import Layout
 
@@ -34,7 +35,7 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     Raises:
         ConfigError: with the rules that the layout breaks.
     """
-    values, _, _ = parse(config, lambda _line: None)
+    values, _, _ = parse(config, lambda _line: Origin("values"))
     if not values or "training" not in values:
         return  # weights that were imported, of no run
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}

@@ -15,8 +15,13 @@ sys.path[0] = os.path.abspath(
 )  # files here hide modules of the library
 
 import argparse  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from tools.data.command import run, run_left_out  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.data.provenance import Provenance
 
 
 def options() -> argparse.ArgumentParser:
@@ -62,7 +67,7 @@ def _document(text: str) -> tuple[str, int]:
     return source, int(number)
 
 
-def _texts(provenance, config, text: str, workers: int) -> list[dict]:
+def _texts(provenance: Provenance, config: Config, text: str, workers: int) -> list[dict]:
     from megatron.data.corpus.progress import Meter
     from megatron.data.errors import DataError
     from megatron.data.text_search import find_text
@@ -82,7 +87,7 @@ def _texts(provenance, config, text: str, workers: int) -> list[dict]:
     return found
 
 
-def _entry(provenance, source: int, document: int, start: int, length: int | None) -> dict:
+def _entry(provenance: Provenance, source: int, document: int, start: int, length: int | None) -> dict:
     seen = provenance.seen(source, document, start, length)
     return {
         "source": provenance.plan.sources[source].name,

@@ -88,7 +88,7 @@ def model_values(theirs: PreTrainedConfig, extensions: Extensions = ()) -> dict[
         except KeyError as error:
             problems.append(
                 f"{field.theirs}={error.args[0]!r} is not computed here; "
-                f"{field.ours} is one of {', '.join(map(str, field.values))}"
+                f"{field.ours} is one of {', '.join(map(str, field.values or ()))}"
             )
     for name, value in architecture.required.items():
         if getattr(theirs, name) != value:
@@ -147,7 +147,9 @@ def _known(architecture: Architecture) -> set[str]:
     return _kinds(block for text in architecture.blocks for block in parse(text))
 
 
-def _distance(model: ModelSection, architecture: Architecture, theirs, problems: list[str]) -> tuple:
+def _distance(
+    model: ModelSection, architecture: Architecture, theirs: PreTrainedConfig | None, problems: list[str]
+) -> tuple:
     """How far an architecture is from a model: by its mixers, its other layers, then by what it computes otherwise."""
     ours, own = _kinds(model.blocks), _known(architecture)
     other_layers = problems[0].startswith("model.layers")  # farther than what their own validation does not like

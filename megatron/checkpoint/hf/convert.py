@@ -117,7 +117,9 @@ def from_hf(
         yield from step.from_hf(lambda name: read(there[name]))
 
 
-def _untied(architecture: Architecture, steps: list[Step], there: dict[str, str], read) -> list[str]:
+def _untied(
+    architecture: Architecture, steps: list[Step], there: dict[str, str], read: Callable[[str], Tensor]
+) -> list[str]:
     embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
     if read(there[architecture.head]).equal(read(there[embedding])):
         return []

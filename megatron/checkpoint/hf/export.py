@@ -8,12 +8,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megatron.config import Config, read_resolved
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 from ..errors import CheckpointError
 from ..fragment import MASTER, WEIGHT, FragmentSpec
@@ -56,7 +57,7 @@ def type_of(checkpoint: Checkpoint) -> torch.dtype:
             sizes[dtype] = sizes.get(dtype, 0) + torch.Size(tensor.shape).numel()
     if not sizes:
         raise CheckpointError(checkpoint.path, "it has no weights")
-    return max(sizes, key=sizes.get)
+    return max(sizes, key=lambda dtype: sizes[dtype])
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _write_tokenizer(folder: Path, config: Config, theirs: PreTrainedConfig) -> 
             f"the tokenizer ({section.type} {section.path or ''}) is no local tokenizer.json and was not written; "
             "put its files beside the model"
         ]
-    tokenizer = build_tokenizer(section)
+    tokenizer = cast(HuggingFaceTokenizer, build_tokenizer(section))
     theirs.eos_token_id = tokenizer.eod_id
     end = None if tokenizer.eod_id is None else tokenizer.backend.id_to_token(tokenizer.eod_id)
     PreTrainedTokenizerFast(

@@ -110,11 +110,12 @@ def locate(model: str, extensions: Extensions = ()) -> Path:
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
     missing = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
-    where = {"local_files_only": bool(missing)}
+    cached = bool(missing)
     try:
         # nothing is fetched for a model that we cannot take
-        read_config(Path(hf_hub_download(model, "config.json", **where)).parent, extensions)
-        return Path(snapshot_download(model, allow_patterns=["*.safetensors", "*.json", "tokenizer*"], **where))
+        read_config(Path(hf_hub_download(model, "config.json", local_files_only=cached)).parent, extensions)
+        wanted = ["*.safetensors", "*.json", "tokenizer*"]
+        return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=cached))
     except CheckpointError:
         raise
     except Exception as error:  # the hub library raises errors of many kinds: no such name, no network, no access
@@ -254,7 +255,7 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
 
 
 def _check_shapes(
-    folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: WeightSource, there
+    folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: WeightSource, there: dict[str, str]
 ) -> None:
     """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
     problems = []
@@ -277,7 +278,7 @@ def _check_shapes(
 
 
 def _values(
-    steps: list[Step], source: WeightSource, there: dict[str, str], progress
+    steps: list[Step], source: WeightSource, there: dict[str, str], progress: Callable[[str], None]
 ) -> Callable[[str], Iterator[torch.Tensor]]:
     """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
     step_of = {name: step for step in steps for name in step.ours}

@@ -44,7 +44,8 @@ class Windowed(Layers):
 
     def write(self, config: Config) -> dict[str, Any]:
         """What they cannot express shows when it is read back."""
-        windows = [options_of(config.model, block.mixer).window for block in config.model.blocks]
+        model = config.model
+        windows = [options_of(model, block.mixer).window for block in model.blocks if block.mixer is not None]
         used = sorted({window for window in windows if window is not None})
         return {
             "use_sliding_window": bool(used),
@@ -104,7 +105,7 @@ class ByLayer(Layers):
 
     def write(self, config: Config) -> dict[str, Any]:
         model = config.model
-        mixers = [options_of(model, block.mixer) for block in model.blocks]
+        mixers = [options_of(model, block.mixer) for block in model.blocks if block.mixer is not None]
         kinds = [FULL if each.window is None else SLIDING for each in mixers]
         windows = sorted({each.window for each in mixers if each.window is not None})
         found = {

@@ -8,6 +8,7 @@ head ([n, 3, D]) on every rank, as in GPTNeoXForCausalLM, so shards below each o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,8 +131,8 @@ def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = 
     """
     layers = layers_of(folder)
     first = next(iter(layers.values()))
-    embedding = [shard.read().get(EMBEDDING) for shard in first]
-    if any(shard is None for shard in embedding):
+    embedding = [shard.read()[EMBEDDING] for shard in first if EMBEDDING in shard.read()]
+    if len(embedding) < len(first):
         raise CheckpointError(first[0].path, f"the first layer should be the embedding, but has no {EMBEDDING}")
     resolved = configuration(folder, config, sum(len(shard) for shard in embedding), batch)
     _, theirs = hf_config(resolved.config, GPT_NEOX.name)
@@ -156,7 +157,8 @@ def _places(folder: Path, layers: dict[int, list[Shard]], embedding: list[Tensor
     problems, block = [], 0
     for number, shards in layers.items():
         tensors = [shard.read() for shard in shards]
-        differing = sorted(set().union(*tensors) - set.intersection(*map(set, tensors)))
+        held = Counter(name for each in tensors for name in each)
+        differing = sorted(name for name, ranks in held.items() if ranks < len(tensors))
         problems += [f"{shards[0].path.name}: layer {number}'s {name} is not on all ranks" for name in differing]
         names = {_whole_name(name, block): name for name in tensors[0]}
         problems += [
@@ -165,7 +167,7 @@ def _places(folder: Path, layers: dict[int, list[Shard]], embedding: list[Tensor
             if name not in ROWS + COLUMNS + OUTPUT_BIASES + NORMS
         ]
         for again in sorted(set(names) & set(found)):  # a tied head is kept where it is used, too
-            tied = [shard.get(EMBEDDING) for shard in tensors]
+            tied = [shard[EMBEDDING] for shard in tensors if EMBEDDING in shard]
             if names[again] != EMBEDDING or not all(map(torch.equal, tied, embedding)):
                 problems.append(f"{shards[0].path.name}: {again} is in an earlier layer, too")
         block += any(name.startswith("gpt_neox.layers.") for name in names)
@@ -186,7 +188,8 @@ def to_folder(run: Run, out: Path) -> None:
     Args:
         out: an existing empty folder.
     """
-    files, total = {}, 0
+    files: dict[str, str] = {}
+    total = 0
     for number, layer in enumerate(run.layers):
         own = {name: place for name, place in run.places.items() if place[0] == layer}
         tensors = {name: run.whole(place, run.weights(place)) for name, place in own.items()}
@@ -267,8 +270,9 @@ def _progress(folder: Path, optimizer: OptimizerStates) -> tuple[int, int | None
     if not isinstance(number, int):
         raise CheckpointError(folder, "mp_rank_00_model_states.pt does not say the iteration")
     steps, samples = engine.get("global_steps"), engine.get("global_samples")
-    exact = isinstance(steps, int) and isinstance(samples, int) and steps > 0 and samples % steps == 0
-    return number, samples // steps if exact else None
+    if isinstance(steps, int) and isinstance(samples, int) and steps > 0 and samples % steps == 0:
+        return number, samples // steps
+    return number, None
 
 
 def _same_model(run: Run, optimizer: OptimizerStates) -> None:

@@ -14,11 +14,11 @@ Model parallel ranks are those of one pipeline stage after another, the tensor p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from .neox_files import OPTIMIZER, Shard, complete, first_name, matching, model_
 
 Place = tuple[int, str]  # number of a layer, name in it
 Read = Callable[[str], Tensor]  # gives one state of a parameter by its name
+
+Name = TypeVar("Name")  # of a parameter
 
 EMBEDDING = "word_embeddings.weight"
 _NAME = re.compile(r"(?:sequential\.)?(\d+)\.(.+)|tied_modules\.\w+\.(.+)")
@@ -166,7 +168,7 @@ def _mapped(mappings: list[Mapping[str, Any]], names: Iterable[str]) -> dict[str
     }
 
 
-def _in_order(shapes: Mapping[str, Any], lengths: list[int]) -> dict[str, list[tuple[int, int, int]]]:
+def _in_order(shapes: Mapping[Name, Any], lengths: list[int]) -> dict[Name, list[tuple[int, int, int]]]:
     """The same where parameters follow each other in one flat tensor, cut into slices of these lengths."""
     found, place = {}, 0
     for name, shape in shapes.items():
@@ -199,7 +201,9 @@ def _of_plain(model: dict[str, Any], here: Mapping[int, Mapping[str, Tensor]], r
     keys = [group["params"] for group in base["param_groups"]]
     amount = sum(map(len, flat)) if flat else sum(map(len, keys))
     groups = _grouped(_stage(here, rest, amount, count=not flat), len(keys))
-    parameters, states, steps = {}, [], set()
+    parameters: dict[Place, list[Read]] = {}
+    states: list[tuple[str, ...]] = []
+    steps: set[float] = set()
     for number, (own, options) in enumerate(zip(groups, base["param_groups"], strict=True)):
         shapes = {place: tuple(here[place[0]][place[1]].shape) for place in own}
         if flat:
@@ -256,7 +260,9 @@ def _grouped(places: list[Place], groups: int) -> list[list[Place]]:
     return [[place for place in places if place not in set(bare)], bare]
 
 
-def _pieces(name: str, flats: list[dict[str, Tensor]], slices: list[tuple[int, int, int]], shape) -> Read:
+def _pieces(
+    name: str, flats: list[dict[str, Tensor]], slices: list[tuple[int, int, int]], shape: Sequence[int]
+) -> Read:
     """A way to read a parameter that lies in these pieces (see `_mapped`) of flat tensors."""
     beyond = [rank for rank, start, length in slices if start < 0 or start + length > len(flats[rank][MASTER])]
     if beyond or sum(length for *_, length in slices) != prod(shape):
@@ -303,7 +309,11 @@ def _place(name: str, layers: Mapping[int, list[Shard]]) -> Place:
 
 
 def _checked(
-    parameters: dict[Place, list[Read]], states: list[tuple[str, ...]], steps: Collection[float], scaler, model
+    parameters: dict[Place, list[Read]],
+    states: list[tuple[str, ...]],
+    steps: Collection[float],
+    scaler: dict[str, Any],
+    model: Mapping[str, Any],
 ) -> OptimizerStates:
     if len(set(states)) != 1 or len(steps) != 1:
         raise ValueError("parameters have different states, or have been updated different numbers of times")

@@ -83,7 +83,8 @@ class Window:
 
     def write(self, config: Config) -> dict[str, Any]:
         """That of the first layer: where another differs, it shows when the configuration is read back."""
-        return {"sliding_window": options_of(config.model, config.model.blocks[0].mixer).window}
+        first = config.model.blocks[0].mixer
+        return {"sliding_window": None if first is None else options_of(config.model, first).window}
 
 
 def unlimited(value: float) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.kind import kinds_of
+from megatron.config.pattern import BlockPattern
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
@@ -57,7 +58,7 @@ def _blocks(model: ModelSection) -> list[dict[str, Any]]:
     return [_block(model, block) for block in model.blocks]
 
 
-def _block(model: ModelSection, block) -> dict[str, Any]:
+def _block(model: ModelSection, block: BlockPattern) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in block.kinds:
         values = options_of(model, kind).model_dump()

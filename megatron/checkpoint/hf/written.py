@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,10 +14,12 @@ from ..container import header
 from ..durable import CHUNK
 from .convert import Step
 
+Planned = tuple[Step, dict[str, tuple[int, ...]]]  # a step, and the shapes of what it writes
+
 INDEX = "model.safetensors.index.json"
 
 
-def shapes_of(steps: Iterable[Step], ours: dict[str, tuple[int, ...]]) -> list[tuple[Step, dict[str, tuple[int, ...]]]]:
+def shapes_of(steps: Iterable[Step], ours: dict[str, tuple[int, ...]]) -> list[Planned]:
     """What each step will write: names and shapes, from the shapes of our tensors."""
 
     def empty(name: str) -> Tensor:
@@ -26,11 +28,10 @@ def shapes_of(steps: Iterable[Step], ours: dict[str, tuple[int, ...]]) -> list[t
     return [(step, {name: tuple(tensor.shape) for name, tensor in step.to_hf(empty)}) for step in steps]
 
 
-def files_of(
-    planned: list[tuple[Step, dict[str, tuple[int, ...]]]], dtype: torch.dtype, limit: int
-) -> list[list[tuple[Step, dict[str, tuple[int, ...]]]]]:
+def files_of(planned: list[Planned], dtype: torch.dtype, limit: int) -> list[list[Planned]]:
     """The steps in files of at most `limit` bytes (a step is never cut, so one alone may be larger)."""
-    files, size = [[]], 0
+    files: list[list[Planned]] = [[]]
+    size = 0
     for step, shapes in planned:
         own = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
         if files[-1] and size + own > limit:
@@ -41,7 +42,9 @@ def files_of(
     return files
 
 
-def write_tensors(folder: Path, planned, dtype: torch.dtype, read, limit: int) -> Iterator[str]:
+def write_tensors(
+    folder: Path, planned: list[Planned], dtype: torch.dtype, read: Callable[[str], Tensor], limit: int
+) -> Iterator[str]:
     """Write all tensors; the tensors of one step are in memory at a time. Yields the name of each file when it is done.
 
     Args:
@@ -50,7 +53,8 @@ def write_tensors(folder: Path, planned, dtype: torch.dtype, read, limit: int) -
         read: gives one of our tensors by its name.
         limit: bytes of a file.
     """
-    files, places, total = files_of(planned, dtype, limit), {}, 0
+    files, total = files_of(planned, dtype, limit), 0
+    places: dict[str, str] = {}
     for number, content in enumerate(files):
         name = "model.safetensors" if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         shapes = {key: shape for _, each in content for key, shape in each.items()}

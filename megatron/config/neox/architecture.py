@@ -188,7 +188,7 @@ def _mamba(flat: Flat, native: Native, kinds: list) -> None:
         )
     native.used.update(names)
     native.put("model.mamba.convolution_bias", flat.boolean("mamba_use_bias_in_conv"), "mamba_use_bias_in_conv")
-    hidden = flat.count("hidden_size")
+    hidden = flat.count("hidden_size") or 0
     inner = _stated_width(flat, hidden) if hidden else None
     if inner and inner % hidden:
         flat.problem(
@@ -224,14 +224,15 @@ def expand(config: list, layers: int) -> list | None:
 
 
 def _vocabulary(flat: Flat, native: Native) -> None:
-    multiple, tensor = flat.count("make_vocab_size_divisible_by"), flat.count("model_parallel_size")
+    multiple = flat.defaulted_count("make_vocab_size_divisible_by")
+    tensor = flat.defaulted_count("model_parallel_size")
     native.put("model.vocab_multiple", multiple * tensor, "make_vocab_size_divisible_by", "model_parallel_size")
 
 
 def _norm(flat: Flat, native: Native) -> None:
     kind, epsilon = flat.choice("norm", NORMS, NO_NORM) or NORMS["layernorm"]
     native.put("model.norm.type", kind, "norm")
-    native.put("model.norm.epsilon", float(flat.number(epsilon)), epsilon)
+    native.put("model.norm.epsilon", flat.defaulted_number(epsilon), epsilon)
     if kind == "layernorm":
         native.put("model.norm.bias", True, "norm")
     if kind == "rmsnorm" and not flat.given("rms_norm_epsilon"):
@@ -259,8 +260,8 @@ def _positions(flat: Flat, native: Native) -> None:
     else:
         native.unused("only learned positions have a table", "max_position_embeddings")
     if attention == "rotary":
-        native.put("model.attention.rotary.fraction", float(flat.number("rotary_pct")), "rotary_pct")
-        native.put("model.attention.rotary.base", float(flat.number("rotary_emb_base")), "rotary_emb_base")
+        native.put("model.attention.rotary.fraction", flat.defaulted_number("rotary_pct"), "rotary_pct")
+        native.put("model.attention.rotary.base", flat.defaulted_number("rotary_emb_base"), "rotary_emb_base")
     else:
         native.unused("pos_emb is not rotary", "rotary_pct", "rotary_emb_base")
 
@@ -273,7 +274,7 @@ def _attention(flat: Flat, native: Native) -> None:
     bias = flat.boolean("use_bias_in_attn_linear")
     native.put("model.attention.qkv_bias", bias, "use_bias_in_attn_linear")
     native.put("model.attention.output_bias", bias, "use_bias_in_attn_linear")
-    native.put("model.attention.dropout", float(flat.number("attention_dropout")), "attention_dropout")
+    native.put("model.attention.dropout", flat.defaulted_number("attention_dropout"), "attention_dropout")
     window = flat.count("sliding_window_width")
     if window is not None:
         native.put("model.attention.window", window + 1, "sliding_window_width")
@@ -332,7 +333,7 @@ def _third(width: int, multiple: int) -> int:
 
 
 def _plain_width(flat: Flat, hidden: int) -> int:
-    return _up(_stated_width(flat, hidden) or 4 * hidden, flat.count("mlp_multiple_of"))
+    return _up(_stated_width(flat, hidden) or 4 * hidden, flat.defaulted_count("mlp_multiple_of"))
 
 
 def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
@@ -343,7 +344,7 @@ def _gated_width(flat: Flat, native: Native, hidden: int, llama: bool) -> int:
     model is as wide as 6 hidden_size or as narrow as 2 under the wrong reading of usual values. A note says what was
     taken. Where nothing is stated, that release builds 4/3 hidden_size; every published model means 8/3.
     """
-    multiple = 256 if llama and not flat.given("mlp_multiple_of") else flat.count("mlp_multiple_of")
+    multiple = 256 if llama and not flat.given("mlp_multiple_of") else flat.defaulted_count("mlp_multiple_of")
     stated = _stated_width(flat, hidden)
     if stated is None:
         width, built = _up(hidden * 8 // 3, multiple), _third(4 * hidden, multiple)
@@ -384,7 +385,7 @@ def _residual(flat: Flat, native: Native) -> None:
     else:
         native.unused("gpt_j_residual is off", "gpt_j_tied")
     native.put("model.embedding.tied", not flat.boolean("no_weight_tying"), "no_weight_tying")
-    dropout = float(flat.number("hidden_dropout"))
+    dropout = flat.defaulted_number("hidden_dropout")
     native.put("model.dropout", dropout, "hidden_dropout")
     if dropout and not flat.boolean("use_bias_in_mlp"):
         native.note(
@@ -401,4 +402,4 @@ def _inits(flat: Flat, native: Native) -> None:
         flat.choice("output_layer_init_method", INITS, NO_INIT) or "scaled_normal",
         "output_layer_init_method",
     )
-    native.put("model.init.std", float(flat.number("init_method_std")), "init_method_std")
+    native.put("model.init.std", flat.defaulted_number("init_method_std"), "init_method_std")

@@ -88,7 +88,7 @@ def _packing(flat: Flat, native: Native) -> None:
 
 
 def _weighting(flat: Flat, native: Native) -> None:
-    alpha = float(flat.number("weighted_sampler_alpha"))
+    alpha = flat.defaulted_number("weighted_sampler_alpha")
     if not flat.boolean("weight_by_num_documents") or flat.given("data_path"):
         native.unused("weights are those given", "weight_by_num_documents")
         native.unused("only weight_by_num_documents with several files reads it", "weighted_sampler_alpha")
@@ -109,11 +109,12 @@ def _one_file(flat: Flat, native: Native) -> None:
     native.put("data.train", [{"path": flat.text("data_path"), "weight": 1.0}], "data_path")
     native.put("data.margin", 1.0, "data_path")
     text = str(flat.raw("split"))
-    parts = [as_number(part) for part in text.split("," if "," in text else "/")]
-    if None in parts or any(part < 0 for part in parts) or not sum(parts[:3]):
+    given = [as_number(part) for part in text.split("," if "," in text else "/")]
+    parts = [float(part) for part in given if part is not None]
+    if len(parts) < len(given) or any(part < 0 for part in parts) or not sum(parts[:3]):
         flat.problem("split", "split must be up to three shares that are not all 0", "write it as in '969, 30, 1'")
         return
-    native.put("data.split", ([float(part) for part in parts] + [0.0, 0.0])[:3], "split")
+    native.put("data.split", (parts + [0.0, 0.0])[:3], "split")
 
 
 def _separate_files(flat: Flat, native: Native) -> None:
@@ -138,15 +139,15 @@ def _sources(flat: Flat, name: str) -> list[dict[str, Any]]:
         return []
     if weights is None:
         weights = [1.0] * len(paths)
-    numbers = [as_number(weight) for weight in weights]
-    if len(numbers) != len(paths) or None in numbers or any(number <= 0 for number in numbers):
+    numbers = [float(number) for weight in weights if (number := as_number(weight)) is not None]
+    if not len(numbers) == len(weights) == len(paths) or any(number <= 0 for number in numbers):
         flat.problem(
             f"{name}_data_weights",
             f"it must have one number above 0 for each of the {len(paths)} paths",
             "write as many weights as paths; leave out sources without weight",
         )
         return []
-    sources = [{"path": path, "weight": float(weight)} for path, weight in zip(paths, numbers)]
+    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, numbers)]
     labels = flat.items(f"{name}_label_data_paths")
     if not labels:
         return sources

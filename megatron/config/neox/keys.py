@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Container
 from functools import cache
 from typing import Any, Literal
 
@@ -20,16 +21,14 @@ Kind = Literal["translated", "no effect", "refused", "retired", "unknown"]
 
 def kind_of(name: str) -> Kind:
     """The class of a key, given with underscores."""
-    for kind, names in (
+    classes: tuple[tuple[Kind, Container[str]], ...] = (
         ("translated", TRANSLATED),
         ("no effect", NO_EFFECT),
         ("refused", REFUSED),
         ("translated", RETIRED_READ),
         ("retired", RETIRED),
-    ):
-        if name in names:
-            return kind
-    return "unknown"
+    )
+    return next((kind for kind, names in classes if name in names), "unknown")
 
 
 def plain(name: str) -> str:

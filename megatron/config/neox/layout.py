@@ -68,12 +68,12 @@ ZERO_IDLE = {"contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoi
 
 def translate(flat: Flat, native: Native) -> None:
     """Translate the layout keys."""
-    stages = max(1, flat.integer("pipe_parallel_size"))
+    stages = max(1, flat.defaulted_integer("pipe_parallel_size"))
     native.put("parallel.pipeline", stages, "pipe_parallel_size")
     native.put("parallel.tensor", flat.count("model_parallel_size"), "model_parallel_size")
     native.put("parallel.sequence", flat.boolean("sequence_parallel"), "sequence_parallel")
     if stages > 1:
-        method = flat.text("pipe_partition_method").lower()
+        method = (flat.text("pipe_partition_method") or "").lower()
         native.put("parallel.pipeline_split", PARTITIONS.get(method, "uniform"), "pipe_partition_method")
         if method not in PARTITIONS:
             native.note(f"parallel.pipeline_split: uniform; '{method}' is not available, a list of blocks per stage is")
@@ -171,7 +171,7 @@ def _offload(flat: Flat, native: Native, options: dict) -> None:
 def _recomputation(flat: Flat, native: Native) -> None:
     full = flat.boolean("checkpoint_activations")
     native.put("training.activation_checkpointing.mode", "full" if full else "none", "checkpoint_activations")
-    chunk = flat.count("checkpoint_num_layers")
+    chunk = flat.defaulted_count("checkpoint_num_layers")
     if full:
         native.put("training.activation_checkpointing.every", 1, "checkpoint_num_layers")
     else:
@@ -195,7 +195,7 @@ def _launch(flat: Flat, native: Native) -> None:
     for name, key in (("num_gpus", "ranks"), ("master_port", "master_port")):
         if flat.given(name) and (value := flat.count(name)) is not None:
             native.put(f"launch.{key}", value, name)
-    nodes = flat.integer("num_nodes")
+    nodes = flat.defaulted_integer("num_nodes")
     if nodes > 1 and not flat.given("include"):
         flat.problem(
             "num_nodes",

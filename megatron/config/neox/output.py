@@ -183,7 +183,7 @@ def _profile(flat: Flat, native: Native) -> None:
     if not flat.boolean("profile") and not memory:
         native.unused("nothing is profiled", "profile", "memory_profiling", "profile_step_start", "profile_step_stop")
         return
-    start, stop = flat.integer("profile_step_start"), flat.integer("profile_step_stop")
+    start, stop = flat.defaulted_integer("profile_step_start"), flat.defaulted_integer("profile_step_stop")
     if stop <= start:
         flat.problem(
             "profile_step_stop", f"profile_step_stop must be above profile_step_start ({start})", f"take {start + 2}"

@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .documents import FlatProblem, Origin, Translation
 
+T = TypeVar("T")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -81,6 +82,18 @@ class Flat:
             "write a whole number above 0 without quotes",
         )
 
+    def defaulted_number(self, name: str) -> float:
+        """The number of a key whose default is one."""
+        return float(_present(name, self.number(name)))
+
+    def defaulted_integer(self, name: str) -> int:
+        """The whole number of a key whose default is one."""
+        return _present(name, self.integer(name))
+
+    def defaulted_count(self, name: str) -> int:
+        """The whole number above 0 of a key whose default is one."""
+        return _present(name, self.count(name))
+
     def boolean(self, name: str) -> bool | None:
         """true or false, or None."""
         return self._typed(
@@ -127,6 +140,12 @@ class Flat:
             self.problem(name, f"{name} must be {kind}", fix)
             return self.defaults[name]
         return converted
+
+
+def _present(name: str, value: T | None) -> T:
+    if value is None:
+        raise ValueError(f"GPT-NeoX has no default for {name}")
+    return value
 
 
 def _whole(value: Any) -> int | None:

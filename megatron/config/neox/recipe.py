@@ -86,7 +86,7 @@ def translate(flat: Flat, native: Native) -> None:
     _batch(flat, native)
     _epochs(flat, native)
     lr = _optimizer(flat, native)
-    native.put("optimizer.gradient_clipping", float(flat.number("gradient_clipping")), "gradient_clipping")
+    native.put("optimizer.gradient_clipping", flat.defaulted_number("gradient_clipping"), "gradient_clipping")
     _schedule(flat, native, lr)
     _precision(flat, native)
 
@@ -119,7 +119,9 @@ def _passes(flat: Flat) -> int | None:
     if total is None or micro is None or flat.given("gradient_accumulation_steps"):
         return flat.count("gradient_accumulation_steps")
     gpus = flat.count("global_num_gpus")
-    ranks = gpus and gpus // (flat.count("model_parallel_size") * max(1, flat.integer("pipe_parallel_size")))
+    ranks = gpus and gpus // (
+        flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
+    )
     if total == micro:
         return 1
     return total // (micro * ranks) if ranks and total % (micro * ranks) == 0 else None
@@ -143,6 +145,7 @@ def _batch(flat: Flat, native: Native) -> None:
         native.put("training.micro_batch_size", micro, "train_micro_batch_size_per_gpu")
         if steps is not None or total is None:
             native.put("training.accumulation", steps or 1, "gradient_accumulation_steps")
+    if micro is not None or total is None:
         return
     native.put("training.micro_batch_size", _micro(flat, total, steps or 1), "train_batch_size", "global_num_gpus")
     if steps is not None:
@@ -171,7 +174,7 @@ def _accumulation_alias(flat: Flat, native: Native) -> None:
 def _micro(flat: Flat, total: int, steps: int) -> int:
     """GPT-NeoX's micro batch for a global batch, if the file says for how many GPUs; else 1."""
     gpus = flat.count("global_num_gpus")
-    inner = flat.count("model_parallel_size") * max(1, flat.integer("pipe_parallel_size"))
+    inner = flat.defaulted_count("model_parallel_size") * max(1, flat.defaulted_integer("pipe_parallel_size"))
     if gpus is None or gpus % inner or total % (gpus // inner * steps):
         return 1
     return total // (gpus // inner * steps)
@@ -218,9 +221,10 @@ def _parameter(flat: Flat, name: str, value: Any, default: Any, key: str = "opti
     if isinstance(default, bool) and isinstance(value, bool):
         return value
     if isinstance(default, list):
-        numbers = [as_number(item) for item in value] if isinstance(value, (list, tuple)) else []
-        if len(numbers) == len(default) and None not in numbers:
-            return [float(number) for number in numbers]
+        items = value if isinstance(value, (list, tuple)) else []
+        numbers = [float(found) for item in items if (found := as_number(item)) is not None]
+        if len(numbers) == len(items) == len(default):
+            return numbers
     elif not isinstance(default, bool) and (number := as_number(value)) is not None:
         return float(number)
     kind = {list: "two numbers", bool: "true or false"}.get(type(default), "a number")
@@ -234,7 +238,7 @@ def _weight_decay(flat: Flat, native: Native, params: dict) -> float:
     """Weight decay stands at the top level; GPT-NeoX fails where `params` has it too, here the two must agree."""
     inside = params.pop("weight_decay", None)
     if inside is None:
-        value, name = float(flat.number("weight_decay")), "weight_decay"
+        value, name = flat.defaulted_number("weight_decay"), "weight_decay"
     else:
         value, name = _parameter(flat, "weight_decay", inside, 0.0), "optimizer.params.weight_decay"
         if flat.given("weight_decay") and flat.number("weight_decay") != value:
@@ -262,7 +266,7 @@ def _other_parameters(flat: Flat, params: dict, kind: str) -> None:
 def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
     kind = flat.choice("lr_decay_style", SCHEDULES, NO_SCHEDULE) or "constant"
     native.put("schedule.type", kind, "lr_decay_style")
-    native.put("schedule.warmup_fraction", float(flat.number("warmup")), "warmup")
+    native.put("schedule.warmup_fraction", flat.defaulted_number("warmup"), "warmup")
     steps, fraction = flat.integer("train_iters"), flat.number("lr_decay_fraction")
     if flat.given("lr_decay_iters"):
         native.put("schedule.steps", flat.integer("lr_decay_iters"), "lr_decay_iters")
@@ -276,7 +280,7 @@ def _schedule(flat: Flat, native: Native, lr: float | None) -> None:
     elif steps:
         value = steps if fraction is None else max(1, math.floor(steps * fraction))
         native.put("schedule.steps", value, "train_iters" if fraction is None else "lr_decay_fraction")
-    floor = float(flat.number("min_lr"))
+    floor = flat.defaulted_number("min_lr")
     if lr is not None and floor > lr:
         flat.problem("min_lr", f"min_lr must not be above the peak, optimizer.params.lr ({lr})", "make it smaller")
     elif lr is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch
     Raises:
         ValueError: a parameter has no role, or the options contradict each other.
     """
-    return optimizer_class(config).build(config, parameter_groups(config, parameters))
+    made = optimizer_class(config).build(config, parameter_groups(config, parameters))
+    return cast(torch.optim.Optimizer, made)  # as its contract says
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
@@ -22,7 +23,9 @@ class Lion(EagerOptimizer):
         ValueError: a coefficient is outside [0, 1), or a rate or decay is negative.
     """
 
-    def __init__(self, params, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ):
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"optimizer.betas: lion needs both in [0, 1), not {tuple(betas)}")
         if lr < 0 or weight_decay < 0:
@@ -37,7 +40,7 @@ class Lion(EagerOptimizer):
         return ("exp_avg",)
 
     @torch.no_grad()
-    def step(self, closure=None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

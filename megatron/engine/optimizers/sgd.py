@@ -6,10 +6,11 @@ decoupled for every optimizer (Loshchilov & Hutter 2019), hence this class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
@@ -26,7 +27,12 @@ class SGD(EagerOptimizer):
     """
 
     def __init__(
-        self, params, lr: float = 1e-2, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"optimizer.momentum: {momentum} is outside [0, 1)")
@@ -44,7 +50,7 @@ class SGD(EagerOptimizer):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     @torch.no_grad()
-    def step(self, closure=None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -53,13 +59,12 @@ class SGD(EagerOptimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                update = self._direction(group, parameter)
+                update = self._direction(group, parameter, parameter.grad.to(parameter.dtype))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"])
         return loss
 
-    def _direction(self, group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-        gradient = parameter.grad.to(parameter.dtype)
+    def _direction(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if group["momentum"] == 0:
             return gradient
         state = self.state[parameter]

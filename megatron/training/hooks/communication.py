@@ -45,9 +45,9 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
             recorder.label(each, place)
             for part in each.side_layers or ():  # a recomputation calls the parts, not the block
                 recorder.label(part, place)
-            for part, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
-                if part is not None:
-                    recorder.label(part, f"{place}.{kind.name}")
+            for layer, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
+                if layer is not None and kind is not None:
+                    recorder.label(layer, f"{place}.{kind.name}")
 
 
 class CommunicationHook(Hook):
@@ -82,7 +82,7 @@ class CommunicationHook(Hook):
         mesh = trainer.mesh
         device = trainer.exchange.device
         self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
-        label_layers(self._recorder, trainer.engine.deepspeed.module, inside=self._inside)
+        label_layers(self._recorder, trainer.engine.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
         facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
         self._file = AccountFile(self._folder, mesh.rank, facts)
@@ -90,33 +90,40 @@ class CommunicationHook(Hook):
         if self._timed:
             self._times = MessageTimes(self._recorder, device)
 
+    @property
+    def _open(self) -> tuple[Recorder, AccountFile]:
+        if self._recorder is None or self._file is None:
+            raise RuntimeError("the run has not begun")
+        return self._recorder, self._file
+
     def before_step(self, trainer: Trainer, step: int) -> None:
         logged = step % self._every == 0 or step == trainer.end - 1
         if self._times is not None and logged:
             self._times.begin()
-        self._outside += self._recorder.tally.take()
+        self._outside += self._open[0].tally.take()
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         self._heard = report.step
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        self._last = self._recorder.tally.take()
+        recorder, file = self._open
+        self._last = recorder.tally.take()
         if self._times is not None:
-            self._read(step)
+            self._read(step, self._times)
         if step % self._every == 0 or trainer.last:
-            self._file.step(step, self._last, self._outside)
+            file.step(step, self._last, self._outside)
             self._outside = Tally()
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations)
 
-    def _read(self, step: int) -> None:
+    def _read(self, step: int, times: MessageTimes) -> None:
         """Durations of the timed steps whose numbers have arrived: their messages are done on every rank."""
-        if self._times.timer.active:
-            self._times.end(step)
-        self._take(self._times.read(self._heard))
+        if times.timer.active:
+            times.end(step)
+        self._take(times.read(self._heard))
 
     def _take(self, found: tuple[int, Durations] | None) -> None:
         if found is not None:
-            self._file.times(*found)
+            self._open[1].times(*found)
             self._durations = found[1]
 
     def on_end(self, trainer: Trainer) -> None:
@@ -126,8 +133,9 @@ class CommunicationHook(Hook):
             if trainer.error is None:
                 self._take(self._times.read(trainer.completed))
             write_events(self._folder, trainer.mesh.rank, [each.record(offset) for each, offset in self._times.kept])
-        self._recorder.remove()
-        self._file.close(trainer.completed, self._outside + self._recorder.tally.take())
+        recorder, file = self._open
+        recorder.remove()
+        file.close(trainer.completed, self._outside + recorder.tally.take())
         if len(self._last):
             table = step_table(self._last, self._durations)
             trainer.log(f"communication of rank {trainer.mesh.rank} in the last step:\n{table}")

@@ -67,7 +67,9 @@ def evaluate(
         loss in nats per token, perplexity, and the number (weight) of tokens; loss nan where there were no labels.
         Bits per byte, where bytes are known, and the losses of the breakdown's groups.
     """
-    loss_sum, tokens, size = 0.0, 0.0, 0.0
+    loss_sum: torch.Tensor | float = 0.0
+    tokens: torch.Tensor | float = 0.0
+    size = 0.0
     breakdown = measures.breakdown
     sums = torch.zeros(2, breakdown.size, dtype=torch.float64, device=exchange.device) if breakdown else None
     for index in range(which.batches):

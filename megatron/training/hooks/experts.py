@@ -35,7 +35,8 @@ class DeadExpertsHook(Hook):
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if step % self._every:
             return
-        text = self.look(report.result.extras.get("moe", {}))
+        layers: object = report.result.extras.get("moe")
+        text = self.look(layers if isinstance(layers, Mapping) else {})
         if text is not None:
             trainer.log(f"step {step}: {text}")
 

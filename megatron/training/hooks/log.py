@@ -8,7 +8,7 @@ import sys
 import torch
 
 from megatron.report.ledger import hash_text
-from megatron.report.peaks import device_peak
+from megatron.report.peaks import Peak, device_peak
 
 from ..exchange import StepReport
 from ..hook import Hook, Parts
@@ -51,7 +51,7 @@ class LogHook(Hook):
         self._compute, self._given = compute, peak_tflops
         self._steps = 0
         self._pace: float | None = None
-        self._peak = None
+        self._peak: Peak | None = None
 
     @classmethod
     def of(cls, parts: Parts) -> LogHook:
@@ -64,9 +64,9 @@ class LogHook(Hook):
         )
 
     def on_start(self, trainer: Trainer) -> None:
-        self._peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
-        if self._peak.tflops is None:
-            trainer.log(f"MFU is not shown: {self._peak.source}")
+        self._peak = peak = device_peak(device_name(trainer.exchange.device), self._compute, self._given)
+        if peak.tflops is None:
+            trainer.log(f"MFU is not shown: {peak.source}")
         trainer.clock.lap()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
@@ -102,7 +102,7 @@ class LogHook(Hook):
         speeds = {"tokens_per_second": rate}
         if self._flops is not None:
             speeds["tflops"] = rate * self._flops / trainer.mesh.layout.world_size / 1e12
-            if self._peak.tflops is not None:
+            if self._peak is not None and self._peak.tflops is not None:
                 speeds["mfu"] = speeds["tflops"] / self._peak.tflops
                 speeds["peak_tflops"] = self._peak.tflops
         return speeds

@@ -27,7 +27,8 @@ class ProfileHook(Hook):
 
     def __init__(self, options: ProfileOptions, folder: str | Path) -> None:
         self._options, self._folder = options, Path(folder) / "profile"
-        self._profiler = None
+        self._profiler: torch.profiler.profile | None = None
+        self._last = 0  # step of what is recorded
 
     @classmethod
     def of(cls, parts: Parts) -> ProfileHook:
@@ -35,29 +36,31 @@ class ProfileHook(Hook):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         options = self._options
-        inside = options.start is not None and options.start <= step < options.start + options.steps
-        if self._profiler is not None or not inside or trainer.mesh.rank not in options.ranks:
+        if options.start is None or not options.start <= step < options.start + options.steps:
+            return
+        if self._profiler is not None or trainer.mesh.rank not in options.ranks:
             return
         activities = [ProfilerActivity.CPU]
         if trainer.exchange.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             if options.memory:
                 torch.cuda.memory._record_memory_history()
-        self._profiler = torch.profiler.profile(
+        self._last = options.start + options.steps - 1
+        self._profiler = profiler = torch.profiler.profile(
             activities=activities, record_shapes=True, profile_memory=options.memory
         )
-        self._profiler.start()
+        profiler.start()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        if self._profiler is not None and step >= self._options.start + self._options.steps - 1:
-            self._write(trainer)
+        if self._profiler is not None and step >= self._last:
+            self._write(trainer, self._profiler)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._profiler is not None:
-            self._write(trainer)
+            self._write(trainer, self._profiler)
 
-    def _write(self, trainer: Trainer) -> None:
-        profiler, self._profiler = self._profiler, None
+    def _write(self, trainer: Trainer, profiler: torch.profiler.profile) -> None:
+        self._profiler = None
         if trainer.exchange.device.type == "cuda":
             torch.cuda.synchronize(trainer.exchange.device)
         profiler.stop()

@@ -53,7 +53,8 @@ class SlowRanksHook(Hook):
             trainer.extra_metrics["ranks"] = self._record
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
-        if (step + 1) % self._options.every or step < self._first:
+        comparison, every = self._comparison, self._options.every
+        if comparison is None or every is None or (step + 1) % every or step < self._first:
             return
         own = self._own(trainer)
         steps = step + 1 - self._first
@@ -61,7 +62,7 @@ class SlowRanksHook(Hook):
         self._before = own
         everyone = torch.empty(len(self._hosts), len(PHASES), dtype=torch.float64, device=trainer.exchange.device)
         dist.all_gather_into_tensor(everyone, local.to(trainer.exchange.device)[None])
-        begun, over = self._comparison.window(self._first, step, everyone.tolist())
+        begun, over = comparison.window(self._first, step, everyone.tolist())
         self._first = step + 1
         for slow in begun:
             trainer.log(f"slow: {self._text(slow)}")
@@ -69,8 +70,8 @@ class SlowRanksHook(Hook):
                          times_others=slow.others, times_past=slow.past, phase=slow.phase)  # fmt: skip
         for slow in over:
             trainer.log(f"rank {slow.rank} on {self._hosts[slow.rank]} is no longer slow, since step {slow.until}")
-        if self._comparison.slowest is not None:
-            rank, others, past = self._comparison.slowest
+        if comparison.slowest is not None:
+            rank, others, past = comparison.slowest
             self._record = {"slowest": rank, "times_others": others}
             if math.isfinite(past):
                 self._record["times_past"] = past

@@ -40,8 +40,8 @@ class _Jamba(Layers):
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     blocks = model.blocks
-    attention = _every([block.mixer.name == "attention" for block in blocks])
-    experts = _every([block.ffn.name == "moe" for block in blocks])
+    attention = _every([block.mixer is not None and block.mixer.name == "attention" for block in blocks])
+    experts = _every([block.ffn is not None and block.ffn.name == "moe" for block in blocks])
     return {
         "attn_layer_period": attention[0],
         "attn_layer_offset": attention[1],

@@ -117,7 +117,7 @@ def _values(theirs: PreTrainedConfig) -> Found:
 
 
 def _settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
-    mixers = [options_of(model, block.mixer) for block in model.blocks]
+    mixers = [options_of(model, block.mixer) for block in model.blocks if block.mixer is not None]
     kinds = [_FULL if each.window is None else _SLIDING for each in mixers]
     rotary = {kind: each.rotary for kind, each in zip(reversed(kinds), reversed(mixers))}
     ropes = {kind: rope_parameters(rotary.get(kind, model.cca.rotary), partial=True) for kind in (_FULL, _SLIDING)}
