@@ -44,6 +44,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "tp2 ep1 folded ZeRO 0": {"ranks": 2, "parallel": {"tensor": 2, "expert_tensor": 1}, "zero": {"stage": 0}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
+    "cp2 ZeRO 1": {"ranks": 2, "parallel": {"context": 2}},
+    "cp4 ZeRO 3": {"ranks": 4, "parallel": {"context": 4}, "zero": {"stage": 3, "persistent_size": 0}},
+    "cp2 ep2 by ring": {"ranks": 2, "parallel": {"context": 2, "context_method": "ring", "expert": 2}},
 }
 ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
 MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
@@ -82,6 +85,10 @@ PAIRS = [
     ("moe, even vocabulary", merged(ADAMW, MOE), "tp2 ep2 folded ZeRO 2", "tp2 ep1 folded ZeRO 0", 1e-5),
     ("moe, even vocabulary", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-5),
     ("moe, even vocabulary", merged(ADAMW, MOE, BF16), "dp2 ep2 ZeRO 1", "tp2 ep4 folded", 1e-2),
+    *[("state space", merged(ADAMW, MAMBA), "cp2 ZeRO 1", to, 1e-5) for to in ("cp4 ZeRO 3", "one", "tp2 pp2")],
+    ("rwkv7", merged(ADAMW, RWKV7), "one", "cp2 ZeRO 1", 1e-5),
+    ("rwkv7", merged(ADAMW, RWKV7), "cp4 ZeRO 3", "dp2 ZeRO 1", 1e-5),
+    *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],
 ]
 # From each of these to each of these.
 MATRIX = ["one", "dp2 ZeRO 1", "dp2 ZeRO 2", "dp2 ZeRO 3", "tp2", "pp3 of 1, 3 and 1", "tp2 dp2 ZeRO 3", "tp2 pp2"]
@@ -249,6 +256,8 @@ OFTEN = {
     "zamba2 adamw bf16, dp2 ZeRO 3 to pp2 of 1 and 4",
     "rwkv7 adamw fp32, tp2 pp2 to dp2 ZeRO 3",
     "moe muon fp32, dp4 ep2 ZeRO 1 to dp2 ep2 ZeRO 0",
+    "state space adamw fp32, cp2 ZeRO 1 to cp4 ZeRO 3",
+    "moe adamw fp32, cp2 ep2 by ring to cp2 ZeRO 1",
     "moe adamw fp32, dp4 ep4 ZeRO 2 to dp2 ZeRO 3",
     "moe, even vocabulary adamw fp32, tp2 ep4 folded to tp2 ep2 folded ZeRO 2",
     "moe, even vocabulary adamw bf16, dp2 ep2 ZeRO 1 to tp2 ep4 folded",
