@@ -111,6 +111,8 @@ ABOUT_KINDS = {
     "megatron.engine.expert_groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.expert_load": "the name of a record in metrics.jsonl",
+    "megatron.plan.bands": "a band of a run's time has a kind's name",
+    "megatron.plan.bands_text": "the same band",
     "megatron.plan.scaling": "which kinds can be made wider and deeper, and how their widths follow",
     "megatron.plan.score": "published runs are of dense transformers; a share of a device's peak has a kind's name",
     "megatron.report": "the name of that record",

@@ -32,6 +32,8 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
 
+RECOMPUTE = "recompute"  # what a profiler's trace calls a repetition
+
 T = TypeVar("T")
 
 
@@ -88,15 +90,23 @@ class _Deciding:
 
     def __init__(self, decisions: _Decisions, repeats: bool, inner: AbstractContextManager):
         self.decisions, self.repeats, self.inner = decisions, repeats, inner
+        self.mark: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> None:
         self.decisions.taken = 0 if self.repeats else None
         self.token = _DECISIONS.set(self.decisions)
+        # A profiler is to tell what runs again from what runs for the first time. Without one a mark only costs time.
+        marked = self.repeats and torch.autograd._profiler_enabled()
+        self.mark = torch.profiler.record_function(RECOMPUTE) if marked else nullcontext()
+        self.mark.__enter__()
         self.inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
         _DECISIONS.reset(self.token)
-        return self.inner.__exit__(*error)
+        try:
+            return self.inner.__exit__(*error)
+        finally:
+            self.mark.__exit__(None, None, None)
 
 
 def _deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:

@@ -1,8 +1,9 @@
 """Where the wall time of a run has gone, over all its starts: a sum over its ledger.
 
 Entries with `spent` are marks. A mark has `since`, when this start of the run was launched (seconds since the epoch),
-`attempt`, `completed` updates, and the seconds of each kind since then, which sum to the time since `since`. A start
-that was killed leaves no last mark; the launcher's entry `restart` then says when it failed and when it had ended.
+`attempt`, `completed` updates, and the seconds of each kind since then, which sum to the time since `since`; `within`
+has the parts of `steps`. A start that was killed leaves no last mark; the launcher's entry `restart` then says when it
+failed and when it had ended.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ class Goodput:
         starts: how often processes were started.
         failures: how often a start failed.
         saves: checkpoints for which training stood still.
+        within: of the steps that were kept, by phase, and in collectives ("waiting"); ledgers of old have none.
+        again: of `start`, those after a failure.
+        completed: updates that were kept.
     """
 
     seconds: dict[str, float]
     starts: int = 0
     failures: int = 0
     saves: int = 0
+    within: dict[str, float] = field(default_factory=dict)
+    again: float = 0.0
+    completed: int = 0
 
     @property
     def wall(self) -> float:
@@ -68,6 +75,7 @@ class _Piece:
     first: int
     last: int
     seconds: float
+    within: dict[str, float]
 
 
 @dataclass
@@ -82,6 +90,7 @@ class _Sum:
     starts: int = 0
     failures: int = 0
     saves: int = 0
+    again: float = 0.0
 
     def mark(self, event: str, spent: Mapping[str, Any]) -> None:
         """A running process tells where it is."""
@@ -92,11 +101,14 @@ class _Sum:
         for kind in KINDS:
             if kind != "steps":
                 self.seconds[kind] += new[kind]
+        self.again += new["start"] if spent["attempt"] else 0.0
         if event in ("start", "resume"):  # what was done since the last mark is not what the run goes on from
             self.seconds["lost"] += new["steps"]
             self._forget(int(spent["completed"]))
         else:
-            self.pieces.append(_Piece(int(before["completed"]), int(spent["completed"]), new["steps"]))
+            old = before.get("within", {})
+            parts = {name: max(seconds - old.get(name, 0.0), 0.0) for name, seconds in spent.get("within", {}).items()}
+            self.pieces.append(_Piece(int(before["completed"]), int(spent["completed"]), new["steps"], parts))
         self.saves += event == "checkpoint"
         self.marked = dict(spent)
         self.at = float(spent["since"]) + sum(float(spent[kind]) for kind in KINDS)
@@ -108,6 +120,7 @@ class _Sum:
             self._start(since, attempt > 0)
         tail = max(min(failed, ended) - self.at, 0.0)
         self.seconds["lost" if self.marked else "start"] += tail
+        self.again += tail if attempt and not self.marked else 0.0
         self.at += tail
         self.seconds["detection"] += max(ended - self.at, 0.0)
         self.at = max(ended, self.at)
@@ -126,12 +139,17 @@ class _Sum:
             share = beyond / (piece.last - piece.first) if beyond else float(piece.first > completed)
             self.seconds["lost"] += share * piece.seconds
             if share < 1.0:
-                kept.append(_Piece(piece.first, min(piece.last, completed), (1.0 - share) * piece.seconds))
+                parts = {name: (1.0 - share) * seconds for name, seconds in piece.within.items()}
+                kept.append(_Piece(piece.first, min(piece.last, completed), (1.0 - share) * piece.seconds, parts))
         self.pieces = kept
 
     def result(self) -> Goodput:
-        seconds = {**self.seconds, "kept": sum(piece.seconds for piece in self.pieces)}
-        return Goodput(seconds, self.starts, self.failures, self.saves)
+        seconds, within = {**self.seconds, "kept": sum(piece.seconds for piece in self.pieces)}, dict[str, float]()
+        for piece in self.pieces:
+            for name, part in piece.within.items():
+                within[name] = within.get(name, 0.0) + part
+        completed = sum(piece.last - piece.first for piece in self.pieces)
+        return Goodput(seconds, self.starts, self.failures, self.saves, within, self.again, completed)
 
 
 def goodput(entries: Iterable[Mapping[str, Any]], *, since: float | None = None) -> Goodput:

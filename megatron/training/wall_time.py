@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.worker.beacon import END, EVALUATE, SAVE, SETUP, START, Beacon
+from megatron.worker.beacon import END, EVALUATE, NAMES, SAVE, SETUP, START, Beacon
 
 SINCE = "JOB_SINCE"  # when the launcher started the ranks
 _KINDS = {START: "start", SETUP: "start", EVALUATE: "evaluation", SAVE: "save", END: "end"}
@@ -44,10 +44,15 @@ class WallTime:
     def spent(self, completed: int) -> dict[str, Any]:
         """A mark for the ledger after so many updates; see `megatron.report.goodput`."""
         kinds = {"start": self.before, "steps": 0.0, "evaluation": 0.0, "save": 0.0, "end": 0.0}
-        for phase, seconds in enumerate(self.beacon.spent()):
+        within = {"waiting": 0.0}
+        for phase, (seconds, waited) in enumerate(zip(self.beacon.spent(), self.beacon.waits())):
             kinds[_KINDS.get(phase, "steps")] += seconds
+            if phase not in _KINDS:
+                within[NAMES[phase]] = seconds - waited
+                within["waiting"] += waited
         rounded = {kind: round(seconds, 6) for kind, seconds in kinds.items()}
-        return {"since": self.since, "attempt": self.attempt, "completed": completed, **rounded}
+        parts = {part: round(seconds, 6) for part, seconds in within.items()}
+        return {"since": self.since, "attempt": self.attempt, "completed": completed, **rounded, "within": parts}
 
 
 def _process_age(least: float) -> float:

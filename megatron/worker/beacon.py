@@ -16,7 +16,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -131,6 +131,7 @@ class Beacon:
         self.waited = 0.0
         self._spent = [0.0] * len(NAMES)
         self._waiting_since = self._waited_here = 0.0
+        self.told: Callable[[int], None] | None = None  # hears of each phase that begins, as a profiler does
         self._number, self._phase, self._since = 0, START, time.monotonic()
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
@@ -177,6 +178,8 @@ class Beacon:
         self.own[before] += stay - self._waited_here
         self._spent[before] += stay
         self._waited_here = 0.0
+        if self.told is not None:
+            self.told(phase)
         if stay > self._longest[before] and self._done > 1:
             self._longest[before] = stay
             _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * before, stay)
@@ -200,6 +203,12 @@ class Beacon:
         """Seconds in each phase so far, waiting for others included. They sum to the time since the beacon was made."""
         found = list(self._spent)
         found[self._phase] += time.monotonic() - self._since
+        return found
+
+    def waits(self) -> list[float]:
+        """Seconds in collectives by phase so far. On gloo a rank waits there for the others; on NCCL it does not."""
+        found = [spent - own for spent, own in zip(self._spent, self.own)]
+        found[self._phase] += self._waited_here
         return found
 
     def total(self, phase: int) -> float:

@@ -35,6 +35,7 @@ class Simulated:
 
     def mark(self, event: str) -> None:
         own = {"since": self.since, "attempt": self.attempt, "completed": self.completed, **self.spent}
+        own["within"] = {"forward": 0.75 * self.spent["steps"], "waiting": 0.25 * self.spent["steps"]}
         self.entries.append({"event": event, "step": self.completed, "spent": own})
         self.marked = self.completed
 
@@ -94,7 +95,8 @@ def test_the_parts_are_those_that_happened() -> None:
         "detection": 7.0, "wait": 5.0, "end": 0.25,
     }, abs=1e-6)  # fmt: skip
     assert found.wall == pytest.approx(run.now - BEGIN, abs=1e-6)
-    assert (found.starts, found.failures, found.saves) == (2, 1, 2)
+    assert (found.starts, found.failures, found.saves, found.completed) == (2, 1, 2, 7)
+    assert found.within == pytest.approx({"forward": 12.0, "waiting": 4.0}, abs=1e-6) and found.again == 12.0
     assert found.text().startswith("23.1% of 0:01:09 in 2 starts (start ")
     last = goodput(run.entries, since=run.since)
     assert last.seconds["kept"] == 6.0 and last.wall == pytest.approx(12 + 6 + 2.5 + 0.25) and last.starts == 1

@@ -11,6 +11,7 @@ import torch
 from ..exchange import StepReport
 from ..hook import Hook, Parts
 from ..trainer import Trainer
+from .log import device_name
 
 
 class LedgerHook(Hook):
@@ -35,6 +36,7 @@ class LedgerHook(Hook):
             until=trainer.end,
             layout=layout.sizes,
             ranks=layout.world_size,
+            device=device_name(trainer.exchange.device),
             seed=trainer.config.training.seed,
             python=platform.python_version(),
             torch=torch.__version__,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, record_function
 
 from megatron.config.sections.output import ProfileOptions
+from megatron.report.trace import FACTS, FOLDER, MARK
+from megatron.worker.beacon import HOOKS, NAMES, Beacon
 
 from ..exchange import StepReport
 from ..hook import Hook, Parts
@@ -17,8 +20,8 @@ from ..trainer import Trainer
 class ProfileHook(Hook):
     """Profiles steps `start` ... `start + steps - 1` on some ranks.
 
-    Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto) and, with `memory` on a GPU,
-    `memory_rank<r>.pickle` (pytorch.org/memory_viz).
+    Writes `<folder>/profile/trace_rank<r>.json` (chrome://tracing, Perfetto, `tools/profile.py`) and, with `memory` on
+    a GPU, `memory_rank<r>.pickle` (pytorch.org/memory_viz).
 
     Args:
         options: `logging.profile`.
@@ -26,9 +29,10 @@ class ProfileHook(Hook):
     """
 
     def __init__(self, options: ProfileOptions, folder: str | Path) -> None:
-        self._options, self._folder = options, Path(folder) / "profile"
+        self._options, self._folder = options, Path(folder) / FOLDER
         self._profiler: torch.profiler.profile | None = None
-        self._last = 0  # step of what is recorded
+        self._marks: PhaseMarks | None = None
+        self._first = self._last = 0  # steps of what is recorded
 
     @classmethod
     def of(cls, parts: Parts) -> ProfileHook:
@@ -50,6 +54,7 @@ class ProfileHook(Hook):
             activities=activities, record_shapes=True, profile_memory=options.memory
         )
         profiler.start()
+        self._first, self._marks = step, PhaseMarks(trainer.beacon)
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if self._profiler is not None and step >= self._last:
@@ -63,6 +68,9 @@ class ProfileHook(Hook):
         self._profiler = None
         if trainer.exchange.device.type == "cuda":
             torch.cuda.synchronize(trainer.exchange.device)
+        waiting = self._marks.end() if self._marks is not None else 0.0
+        facts = {"first": self._first, "steps": trainer.completed - self._first, "waiting": waiting}
+        profiler.add_metadata_json(FACTS, json.dumps(facts))
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.mesh.rank
@@ -71,3 +79,28 @@ class ProfileHook(Hook):
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory_rank{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         trainer.log(f"profile: {self._folder}")
+
+
+class PhaseMarks:
+    """Marks the phases of a rank in the profiler's trace, the one that it is in now first.
+
+    Args:
+        beacon: of the rank, which tells of every phase.
+    """
+
+    def __init__(self, beacon: Beacon) -> None:
+        self._beacon, self._waited = beacon, beacon.waited
+        self._mark = record_function(MARK + NAMES[HOOKS])
+        self._mark.__enter__()
+        beacon.told = self._next
+
+    def _next(self, phase: int) -> None:
+        self._mark.__exit__(None, None, None)
+        self._mark = record_function(MARK + NAMES[phase])
+        self._mark.__enter__()
+
+    def end(self) -> float:
+        """No more marks; returns the seconds in collectives since the first."""
+        self._beacon.told = None
+        self._mark.__exit__(None, None, None)
+        return self._beacon.waited - self._waited

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Where the time of a run has gone, from the device's peak down to wall-clock MFU, and what to change first.
+
+    python tools/profile.py RUN [--output FILE.png] [--json]
+    python tools/profile.py RUN --device h100 --machine machine.yml
+
+Bands sum to the wall time of all starts of the run. Each is measured by the run itself, or derived; with
+logging.profile.start=N the run traces some steps, and more of them are measured (docs/planning.md).
+
+Exit status 2: there is no such run, or a file of it is damaged.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "profile":  # somebody imports Python's own module of this name, and finds this file beside his script
+    import importlib.util
+    import sysconfig
+
+    _own = importlib.util.spec_from_file_location("profile", sysconfig.get_path("stdlib") + "/profile.py")
+    assert _own is not None and _own.loader is not None
+    sys.modules["profile"] = importlib.util.module_from_spec(_own)
+    _own.loader.exec_module(sys.modules["profile"])
+else:
+    import argparse
+    import json
+    from pathlib import Path
+
+    ROOT = Path(__file__).resolve().parents[1]
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+
+    from megatron.config import ConfigError
+    from megatron.config.file_access import OutputError, keep_inputs
+    from megatron.config.problems import UserError
+
+    READ = ("config.yml", "ledger.jsonl", "metrics.jsonl")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Show the account; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="the run's directory")
+    parser.add_argument("--device", help="a device of the table (default: the one that the run says)")
+    parser.add_argument("--machine", metavar="FILE", help="further devices (megatron/plan/devices.yml)")
+    parser.add_argument("--output", metavar="FILE.png", help="draw the bands")
+    parser.add_argument("--json", action="store_true", help="one JSON document with all of it")
+    options = parser.parse_args(arguments)
+    try:
+        inputs = [Path(options.run, name) for name in READ]
+        if options.output:
+            keep_inputs([options.output], [each for each in inputs if each.is_file()])
+        from megatron.plan.bands import profile
+        from megatron.plan.bands_text import advice, picture, text
+
+        found = profile(options.run, options.device, options.machine)
+        if options.output:
+            picture(found, options.output)
+    except (ConfigError, OutputError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({**found.to_json(), "advice": advice(found)}, indent=2))
+        return 0
+    print(text(found))
+    if options.output:
+        print(f"picture: {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
