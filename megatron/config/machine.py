@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 
@@ -28,7 +29,11 @@ def why_not_writable(path: str | os.PathLike) -> str | None:
         return f"{found} is not a folder"
     if not os.access(found, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         return f"{found} cannot be written by this user"
-    return None
+    try:  # permissions say yes to root in /proc, and on network disks that do not let root write
+        with tempfile.TemporaryFile(dir=found):
+            return None
+    except OSError as error:
+        return f"no file can be made in {found} ({error.strerror})"
 
 
 def free_bytes(path: str | os.PathLike) -> int | None:

@@ -13,9 +13,10 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def somebody():
+def somebody(folder):
     """A user whom permissions bind: root is not."""
     before = os.geteuid()
+    keys()  # what is imported late may lie where only root reads
     if before == 0:
         os.seteuid(NOBODY)
     yield
@@ -49,6 +50,14 @@ def test_each_folder_is_looked_at(folder, somebody):
     assert keys("run.dir=locked/run") == ["run.dir"]  # not again for the checkpoints inside it
     assert keys("run.dir=open/run", "checkpoint.dir=locked/kept") == ["checkpoint.dir"]
     assert keys("run.dir=run", f"launch.working_directory={folder}/locked") == ["run.dir"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_folder_that_root_may_write_and_nobody_can(folder):
+    """Permissions alone say yes to root in /proc, and on network disks that do not know root."""
+    assert keys("run.dir=open/run", "checkpoint.dir=/proc/x") == ["checkpoint.dir"]
+    assert keys("run.dir=/proc/x") == ["run.dir"]
+    assert keys("run.dir=open/run") == [] and not os.listdir(folder / "open")
 
 
 def test_other_machines_have_their_own(folder, somebody):
