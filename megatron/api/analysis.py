@@ -207,8 +207,9 @@ def _named(model: Model) -> Iterator[tuple[str, nn.Module]]:
         parts = {"mixer": block.pattern.mixer, "ffn": block.pattern.ffn}
         for name, module in block.named_modules():
             head, _, rest = name.partition(".")
-            kind = parts.get(head)
-            if name and kind is not None:
+            if head == "mixer" and rest and len(block.pattern.mixers) > 1:  # the layers of a SideBySide have the names
+                head = ""
+            elif name and (kind := parts.get(head)) is not None:
                 head = kind.name
             if name:
                 yield ".".join(filter(None, (f"layers.{index}", head, rest))), module

@@ -165,9 +165,8 @@ def _activations(opened: Any, batch: Any) -> dict[str, list[torch.Tensor]]:
     blocks = opened.model.plan.blocks
     names = {"embedding": ["embedding"]}
     for index, block in enumerate(blocks):
-        for kind in (block.mixer, block.ffn):
-            if kind is not None:
-                names.setdefault(kind.name, []).append(f"layers.{index}.{kind.name}")
+        for kind in block.layers:
+            names.setdefault(kind.name, []).append(f"layers.{index}.{kind.name}")
     names["stream"] = [f"layers.{len(blocks) - 1}"]
     kept = opened.forward(batch, keep=[name for own in names.values() for name in own]).activations
     found = {place: [kept[name].float() for name in own] for place, own in names.items()}

@@ -3,9 +3,11 @@
     stack  := item+
     item   := (block | '(' stack ')') ['x' count]
     block  := term ['/' term]              mixer/ffn, or a bare mixer, or a bare ffn
-    term   := kind ['@' variant] ('+' kind ['@' variant])*
+    term   := one ('&' one)* ('+' one)*    mixers that read the same and are summed, and what stands beside them
+    one    := kind ['@' variant]
 
-`(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`. White space separates blocks.
+`(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`, `(attention&mamba2/mlp) x36`. White
+space separates blocks.
 """
 
 from __future__ import annotations
@@ -32,15 +34,21 @@ class HasRole(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """A named kind with its variant, and the kinds that run beside it (`mamba2+shared_attention`)."""
+    """A named kind with its variant.
+
+    Attributes:
+        side: the kinds whose output is added to what a mixer reads (`mamba2+shared_attention`).
+        others: the mixers that read the same as this one; all outputs are summed (`attention&mamba2`).
+    """
 
     name: str
     variant: str | None = None
     side: tuple[Kind, ...] = ()
+    others: tuple[Kind, ...] = ()
 
     def __str__(self) -> str:
         own = f"{self.name}@{self.variant}" if self.variant else self.name
-        return "+".join((own, *map(str, self.side)))
+        return "+".join(("&".join((own, *map(str, self.others))), *map(str, self.side)))
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,24 @@ class BlockPattern:
     ffn: Kind | None = None
 
     @property
+    def mixers(self) -> tuple[Kind, ...]:
+        """Its mixers: none, one, or several whose outputs are summed."""
+        return (self.mixer, *self.mixer.others) if self.mixer else ()
+
+    @property
+    def layers(self) -> tuple[Kind, ...]:
+        """Its mixers, then its feed-forward."""
+        return (*self.mixers, self.ffn) if self.ffn else self.mixers
+
+    @property
+    def side(self) -> tuple[Kind, ...]:
+        """The kinds beside its mixers."""
+        return self.mixer.side if self.mixer else ()
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Its kinds in order, those beside them included."""
-        both = [kind for kind in (self.mixer, self.ffn) if kind]
-        return tuple(each for kind in both for each in (kind, *kind.side))
+        """Its kinds in order, those beside its mixers included."""
+        return (*self.mixers, *self.side, self.ffn) if self.ffn else (*self.mixers, *self.side)
 
     def __str__(self) -> str:
         return "/".join(str(kind) for kind in (self.mixer, self.ffn) if kind)
@@ -82,7 +104,7 @@ class _Token:
     position: int
 
 
-_TOKEN = re.compile(r"(?P<space>\s+)|(?P<count>x\s*\d+(?![\w]))|(?P<name>[A-Za-z_]\w*)|(?P<mark>[()/@+])")
+_TOKEN = re.compile(r"(?P<space>\s+)|(?P<count>x\s*\d+(?![\w]))|(?P<name>[A-Za-z_]\w*)|(?P<mark>[()/@+&])")
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -94,7 +116,7 @@ def _tokens(text: str) -> list[_Token]:
                 text,
                 position,
                 f"{text[position]!r} is no part of a layer pattern",
-                "use kinds, '/', '@variant', '+', parentheses and 'x N', as in '(attention/mlp) x12'",
+                "use kinds, '/', '@variant', '&', '+', parentheses and 'x N', as in '(attention/mlp) x12'",
             )
         if match.lastgroup != "space":
             kind = match.group() if match.lastgroup in (None, "mark") else match.lastgroup
@@ -185,6 +207,18 @@ class _Reader:
         if self.kinds[kind.name].role == "side":
             fix = f"write it beside a mixer, as in mamba2+{kind.name}"
             self.fail(token, f"{kind.name} only stands after a '+'", fix)
+        others: list[Kind] = []
+        while self.take("&"):
+            other_token = self.token
+            other = self.kind()
+            for each, place in ((kind, token), (other, other_token)):
+                if self.role(each) != "mixer":
+                    fix = "write 'attention&mamba2' for two mixers that read the same"
+                    self.fail(place, f"{each.name} is no mixer and cannot stand beside '&'", fix)
+            if other.name in (kind.name, *(each.name for each in others)):
+                fix = "name each kind once, or write two blocks"
+                self.fail(other_token, f"{other.name} stands in this block already", fix)
+            others.append(other)
         side = []
         while self.take("+"):
             token = self.token
@@ -197,7 +231,7 @@ class _Reader:
             if other in side:
                 self.fail(token, f"{other} runs beside {kind.name} already", "name it once")
             side.append(other)
-        return Kind(kind.name, kind.variant, tuple(side))
+        return Kind(kind.name, kind.variant, tuple(side), tuple(others))
 
     def kind(self) -> Kind:
         token = self.take("name")
@@ -259,8 +293,7 @@ def call_numbers(blocks: tuple[BlockPattern, ...]) -> list[tuple[int, ...]]:
     seen: dict[Kind, int] = {}
     numbers = []
     for block in blocks:
-        side = block.mixer.side if block.mixer else ()
-        numbers.append(tuple(seen.get(kind, 0) for kind in side))
-        for kind in side:
+        numbers.append(tuple(seen.get(kind, 0) for kind in block.side))
+        for kind in block.side:
             seen[kind] = seen.get(kind, 0) + 1
     return numbers

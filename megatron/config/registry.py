@@ -125,6 +125,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "zamba": "megatron.checkpoint.hf.architectures.zamba:ZAMBA",
         "zamba2": "megatron.checkpoint.hf.architectures.zamba:ZAMBA2",
         "bamba": "megatron.checkpoint.hf.architectures.mamba:BAMBA",
+        "falcon_h1": "megatron.checkpoint.hf.architectures.falcon_h1:FALCON_H1",
         "jamba": "megatron.checkpoint.hf.architectures.jamba:JAMBA",
         "zaya": "megatron.checkpoint.hf.architectures.zaya:ZAYA",
         "rwkv": "megatron.checkpoint.hf.architectures.rwkv:RWKV",

@@ -1,7 +1,8 @@
-"""One layer of the stack: a mixer, a feed-forward network, or both, added to the residual stream."""
+"""One layer of the stack: mixers, a feed-forward network, or both, added to the residual stream."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +18,15 @@ from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
-from .relay import Relay
+from .relay import applied, new_state, relays_of
 from .residual import ChannelScale, residual_merge
+from .side_by_side import SideBySide
 from .stream import Channel, Stream
 
 
 @dataclass
 class BlockState:
-    """Decoding state of one block: whatever its mixer, its ffn and the side layers keep between tokens."""
+    """Decoding state of one block: whatever its mixers, its ffn and the side layers keep between tokens."""
 
     mixer: Any = None
     ffn: Any = None
@@ -34,7 +36,7 @@ class BlockState:
 class Block(nn.Module):
     """Stream to stream. See `ResidualOptions` for the forms.
 
-    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of mixer>, <kind of ffn>, <kind beside the mixer>}`,
+    Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
     `channel_scales`.
 
@@ -53,8 +55,7 @@ class Block(nn.Module):
         super().__init__()
         self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
         self.multiplier = model.residual.multiplier * init.factors.branch
-        attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
-        self.post_norm = model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
+        self.post_norm = reads_stream(model, pattern)
         partial = make.mesh.layout.sequence
         self.mixer: nn.Module | None = None
         self.ffn: nn.Module | None = None
@@ -67,18 +68,18 @@ class Block(nn.Module):
         self.ffn_joint: ChannelScale | None = None
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
-            self.mixer = _layer(make, model, pattern.mixer, init)
+            self.mixer = _mixer(make, model, pattern, init)
             if model.residual.norm == "both":
                 self.mixer_output_norm = Norm(
                     make.scope("mixer_output_norm"), model.hidden_size, model.norm, partial=partial
                 )
-        if pattern.mixer and pattern.mixer.side:
+        if pattern.side:
             shared = {} if shared is None else shared
             self.side_layers = nn.ModuleList(
                 layer_class(model, kind)(
                     make.scope(str(kind).replace("@", ".")), model, kind, options_of(model, kind), init, number, shared
                 )
-                for kind, number in zip(pattern.mixer.side, call_numbers(model.blocks)[init.index])
+                for kind, number in zip(pattern.side, call_numbers(model.blocks)[init.index])
             )
         if pattern.ffn:
             if not (self.shares_norm(model, pattern)):
@@ -91,18 +92,23 @@ class Block(nn.Module):
         if model.residual.channel_scales:
             self.mixer_joint = residual_merge(make.scope("mixer_joint"), model.hidden_size) if pattern.mixer else None
             self.ffn_joint = residual_merge(make.scope("ffn_joint"), model.hidden_size) if pattern.ffn else None
-        self.relays = {
-            part: Relay(make.mesh.context)
-            for part, kind in (("mixer", pattern.mixer), ("ffn", pattern.ffn))
-            if make.context.size > 1 and kind is not None and kind_of(model, kind).context == "states"
-        }
+        alone = pattern.mixer if len(pattern.mixers) == 1 else None
+        self.relays = relays_of(make, model, {"mixer": alone, "ffn": pattern.ffn})
         self.mixer_dropout = Dropout(make, model, "mixer")
         self.ffn_dropout = Dropout(make, model, "ffn")
+
+    def layers(self) -> Iterator[tuple[Kind, nn.Module]]:
+        """Its mixers and its feed-forward, each with its kind."""
+        if self.mixer is not None:
+            mixers = self.mixer.values() if isinstance(self.mixer, SideBySide) else (self.mixer,)
+            yield from zip(self.pattern.mixers, mixers)
+        if self.pattern.ffn is not None and self.ffn is not None:
+            yield self.pattern.ffn, self.ffn
 
     @staticmethod
     def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
         residual, both = model.residual, pattern.mixer is not None and pattern.ffn is not None
-        return residual.form == "parallel" and residual.shared_norm and both and not _side(pattern)
+        return residual.form == "parallel" and residual.shared_norm and both and not pattern.side
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
         x, state = stream.hidden, state or BlockState()
@@ -122,10 +128,7 @@ class Block(nn.Module):
 
     def new_state(self) -> BlockState:
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
-        mixer, ffn, *side = (
-            layer.new_state() if hasattr(layer, "new_state") else None
-            for layer in (self.mixer, self.ffn, *(self.side_layers or ()))
-        )
+        mixer, ffn, *side = map(new_state, (self.mixer, self.ffn, *(self.side_layers or ())))
         return BlockState(mixer, ffn, tuple(side))
 
     def _mix(
@@ -136,11 +139,12 @@ class Block(nn.Module):
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, stream = _apply(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
+            y, written = applied(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
             y = _normed(self.mixer_norm, y)
         else:
             normed = _normed(self.mixer_norm, x) if normed is None else normed
-            y, stream = _apply(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
+            y, written = applied(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
+        stream = stream.with_channels(written) if written else stream
         if self.mixer_output_norm is not None:
             y = self.mixer_output_norm(y)
         return self._scaled(self.mixer_dropout(y, stream)), stream
@@ -150,11 +154,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, stream = _apply(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
+            y, written = applied(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
             y = _normed(self.ffn_norm, y)
         else:
             normed = _normed(self.ffn_norm, x) if normed is None else normed
-            y, stream = _apply(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
+            y, written = applied(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
+        stream = stream.with_channels(written) if written else stream
         if self.ffn_output_norm is not None:
             y = self.ffn_output_norm(y)
         return self._scaled(self.ffn_dropout(y, stream)), stream
@@ -165,7 +170,13 @@ class Block(nn.Module):
 
 def hands_on_states(module: nn.Module) -> bool:
     """Whether a layer of the module waits for a state from another rank, and that one for its gradient."""
-    return any(isinstance(each, Block) and each.relays for each in module.modules())
+    return any(isinstance(each, (Block, SideBySide)) and each.relays for each in module.modules())
+
+
+def reads_stream(model: ModelSection, pattern: BlockPattern) -> bool:
+    """Whether the block's layers read the stream itself, and the norms come behind them."""
+    attends = bool(pattern.mixers) and all(kind_of(model, kind).attends for kind in pattern.mixers)
+    return model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends)
 
 
 def _normed(norm: Norm | None, x: Tensor) -> Tensor:
@@ -173,25 +184,15 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
     return norm(x)
 
 
-def _side(pattern: BlockPattern) -> tuple[Kind, ...]:
-    """The kinds beside the mixer."""
-    return pattern.mixer.side if pattern.mixer else ()
-
-
 def _layer(make: ParameterFactory, model: ModelSection, kind: Kind, init: Initialisation) -> nn.Module:
     return layer_class(model, kind)(make.scope(kind.name), model, options_of(model, kind), init)
 
 
-def _apply(
-    layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
-) -> tuple[Tensor, Stream]:
-    """A layer's output, and the stream with the channels that it gives beside it, if any."""
-    if relay is None:
-        y = layer(x, stream, state)
-    else:
-        recurrent: Any = layer  # it has decoding states
-        y = relay(recurrent.new_state(), x, lambda own, past: layer(own, stream, past))
-    return (y, stream) if isinstance(y, Tensor) else (y[0], stream.with_channels(y[1]))
+def _mixer(make: ParameterFactory, model: ModelSection, pattern: BlockPattern, init: Initialisation) -> nn.Module:
+    layers = {kind.name: _layer(make, model, kind, init) for kind in pattern.mixers}
+    if len(layers) == 1:
+        return layers[pattern.mixers[0].name]
+    return SideBySide(layers, relays_of(make, model, {kind.name: kind for kind in pattern.mixers}))
 
 
 def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> dict[str, Channel]:
@@ -210,26 +211,33 @@ def block_channels(model: ModelSection, pattern: BlockPattern, ranks: int) -> di
 
 def streams_saved(model: ModelSection, pattern: BlockPattern) -> int:
     """How many states of the residual stream a block keeps for its backward pass: what its norms read."""
-    attends = pattern.mixer is not None and kind_of(model, pattern.mixer).attends
-    if model.residual.norm == "post" or (model.residual.norm == "hybrid" and attends):
+    if reads_stream(model, pattern):
         return 0  # its layers read the stream, in their own type
     branches = sum(kind is not None for kind in (pattern.mixer, pattern.ffn))
-    side = 2 * len(_side(pattern))  # these read the embedding too
+    side = 2 * len(pattern.side)  # these read the embedding too
     return side + (1 if model.residual.form == "parallel" else branches)
+
+
+def _inputs(options: Sequence[Any]) -> int:
+    """How many different tensors layers with these options read, where all get the same."""
+    changed = [getattr(each, "input_multiplier", 1.0) != 1.0 for each in options]
+    return sum(changed) + (not all(changed))
 
 
 def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: int, index: int = 0) -> Counts:
     """Costs of the block of this index, its norms included. Kinds that depend on the index say so: `indexed`."""
     H, total, norms = model.hidden_size, Counts(), 0
-    for kind in (pattern.mixer, pattern.ffn):
-        if kind is not None:
-            layer = layer_class(model, kind)
-            place = (index,) if getattr(layer, "indexed", False) else ()
-            total += layer.counts(model, options_of(model, kind), sequence_length, *place)
-            total += Counts(activations=H)  # what the layer reads, or before a post norm what it gives
+    for kind in pattern.layers:
+        layer = layer_class(model, kind)
+        place = (index,) if getattr(layer, "indexed", False) else ()
+        total += layer.counts(model, options_of(model, kind), sequence_length, *place)
+    for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
+        if branch:
+            # what its layers read, or before a post norm what they give
+            total += Counts(activations=H * _inputs([options_of(model, kind) for kind in branch]))
             total += Counts(activations=H if model.dropout > 0.0 else 0)
             norms += 1
-    for number, kind in enumerate(_side(pattern)):
+    for number, kind in enumerate(pattern.side):
         call = call_numbers(model.blocks)[index][number]
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:

@@ -55,7 +55,7 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
 
 def _fits(config: Config, block: BlockPattern) -> bool:
     """Blocks of attention and mlp; other layers have loops or kernels of their own."""
-    return block.mixer is not None and all(kind_of(config.model, each).compiles for each in block.kinds)
+    return bool(block.mixers) and all(kind_of(config.model, each).compiles for each in block.kinds)
 
 
 def describe_compile(config: Config, device: torch.device | str) -> str:

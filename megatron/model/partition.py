@@ -46,7 +46,7 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
     found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if model.embedding.tied else {}
     users: dict[str, set[int]] = {}
     for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):
-        for kind, number in zip(block.mixer.side if block.mixer else (), numbers):
+        for kind, number in zip(block.side, numbers):
             name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)
             users.setdefault(name, set()).add(stage)
     return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}

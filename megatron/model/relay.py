@@ -11,17 +11,22 @@ A repeated forward pass (recomputation) takes the states that it got the first t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.config.pattern import Kind
+from megatron.config.sections.model import ModelSection
 from megatron.parallel.mesh import Axis
+from megatron.parallel.parameters import ParameterFactory
 
+from .options import kind_of
 from .recompute import once, repeating
+from .stream import Stream
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _HEADER = 128  # numbers: of each field of a state its type, dimensions and sizes
@@ -147,3 +152,28 @@ class Relay:
             self.handed[key] = _describe(tensors)
             _send_form(self.handed[key], y.device, self.axis, self.axis.rank + 1)
         return _Hand.apply(y, self.axis, *(each for each in tensors if each is not None))
+
+
+def relays_of(make: ParameterFactory, model: ModelSection, kinds: Mapping[str, Kind | None]) -> dict[str, Relay]:
+    """Of these kinds, a relay for each whose states the ranks of a sequence hand on."""
+    if make.context.size == 1:
+        return {}
+    states = (name for name, kind in kinds.items() if kind is not None and kind_of(model, kind).context == "states")
+    return {name: Relay(make.mesh.context) for name in states}
+
+
+def new_state(layer: nn.Module) -> Any:
+    """What a layer keeps between pieces of a sequence, before the first; None if it keeps nothing."""
+    make: Callable[[], Any] | None = getattr(layer, "new_state", None)
+    return None if make is None else make()
+
+
+def applied(
+    layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A layer's output, and the channels that it gives beside it, if any."""
+    if relay is None:
+        y = layer(x, stream, state)
+    else:
+        y = relay(new_state(layer), x, lambda own, past: layer(own, stream, past))
+    return (y, {}) if isinstance(y, Tensor) else y

@@ -22,8 +22,8 @@ from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.variants import options_of
 from megatron.parallel.traffic import Call, Tally
 
-from .block import Block
-from .options import kind_of, layer_class
+from .block import Block, reads_stream
+from .options import layer_class
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "uint8": 1}
 
@@ -202,16 +202,16 @@ def block_sends(
         NotPredicted: a kind does not say what it sends.
     """
     H, cut = model.hidden_size, tensor.sequence
-    found = [("", _layer(model, kind, tensor, index)) for kind in (pattern.mixer.side if pattern.mixer else ())]
+    found = [("", _layer(model, kind, tensor, index)) for kind in pattern.side]
     shared = Block.shares_norm(model, pattern)
-    for kind in (pattern.mixer, pattern.ffn):
-        if kind is None:
+    for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
+        if not branch:
             continue
-        norms = norm(model.norm, H, cut) if not (shared and kind is pattern.ffn) else []
+        norms = norm(model.norm, H, cut) if not (shared and branch[0] is pattern.ffn) else []
         after = norm(model.norm, H, cut) if model.residual.norm == "both" else []
         scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
-        own = _layer(model, kind, tensor, index)
-        found += [("", norms), (kind.name, own), ("", [*after, *scales])]
+        own = [(kind.name, _layer(model, kind, tensor, index)) for kind in branch]
+        found += [("", norms), *own, ("", [*after, *scales])]
     return found
 
 
@@ -241,11 +241,9 @@ def _repeated(
 ) -> list[tuple[str, list[Event]]]:
     """What runs again: all up to the last tensor that the backward pass needs. Where the last layer's sum is only added
     to the stream, nothing after that layer's last matrix product is needed, so the sum is not made again."""
-    kind = pattern.ffn or pattern.mixer
-    assert kind is not None  # a block has at least one
+    kind = pattern.layers[-1]
     layer, residual = layer_class(model, kind), model.residual
-    attends = kind is pattern.mixer and kind_of(model, kind).attends
-    normed = residual.norm in ("post", "both") or (residual.norm == "hybrid" and attends)
+    normed = residual.norm == "both" or reads_stream(model, pattern)
     needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
     if normed or residual.channel_scales or model.dropout > 0.0 or needed:
         return parts

@@ -125,8 +125,7 @@ class Shapes:
             return "embedding" if place == 0 else "head"
         block = blocks[place - 1]
         indexed = any(getattr(layer_class(model, kind), "indexed", False) for kind in block.kinds)
-        side = bool(block.mixer and block.mixer.side)
-        if side:
+        if block.side:
             return f"{block} {place}"
         length = self.config.training.sequence_length
         return f"{block} {block_counts(model, block, length, place - 1).parameters}" if indexed else str(block)
@@ -246,12 +245,11 @@ class Shapes:
         if not 0 < place < self.places - 1:
             return 0.0, float(counts.activations)
         inner = 0
-        for kind in (model.blocks[place - 1].mixer, model.blocks[place - 1].ffn):
-            if kind is not None:
-                layer: Any = layer_class(model, kind)
-                index = (place - 1,) if getattr(layer, "indexed", False) else ()
-                length = self.config.training.sequence_length
-                inner += layer.counts(model, options_of(model, kind), length, *index).activations
+        for kind in model.blocks[place - 1].layers:
+            layer: Any = layer_class(model, kind)
+            index = (place - 1,) if getattr(layer, "indexed", False) else ()
+            length = self.config.training.sequence_length
+            inner += layer.counts(model, options_of(model, kind), length, *index).activations
         return float(inner), float(max(0, counts.activations - inner))
 
     def _on_rank(self, place: int, saved: int, mode: str, inner: float, choice: Candidate) -> float:
@@ -277,8 +275,8 @@ class Shapes:
         if not 0 < place < self.places - 1:
             return False, 0.0
         attends, keys = False, 0.0
-        for kind in model.blocks[place - 1].kinds:
-            if kind_of(model, kind).attends and kind is model.blocks[place - 1].mixer:
+        for kind in model.blocks[place - 1].mixers:
+            if kind_of(model, kind).attends:
                 attends = True
                 length = self.config.training.sequence_length
                 layer: Any = layer_class(model, kind)

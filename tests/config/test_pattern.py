@@ -42,6 +42,8 @@ def expanded(text: str) -> list[str]:
         ("(rwkv7/mlp x3 attention@local/moe) x2", [*["rwkv7/mlp"] * 3, "attention@local/moe"] * 2),
         ("((attention/mlp) x2 mlp) x2 mamba", ["attention/mlp", "attention/mlp", "mlp"] * 2 + ["mamba"]),
         ("attention@a/mlp@b", ["attention@a/mlp@b"]),
+        ("(attention&mamba@b/mlp) x2 mamba & attention", ["attention&mamba@b/mlp"] * 2 + ["mamba&attention"]),
+        ("attention&mamba+shared_attention/moe", ["attention&mamba+shared_attention/moe"]),
         ("  attention/mlp\n  mamba ", ["attention/mlp", "mamba"]),
     ],
 )
@@ -55,6 +57,13 @@ def test_roles():
     assert second == BlockPattern(None, Kind("mlp"))
     assert third == BlockPattern(Kind("mamba", None, (Kind("shared_attention", "wide"),)), None)
     assert [str(kind) for kind in third.kinds] == ["mamba+shared_attention@wide", "shared_attention@wide"]
+
+
+def test_mixers_that_are_summed():
+    (block,) = parse("attention@near&mamba+shared_attention/mlp", KINDS)
+    assert [kind.name for kind in block.mixers] == ["attention", "mamba"] and block.mixers[0].variant == "near"
+    assert [kind.name for kind in block.layers] == ["attention", "mamba", "mlp"]
+    assert [kind.name for kind in block.kinds] == ["attention", "mamba", "shared_attention", "mlp"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,10 @@ def test_roles():
         ("shared_attention", 1, "only stands after a '+'"),
         ("mamba+mlp", 7, "cannot stand after a '+'"),
         ("attention/mlp+shared_attention", 15, "nothing runs beside mlp"),
+        ("attention&mlp", 11, "mlp is no mixer and cannot stand beside '&'"),
+        ("mlp&attention", 1, "mlp is no mixer and cannot stand beside '&'"),
+        ("attention&mamba&attention@near", 17, "attention stands in this block already"),
+        ("mamba+shared_attention&mamba", 23, "does not belong here"),
         ("mamba+shared_attention+shared_attention", 24, "runs beside mamba already"),
         ("x3 attention", 1, "a block is expected"),
         ("attention x2 x3", 14, "does not belong here"),

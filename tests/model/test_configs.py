@@ -75,6 +75,7 @@ PUBLISHED = {
     "zamba2/2.7b": 2_662_214_560,
     "zamba2/7b": 7_356_749_648,
     "nemotron_h/8b": 8_100_852_736,
+    "falcon_h1/0.5b": 521_411_104,
 }
 NON_EMBEDDING = {  # of the Pythia paper's table
     "pythia/70m": 18_915_328,
@@ -205,6 +206,18 @@ THEIRS = {
 }
 THEIRS["nemotron_h/8b"] = hf.NemotronHConfig(
     hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+)
+THEIRS["falcon_h1/0.5b"] = hf.FalconH1Config(
+    vocab_size=32784,
+    hidden_size=1024,
+    num_hidden_layers=36,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=2048,
+    mamba_d_ssm=1536,
+    mamba_n_heads=24,
+    mamba_d_state=128,
 )
 
 

@@ -32,6 +32,10 @@ MORE = {
         "norm": {"type": "rmsnorm"},
         "attention": {"heads": 4, "kv_heads": 2, "head_dim": 40, "qk_norm": "head"},
     },
+    "multipliers": {
+        "attention": {"heads": 4, "input_multiplier": 0.7, "output_multiplier": 1.3},
+        "mlp": {"gated": True, "activation": "silu", "gate_multiplier": 0.6, "output_multiplier": 1.7},
+    },
 }
 CASES = {**OPTIONS, **MORE, "learned and rotary": {"embedding": {"position": "learned", "max_positions": 70}}}
 SHARED = 8192  # bytes that all layers share: rotary tables, losses of the tokens

@@ -469,6 +469,46 @@ CASES |= {
     ),
 }
 
+SIDE_BY_SIDE = {
+    **LLAMA_LIKE,
+    "pad_token_id": None,
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 7,
+}
+MULTIPLIERS = {
+    **{"embedding_multiplier": 5.7, "lm_head_multiplier": 0.4, "key_multiplier": 0.39, "mlp_multipliers": [0.88, 0.59]},
+    **{"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.94, "ssm_in_multiplier": 1.25},
+    **{"ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.3, 0.5, 0.8]},
+}
+CASES |= {
+    "falcon_h1": hf.FalconH1Config(**SIDE_BY_SIDE, **MULTIPLIERS, head_dim=12, mamba_rms_norm=False),
+    "falcon_h1 norm after its gate, tied, biases": hf.FalconH1Config(
+        **{**SIDE_BY_SIDE, "mamba_d_ssm": None, "mamba_n_heads": 8},
+        **MULTIPLIERS,
+        mamba_expand=3,
+        mamba_n_groups=2,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_conv_bias=False,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "falcon_h1 norm before its gate, limits": hf.FalconH1Config(
+        **SIDE_BY_SIDE,
+        mamba_n_groups=3,
+        mamba_d_conv=3,
+        mamba_rms_norm=True,
+        rms_norm_eps=1e-3,
+        time_step_limit=(0.5, 0.8),
+        rope_parameters={"rope_type": "default", "rope_theta": 1e11},
+    ),
+}
+
 OSS = {**EXPERTS, "num_local_experts": 5, "head_dim": 12, "max_position_embeddings": 64}
 CASES |= {
     "gpt_oss": hf.GptOssConfig(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,4 +100,6 @@ def numbers_of(ours: Collection[str]) -> list[int]:
 
 
 def without_variants(block: BlockPattern) -> str:
-    return re.sub(r"@\w+", "", str(block))
+    """A block's pattern by the names of its kinds; mixers side by side are a sum, so their order is the alphabet's."""
+    mixers = "+".join(("&".join(sorted(kind.name for kind in block.mixers)), *(kind.name for kind in block.side)))
+    return "/".join(filter(None, (mixers, block.ffn.name if block.ffn else "")))

@@ -157,8 +157,8 @@ class InitOptions(Section):
 class _Stack(Section):
     layers: str = key(
         ...,
-        "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', as in "
-        "'(attention/mlp) x12'.",
+        "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', mixers that "
+        "read the same and are summed joined by '&', as in '(attention/mlp) x12'.",
     )
     hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0, le=2**20)
     vocab_size: Derivable[int] = key(

@@ -16,6 +16,7 @@ from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend, prepare
 from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.multiplied import times
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
@@ -103,7 +104,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
     ) -> Tensor:
-        x_BSH = enter(x, self.mesh)
+        x_BSH = enter(times(x, self.options.input_multiplier), self.mesh)
         q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
@@ -131,7 +132,8 @@ class Attention(nn.Module):
                 sinks_n=self.sinks,
                 remember=stream.remember,
             )
-        return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+        y_BsH = self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+        return times(y_BsH, self.options.output_multiplier)
 
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()

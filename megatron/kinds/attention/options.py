@@ -65,6 +65,8 @@ class AttentionOptions(Section):
         derived=Derived("model.attention.head_dim ** -0.5", _scale, (".head_dim",)),
         gt=0,
     )
+    input_multiplier: float = key(1.0, "Multiplies what queries, keys and values are made of.", gt=0)
+    output_multiplier: float = key(1.0, "Multiplies the output (Falcon-H1).", gt=0)
     sinks: bool = key(
         False,
         "Whether each head has a trained logit that takes its share of the softmax and gives nothing (GPT-OSS); it "

@@ -18,6 +18,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.carried import begins, faded, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.multiplied import times
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.counts import Counts
@@ -53,7 +54,7 @@ class Mamba2State:
 
 
 class Mamba2(nn.Module):
-    """x [B, s, H] to its output [B, s, H]: output(norm(ssd(silu(conv([x B C]))) * silu(z))).
+    """x [B, s, H] to its output [B, s, H]: output(norm(ssd(silu(conv([x B C]))) * silu(z))), and multipliers.
 
     Groups are cut over the ranks if their number allows; else every rank computes B and C of all groups and uses
     those of its heads.
@@ -86,13 +87,14 @@ class Mamba2(nn.Module):
         self.dt_bias = per_head(
             "dt_bias", time_steps(options.time_step_low, options.time_step_high, options.time_step_floor)
         )
-        self.norm = make.parameter("norm.weight", (inner,), role=Role.NORM, init=ONES, shard=Shard(0))
+        self.norm = None
+        if options.norm != "none":
+            self.norm = make.parameter("norm.weight", (inner,), role=Role.NORM, init=ONES, shard=Shard(0))
         self.output = RowLinear(make.scope("output"), inner, H, init=init.output(inner, H), bias=options.bias)
 
     def forward(self, x: Tensor, stream: Stream, state: Mamba2State | None = None) -> Tensor:
-        options, x_BSH = self.options, enter(x, self.mesh)
-        z, value = self.zx(x_BSH).chunk(2, dim=-1)
-        bc, dt = self.bc(x_BSH), self.dt(x_BSH)
+        options = self.options
+        z, value, bc, dt = self._project(enter(times(x, options.input_multiplier), self.mesh))
         starts, past = begins(stream, state, self.context), state or Mamba2State()
         fused = self.fused and state is None and self.context.size == 1
         convolve, scan = (convolution_kernels.causal_convolution, kernels.ssd) if fused else (causal_convolution, ssd)
@@ -124,10 +126,22 @@ class Mamba2(nn.Module):
             )
             state.memory = memory
             state.document = None if stream.documents is None else stream.documents[:, -1]
-        return self.output(recomputed(self._gated_norm, y.flatten(2, 3), z, self.norm))
+        y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
+        return times(y_BsH, options.output_multiplier)
 
     def new_state(self) -> Mamba2State:
         return Mamba2State()
+
+    def _project(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gate z, inner channels x, [B C], and time steps."""
+        by = self.options.multipliers
+        z, x = self.zx(x_BSH).chunk(2, dim=-1)
+        bc = self.bc(x_BSH)
+        if by.B == by.C:
+            bc = times(bc, by.B)
+        else:
+            bc = torch.cat([times(each, each_by) for each, each_by in zip(bc.chunk(2, dim=-1), (by.B, by.C))], -1)
+        return times(z, by.z), times(x, by.x), bc, times(self.dt(x_BSH), by.dt)
 
     def _memory_before(
         self, v_BShP: Tensor, dt_BSh: Tensor, B_BSgN: Tensor, starts_BS: Tensor | None, limits: tuple
@@ -145,19 +159,27 @@ class Mamba2(nn.Module):
             return x_BSgN[:, :, self.group_of_head[:1]]
         return x_BSgN[:, :, self.group_of_head]
 
-    def _gated_norm(self, y_BSd: Tensor, z_BSd: Tensor, weight_d: Tensor) -> Tensor:
-        """RMSNorm of y * silu(z) over the channels of each group, which may lie on several ranks."""
-        gated = at_least_fp32(y_BSd) * F.silu(at_least_fp32(z_BSd))
+    def _gated(self, y_BSd: Tensor, z_BSd: Tensor, weight_d: Tensor | None) -> Tensor:
+        """norm(y * silu(z)), norm(y) * silu(z), or y * silu(z)."""
+        y, gate, dtype = at_least_fp32(y_BSd), F.silu(at_least_fp32(z_BSd)), y_BSd.dtype
+        if weight_d is None:
+            return (y * gate).to(dtype)
+        if self.options.norm == "before_gate":
+            return (self._normed(y) * weight_d * gate).to(dtype)
+        return self._normed(y * gate).to(dtype) * weight_d
+
+    def _normed(self, y_BSd: Tensor) -> Tensor:
+        """RMSNorm over the channels of each group, which may lie on several ranks."""
         if self.shard_groups:  # whole groups, so that no sum over the ranks is needed
-            grouped = gated.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
-            return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2).to(y_BSd.dtype) * weight_d
-        y = gated.unflatten(-1, (self.heads, -1))
+            grouped = y_BSd.unflatten(-1, (self.options.groups // self.mesh.tensor.size, -1))
+            return F.rms_norm(grouped, grouped.shape[-1:], None, self.epsilon).flatten(2)
+        y = y_BSd.unflatten(-1, (self.heads, -1))
         of_head = torch.tensor(self.group_of_head, device=y.device)
         squares = y.new_zeros((*y.shape[:2], self.options.groups)).index_add(-1, of_head, y.square().sum(-1))
         squares = sum_over(squares, self.mesh.tensor)
         channels = self.channels * self.mesh.tensor.size // self.options.groups
         scale = torch.rsqrt(squares / channels + self.epsilon)[..., of_head]
-        return (y * scale.unsqueeze(-1)).flatten(2, 3).to(y_BSd.dtype) * weight_d
+        return (y * scale.unsqueeze(-1)).flatten(2, 3)
 
     @staticmethod
     def sends(model: ModelSection, options: Mamba2Options, tensor: TensorAxis) -> list[Event]:
@@ -166,14 +188,16 @@ class Mamba2(nn.Module):
             return [Enter(H), *row(H, options.bias, tensor)]
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
-        sums = Summed(options.groups, wide=True, again=True)  # of the gated norm, whose inputs alone are kept
-        return [Enter(H), *whole(read, H, options.bias), *taps, sums, *row(H, options.bias, tensor)]
+        # of the norm, whose inputs alone are kept
+        sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
+        return [Enter(H), *whole(read, H, options.bias), *taps, *sums, *row(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:
         H, N, K = model.hidden_size, options.state_size, options.convolution
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, 2 * options.groups * N
+        norm = 0 if options.norm == "none" else inner
         chunk = min(options.chunk, sequence_length)
         projections = H * (2 * inner + read + heads)
         biases = (2 * inner + read + heads + H if options.bias else 0) + (
@@ -183,7 +207,7 @@ class Mamba2(nn.Module):
         scan = chunk * (options.groups * N + inner) + 2 * N * inner
         made = 2 * inner + read + heads
         return Counts(
-            parameters=projections + inner * H + K * (inner + read) + biases + 3 * heads + inner,
+            parameters=projections + inner * H + K * (inner + read) + biases + 3 * heads + norm,
             flops=2 * (projections + inner * H + K * (inner + read) + scan),
             activations=made + (inner + read) + inner + inner,  # convolved, scanned, normed
             products=made + H + chunk * options.groups + 2 * inner + inner * N // chunk,

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import key
+from megatron.config.sections.base import Section, key
 from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
+
+
+class Multipliers(Section):
+    """Of the parts of the first projection, before convolution and activations."""
+
+    z: float = key(1.0, "Of the gate.", gt=0)
+    x: float = key(1.0, "Of the inner channels.", gt=0)
+    B: float = key(1.0, "Of what heads write with.", gt=0)
+    C: float = key(1.0, "Of what heads read with.", gt=0)
+    dt: float = key(1.0, "Of the time steps, before their bias.", gt=0)
 
 
 class Mamba2Options(StateSpaceOptions):
@@ -23,6 +33,13 @@ class Mamba2Options(StateSpaceOptions):
     groups: int = key(1, "Groups of heads; the heads of a group share what they write (B) and read (C).", gt=0)
     least_step: float = key(0.0, "Time steps are raised to this (lower end of time_step_limit).", ge=0)
     most_step: float | None = key(None, "Time steps are cut to this (upper end of time_step_limit).", gt=0)
+    norm: Literal["after_gate", "before_gate", "none"] = key(
+        "after_gate",
+        "RMSNorm over the channels of each group: of the gated output, of the output before its gate, or none.",
+    )
+    input_multiplier: float = key(1.0, "Multiplies what the mixer reads (Falcon-H1).", gt=0)
+    multipliers: Multipliers = key(Multipliers, "Multipliers of what is projected from it.")
+    output_multiplier: float = key(1.0, "Multiplies the output.", gt=0)
     chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
 
 

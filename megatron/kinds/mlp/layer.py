@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, SAVED
+from megatron.kinds.common.multiplied import times
 from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -17,11 +18,11 @@ from megatron.parallel.parameters import ParameterFactory
 
 
 class MLP(nn.Module):
-    """x [B, s, H] to down(activation(up x)), or down(activation(gate x) * up x), [B, s, H]."""
+    """x [B, s, H] to down(activation(up x)), or down(activation(gate x) * up x), [B, s, H], and multipliers."""
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLPOptions, init: Initialisation):
         super().__init__()
-        self.mesh, self.gated = make.mesh, options.gated
+        self.mesh, self.options = make.mesh, options
         self.activation = ACTIVATIONS[options.activation]
         H, width = model.hidden_size, options.hidden_size
         name, parts = ("gate_up", (width, width)) if options.gated else ("up", (width,))
@@ -32,10 +33,9 @@ class MLP(nn.Module):
         """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
         x = enter(x, self.mesh)
         h = self.up(x) if adapter is None else self.up(x) + adapter(x)
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * up)
-        return self.down(self.activation(h))
+        gate, up = h.chunk(2, dim=-1) if self.options.gated else (h, None)
+        h = self.activation(times(gate, self.options.gate_multiplier))
+        return times(self.down(h if up is None else h * up), self.options.output_multiplier)
 
     @staticmethod
     def sends(model: ModelSection, options: MLPOptions, tensor: TensorAxis) -> list[Event]:
@@ -46,9 +46,10 @@ class MLP(nn.Module):
         H, width = model.hidden_size, options.hidden_size
         matrices = (3 if options.gated else 2) * H * width
         bias = (2 if options.gated else 1) * width + H if options.bias else 0
+        copied = options.gated and options.gate_multiplier != 1.0  # gate and up are views of one tensor, which is kept
         return Counts(
             parameters=matrices + bias,
             flops=2 * matrices,
-            activations=SAVED[options.activation][options.gated] * width,
+            activations=(SAVED[options.activation][options.gated] + copied) * width,
             products=(2 if options.gated else 1) * width + H,
         )

@@ -29,6 +29,8 @@ class MLPOptions(Section):
     )
     gated: bool = key(False, "Gated form: activation(gate(x)) * up(x).")
     bias: bool = key(False, "Whether the projections have biases.")
+    gate_multiplier: float = key(1.0, "Multiplies what the activation is applied to (Falcon-H1).", gt=0)
+    output_multiplier: float = key(1.0, "Multiplies the output.", gt=0)
 
 
 def mlp_divides_over_tensor_ranks(at: Use[MLPOptions]) -> Iterator[Problem]:

@@ -45,9 +45,8 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
             recorder.label(each, place)
             for part in each.side_layers or ():  # a recomputation calls the parts, not the block
                 recorder.label(part, place)
-            for layer, kind in ((each.mixer, each.pattern.mixer), (each.ffn, each.pattern.ffn)):
-                if layer is not None and kind is not None:
-                    recorder.label(layer, f"{place}.{kind.name}")
+            for kind, layer in each.layers():
+                recorder.label(layer, f"{place}.{kind.name}")
 
 
 class CommunicationHook(Hook):

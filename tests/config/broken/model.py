@@ -143,6 +143,17 @@ MODEL = [
         "model.shared_attention.adapter_rank = 0",
         "adapters of queries, keys and values must have a rank",
     ),
+    case(
+        "an mlp among mixers",
+        "model: {layers: attention&mlp}",
+        "mlp is no mixer and cannot stand beside '&'",
+        "write 'attention&mamba2' for two mixers that read the same",
+    ),
+    case(
+        "the same mixer twice",
+        "model: {layers: attention&mamba2&attention/mlp}",
+        "attention stands in this block already",
+    ),
     case("shared attention alone", "model: {layers: shared_attention}", "shared_attention only stands after a '+'"),
     case(
         "shared attention beside an mlp",
