@@ -1,7 +1,7 @@
 """Packed documents know nothing of each other, wherever ranks cut the sequence, in every kind of layer.
 
-What a mask of attention leaves out is multiplied by zero, so not one bit may differ. Scans compute the tokens of a chunk
-by sums and products that documents share, whose parts cancel: they may differ by rounding, and by no more.
+What a mask of attention leaves out is multiplied by zero, so not one bit may differ. Scans compute the tokens of a
+chunk by sums and products that documents share, whose parts cancel: they may differ by rounding, and by no more.
 """
 
 from __future__ import annotations
