@@ -211,23 +211,32 @@ class Provenance:
                 "--document", f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}", "give one of these"
             )
         end = start + (int(file.sizes[document]) - start if length is None else length)
-        found = []
-        for number in self._numbers(source, document, start, end):
-            batch, index = divmod(number, self.plan.batch)
-            step = self.left_out.step(batch)
-            if step is not None and step < self.plan.steps:
-                found.append((step, index))
-        return sorted(found)
+        numbers = dict.fromkeys(number for number, _ in self._readings(source, document, start, end))
+        steps = ((self._step(number), number % self.plan.batch) for number in numbers)
+        return sorted((step, index) for step, index in steps if step is not None)
 
-    def _numbers(self, source: int, document: int, start: int, end: int) -> Iterator[int]:
+    def readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, TokenRange]]:
+        """What the run's steps read of tokens start ... end-1 of a document and around them, in no order."""
+        for number, span in self._readings(source, document, start, end):
+            if (step := self._step(number)) is not None:
+                yield step, span
+
+    def _step(self, number: int) -> int | None:
+        """The step that reads sample n; None if the run ends before."""
+        step = self.left_out.step(number // self.plan.batch)
+        return step if step is not None and step < self.plan.steps else None
+
+    def _readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, TokenRange]]:
+        """Samples that have some of these tokens, with the pieces of the document that have them."""
         plan = self.plan
         if isinstance(plan, SyntheticPlan):
             return
         below = (plan.steps + self.left_out.total) * plan.batch
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):
-            if any(_overlaps(span, document, start, end) for span in order.spans(sample)):
-                yield from plan.numbers(source, sample, below)
+            spans = [span for span in order.spans(sample) if _overlaps(span, document, start, end)]
+            if spans:
+                yield from ((number, span) for number in plan.numbers(source, sample, below) for span in spans)
 
 
 def _overlaps(span: TokenRange, document: int, start: int, end: int) -> bool:

@@ -154,14 +154,20 @@ def _decoded(file: TokenFile, tokenizer: Tokenizer, document: int, text: str) ->
     ids = file[document].tolist()
     whole = tokenizer.decode(ids)
     seen, begin = set(), whole.find(text)
-    length = partial(_characters, tokenizer, ids)
     while begin >= 0:
-        first = _least(len(ids), partial(_reaches, length, begin + 1, 1))
-        last = _least(len(ids), partial(_reaches, length, begin + len(text), 0))
+        first, last = tokens_of(tokenizer, ids, begin, begin + len(text))
         if (place := (document, first, max(last - first, 1))) not in seen:
             seen.add(place)
             yield place
         begin = whole.find(text, begin + 1)
+
+
+def tokens_of(tokenizer: Tokenizer, ids: list[int], begin: int, end: int) -> tuple[int, int]:
+    """The tokens that characters begin ... end-1 of the decoded text stand in: the first, and one past the last."""
+    length = partial(_characters, tokenizer, ids)
+    return _least(len(ids), partial(_reaches, length, begin + 1, 1)), _least(
+        len(ids), partial(_reaches, length, end, 0)
+    )
 
 
 def _reaches(length: Callable[[int], int], end: int, more: int, count: int) -> bool:

@@ -1,0 +1,32 @@
+"""The texts of the harness's tasks: what a model would have to have read to know an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .harness import undisturbed
+from .select import Request, manager_for
+
+
+def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Names and texts of the documents that tasks are scored on: the prompt without examples, and the right answer."""
+    with undisturbed():
+        found = manager_for(requests, folders).load([request.name for request in requests])
+        for name, task in found["tasks"].items():
+            for number, document in enumerate(task.eval_docs):
+                yield f"{name}:{number}", text_of(task, document)
+
+
+def text_of(task: Any, document: dict[str, Any]) -> str:
+    """A document of a task as one text; of several right answers the first."""
+    context, target = task.doc_to_text(document), task.doc_to_target(document)
+    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else None
+    if choices and isinstance(context, int):  # the choices are beginnings, and what follows is given
+        context = choices[context]
+    elif choices and isinstance(target, int):
+        target = choices[target]
+    if isinstance(target, (list, tuple)):
+        target = target[0] if target else ""
+    between = "" if str(context)[-1:].isspace() or str(target)[:1].isspace() else " "
+    return f"{context}{between}{target}"

@@ -1,0 +1,278 @@
+"""Reading token files once for the n-grams of all examples, and when a run reads what was found.
+
+The examples' n-grams are held in memory; of the token files one piece at a time, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.data.errors import DataError
+from megatron.data.plan import SyntheticPlan
+from megatron.data.provenance import Provenance
+from megatron.data.token_file import TokenFile
+from megatron.data.tokenizer import Tokenizer
+
+from .index import Index
+from .units import Tokens, Unit, Words
+
+PIECE = 1 << 20  # tokens that are looked at together; a longer document is one piece
+ALONE = 1 << 23  # files with fewer tokens are read by one process: starting others takes longer
+NEVER = np.iinfo(np.int64).max
+SHORTEST, LONGEST, QUANTILE = 8, 13, 5  # of GPT-3's n
+TOKENS = 11  # of Llama 2: matches of more than ten tokens
+
+
+def usual_n(lengths: Sequence[int]) -> int:
+    """GPT-3's n for a set of examples: the fifth percentile of their lengths in words, at least 8 and at most 13."""
+    return int(np.clip(np.percentile(lengths, QUANTILE), SHORTEST, LONGEST)) if len(lengths) else LONGEST
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What a document has of the examples: rows of the index, and the tokens where they stand, int64 [k], [k, 2]."""
+
+    document: int
+    rows: np.ndarray
+    spans: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What each process needs."""
+
+    path: str
+    unit: Unit
+    index: Index
+
+    def run(self, begin: int, end: int) -> list[Hits]:
+        """Of documents begin ... end-1, those that have an n-gram."""
+        file = TokenFile(self.path)
+        if isinstance(self.unit, Words):
+            self.unit.open(file)
+        numbers = [self.unit.document(file[each]) for each in range(begin, end)]
+        starts = np.cumsum([0, *(len(each) + 1 for each in numbers)])
+        between = np.zeros(1, np.int32)
+        places, rows = self.index.find(np.concatenate([part for each in numbers for part in (each, between)]))
+        of = np.searchsorted(starts, places, side="right") - 1
+        found = []
+        for each in np.unique(of).tolist():
+            own = of == each
+            spans = self.unit.spans(file[begin + each], places[own] - starts[each], self.index.n)
+            found.append(Hits(begin + each, rows[own], spans))
+        return found
+
+
+def scan(
+    file: TokenFile, unit: Unit, index: Index, workers: int | None, show: Callable[[int, int], None]
+) -> Iterator[Hits]:
+    """The documents of a token file that have n-grams of an index, in order.
+
+    Args:
+        workers: processes for large files; None takes one for each core.
+        show: told how many tokens of how many are done.
+    """
+    work, bounds = Scan(os.fspath(file.prefix), unit, index), _bounds(file)
+    workers = 1 if file.tokens < ALONE else workers or len(os.sched_getaffinity(0))
+    done = 0
+    for (begin, end), found in zip(bounds, _results(work, bounds, workers)):
+        yield from found
+        done += int(file.sizes[begin:end].sum())
+        show(done, file.tokens)
+
+
+def _bounds(file: TokenFile) -> list[tuple[int, int]]:
+    cuts = np.searchsorted(file.starts(slice(None)), np.arange(0, file.tokens, PIECE), side="left")
+    edges = sorted({0, *cuts.tolist(), len(file)})
+    return list(zip(edges, edges[1:]))
+
+
+def _results(work: Scan, bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Hits]]:
+    if workers == 1 or len(bounds) < 2:
+        yield from (work.run(*each) for each in bounds)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(work,)) as pool:
+        for first in range(0, len(bounds), 4 * workers):  # results wait for their turn, so only some at once
+            yield from pool.map(_run, bounds[first : first + 4 * workers])
+
+
+_work: list[Scan] = []  # of a worker process
+
+
+def _prepare(work: Scan) -> None:
+    _work[:] = [work]
+
+
+def _run(bounds: tuple[int, int]) -> list[Hits]:
+    return _work[0].run(*bounds)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A document that has n-grams of an example.
+
+    Attributes:
+        found: how many of the example's distinct n-grams.
+        start, length: the tokens of the document from the first of them to the end of the last.
+        first_step: the first step that reads tokens of one of them; None if the run reads none.
+    """
+
+    source: str
+    document: int
+    found: int
+    start: int
+    length: int
+    first_step: int | None
+
+    @property
+    def order(self) -> tuple[int, float, str, int]:
+        """The document with the most n-grams first, of those with as many the one that is read first."""
+        return (-self.found, NEVER if self.first_step is None else self.first_step, self.source, self.document)
+
+
+@dataclass
+class Overlap:
+    """What a run has of one example.
+
+    Attributes:
+        name: of the example.
+        ngrams: places at which an n-gram begins; 0 in an example that is shorter than n, of which nothing is known.
+        found: those whose n-gram is in the token files.
+        read: those whose n-gram the run reads by its end.
+        covered: words (or tokens) that stand in an n-gram that was found, of `length`.
+        first_step: the first step that reads one; None if there is none.
+        matches: the documents with the most of them.
+    """
+
+    name: str
+    length: int
+    ngrams: int = 0
+    found: int = 0
+    read: int = 0
+    covered: int = 0
+    first_step: int | None = None
+    matches: list[Match] = field(default_factory=list)
+
+
+class Search:
+    """The overlap of examples with what a run reads.
+
+    Args:
+        examples: names and texts.
+        by: "words" or "tokens".
+        n: of the n-grams; by default GPT-3's for words (`usual_n`) and 11 for tokens, as in Llama 2.
+
+    Raises:
+        DataError: the run makes its data, there are no examples, or n is below 1.
+    """
+
+    def __init__(
+        self,
+        provenance: Provenance,
+        tokenizer: Tokenizer,
+        examples: Sequence[tuple[str, str]],
+        by: str = "words",
+        n: int | None = None,
+    ) -> None:
+        if isinstance(provenance.plan, SyntheticPlan):
+            raise DataError("data.synthetic", "this run makes its data; there are no documents", "name another run")
+        if not examples:
+            raise DataError("--examples", "there are none", "give a file or a task with at least one")
+        if n is not None and n < 1:
+            raise DataError("--n", f"it is {n}; it must be at least 1", "leave it out for the published one")
+        self.provenance, self.by = provenance, by
+        self._sources = provenance.plan.sources
+        self._unit: Unit = Words(tokenizer) if by == "words" else Tokens(tokenizer)
+        self._names = [name for name, _ in examples]
+        self._numbers = [self._unit.example(text) for _, text in examples]
+        self.n = n or (usual_n([len(each) for each in self._numbers]) if by == "words" else TOKENS)
+        self.index = Index(self._numbers, self.n, self._unit.largest)
+        self._found = np.zeros(len(self.index), bool)
+        self._first = np.full(len(self.index), NEVER)
+        self._matches: list[list[Match]] = [[] for _ in examples]
+        self._owners, self._owner_starts = self._examples_of_rows()
+
+    def _examples_of_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The examples that have each n-gram: those of row r are owners[starts[r] : starts[r + 1]]."""
+        pairs = [
+            np.stack([np.unique(rows), np.full(len(np.unique(rows)), at)]) for at, rows in enumerate(self.index.of)
+        ]
+        rows, examples = np.concatenate(pairs, axis=1)
+        order = np.argsort(rows, kind="stable")
+        return examples[order], np.searchsorted(rows[order], np.arange(len(self.index) + 1))
+
+    def run(
+        self,
+        most: int = 3,
+        workers: int | None = None,
+        show: Callable[[str], Callable[[int, int], None]] = lambda source: lambda done, total: None,
+    ) -> list[Overlap]:
+        """Read all token files once.
+
+        Args:
+            most: documents that are named of each example.
+            workers: processes for large files; None takes one for each core.
+            show: gets a source's name, and gives what is told how many of its tokens are done.
+        """
+        for source in self._sources:
+            for hits in scan(source.file, self._unit, self.index, workers, show(source.name)):
+                self._take(source.index, source.name, hits, most)
+        return [self._overlap(place) for place in range(len(self._names))]
+
+    def _take(self, source: int, name: str, hits: Hits, most: int) -> None:
+        steps = self._steps(source, hits)
+        self._found[hits.rows] = True
+        np.minimum.at(self._first, hits.rows, steps)
+        rows, inverse = np.unique(hits.rows, return_inverse=True)
+        first = np.full(len(rows), NEVER)
+        begin, end = np.full(len(rows), NEVER), np.zeros(len(rows), np.int64)
+        np.minimum.at(first, inverse, steps)
+        np.minimum.at(begin, inverse, hits.spans[:, 0])
+        np.maximum.at(end, inverse, hits.spans[:, 1])
+        counts = self._owner_starts[rows + 1] - self._owner_starts[rows]
+        owners = np.concatenate([self._owners[self._owner_starts[row] : self._owner_starts[row + 1]] for row in rows])
+        of_row = np.repeat(np.arange(len(rows)), counts)
+        order = np.argsort(owners, kind="stable")
+        examples, starts = np.unique(owners[order], return_index=True)
+        for example, own in zip(examples.tolist(), np.split(of_row[order], starts[1:])):
+            start, step = int(begin[own].min()), int(first[own].min())
+            length = int(end[own].max()) - start
+            match = Match(name, hits.document, len(own), start, length, None if step == NEVER else step)
+            kept = self._matches[example]
+            kept.append(match)
+            kept.sort(key=lambda each: each.order)
+            del kept[most:]
+
+    def _steps(self, source: int, hits: Hits) -> np.ndarray:
+        """The first step that reads tokens of each place, int64 [k]; NEVER where the run reads none."""
+        first = np.full(len(hits.rows), NEVER)
+        hull = int(hits.spans.min()), int(hits.spans.max())
+        for step, span in self.provenance.readings(source, hits.document, *hull):
+            touches = (hits.spans[:, 0] < span.start + span.length) & (hits.spans[:, 1] > span.start)
+            first[touches] = np.minimum(first[touches], step)
+        return first
+
+    def _overlap(self, place: int) -> Overlap:
+        rows, length = self.index.of[place], len(self._numbers[place])
+        found = self._found[rows]
+        inside = np.zeros(length + 1, np.int64)  # how many found n-grams begin before a word and end after it
+        np.add.at(inside, np.flatnonzero(found), 1)
+        np.add.at(inside, np.flatnonzero(found) + self.n, -1)
+        first = int(self._first[rows].min(initial=NEVER))
+        return Overlap(
+            self._names[place],
+            length,
+            len(rows),
+            int(found.sum()),
+            int((self._first[rows] < NEVER).sum()),
+            int((np.cumsum(inside)[:length] > 0).sum()),
+            None if first == NEVER else first,
+            self._matches[place],
+        )
