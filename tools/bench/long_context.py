@@ -1,0 +1,167 @@
+#!/usr/bin/env python
+"""Memory and messages of one step at long sequences, over numbers of context parallel ranks, and that they agree.
+
+    python tools/bench/long_context.py a.yml key.path=value ... [--lengths 8192 32768] [--context 1 2 4] [--json FILE]
+
+Each pair of a length and a number of ranks is a run of its own of one step, with one sample per step. A rank's peak is
+its resident memory at its highest, and *of the step* is what that is above the highest of before the step, when model,
+optimizer and libraries are there. Bytes are those that the rank which sends most sends over the context axis. Loss and
+gradient norm are compared with those of the first number of ranks at the same length. The exit status is 1 where they
+differ by more than --tolerance.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import tempfile  # noqa: E402
+from dataclasses import asdict, dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+from megatron.config import split_arguments  # noqa: E402
+from megatron.launch.command_line import main as launch  # noqa: E402
+from megatron.training.hook import Hook  # noqa: E402
+from megatron.training.hooks.log import memory_bytes  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.training.exchange import StepReport
+    from megatron.training.trainer import Trainer
+
+TOLERANCE = 1e-5  # fp32 rounds to 6e-8, and a loss is a mean of as many numbers as there are tokens
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of a step: peaks of resident memory (bytes) before and after it; what it sent, by group."""
+
+    before: int
+    after: int
+    loss: float
+    norm: float
+    sent: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run: memory in bytes, of the rank that needs most; bytes that a rank sends at most over the context axis."""
+
+    length: int
+    ranks: int
+    peak: int
+    step: int
+    sent: int
+    loss: float
+    norm: float
+
+
+class Watch(Hook):
+    """Writes what each rank sees into a file per rank."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._before = 0
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        self._before = memory_bytes(trainer.exchange.device)
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        groups = trainer.extra_metrics.get("communication", {})
+        sent = {name: sum(each["bytes"] for each in operations.values()) for name, operations in groups.items()}
+        peak = memory_bytes(trainer.exchange.device)
+        seen = Seen(self._before, peak, float(report.loss), float(report.grad_norm), sent)
+        (self._folder / f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
+
+
+def measure(files: list[str], overrides: list[str], length: int, ranks: int) -> Row:
+    """Train one step of one sample.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        seen = Path(folder, "seen")
+        seen.mkdir()
+        own = [
+            f"run.dir={folder}/run",
+            f"training.sequence_length={length}",
+            "training.steps=1",
+            "training.global_batch_size=1",
+            "training.micro_batch_size=1",
+            f"parallel.context={ranks}",
+            "evaluation.every=null",
+            "checkpoint.every=null",
+            "logging.communication=counts",
+            "logging.console=quiet",
+            "logging.curve=false",
+            f"hooks=[{{type: 'tools.bench.long_context:Watch', options: {{folder: '{seen}'}}}}]",
+        ]
+        script = str(Path(__file__).resolve().parents[2] / "train.py")
+        if status := launch(["--ranks", str(ranks), script, *files, *overrides, *own]):
+            raise RuntimeError(f"{length} tokens on {ranks} ranks: exit status {status}")
+        found = [Seen(**json.loads(path.read_text())) for path in sorted(seen.iterdir())]
+    return Row(
+        length,
+        ranks,
+        max(each.after for each in found),
+        max(each.after - each.before for each in found),
+        max(each.sent.get("context", 0) for each in found),
+        found[0].loss,
+        found[0].norm,
+    )
+
+
+def difference(row: Row, first: Row) -> float:
+    """The larger relative difference of loss and gradient norm."""
+    return max(abs(row.loss / first.loss - 1.0), abs(row.norm / first.norm - 1.0))
+
+
+def table(rows: list[Row]) -> str:
+    """In Markdown."""
+    lines = [
+        "| tokens | context ranks | loss | gradient norm | differs by | peak of a rank, MiB | of the step | sent |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first: dict[int, Row] = {}
+    for row in rows:
+        base = first.setdefault(row.length, row)
+        apart = "" if base is row else f"{difference(row, base):.1e}"
+        cells = [f"{row.length:,}", str(row.ranks), f"{row.loss:.6f}", f"{row.norm:.6f}", apart]
+        cells += [f"{each / 2**20:,.1f}" if each else "–" for each in (row.peak, row.step, row.sent)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train each pair, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", metavar="a.yml", help="files and overrides of the run")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], metavar="N")
+    parser.add_argument("--context", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers there")
+    options = parser.parse_intermixed_args(arguments)
+    files, overrides = split_arguments(options.sources)
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
+    rows = []
+    for length in options.lengths:
+        for ranks in options.context:
+            rows.append(measure(files, overrides, length, ranks))
+            print(f"{length:,} tokens, {ranks} ranks: {rows[-1].peak / 2**20:,.0f} MiB", file=sys.stderr, flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    print(table(rows))
+    first = {row.length: row for row in reversed(rows)}
+    return int(any(not difference(row, first[row.length]) <= options.tolerance for row in rows))
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
