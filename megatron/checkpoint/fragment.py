@@ -16,6 +16,7 @@ from ..parallel.shard import LogicalTensor
 WEIGHT = "weight"  # in the type that the forward pass uses
 MASTER = "master"  # the fp32 copy that the optimizer updates
 AVERAGE = "average"  # fp32, of the weights over steps
+TRAINED = "trained"  # fp32, where gradients are taken, if an optimizer takes them elsewhere than at the master
 
 
 @dataclass(frozen=True)

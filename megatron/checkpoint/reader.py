@@ -19,7 +19,7 @@ from .communicator import SOLO, Communicator
 from .container import DTYPES
 from .durable import read_fully
 from .errors import CheckpointError, by_layer
-from .fragment import AVERAGE, MASTER, WEIGHT, Fragment, FragmentSpec
+from .fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
 from .names import META_NAME, wrong_name
@@ -30,6 +30,7 @@ from .writer import describe, part_of, read_manifest
 
 VERIFY_CHUNK = 4 << 20  # bytes, per thread
 STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be made of the other
+IMPLIED = {TRAINED: MASTER}  # whoever reads the one needs no other to go on
 
 
 def open_checkpoint(
@@ -177,7 +178,8 @@ class Checkpoint:
             misfit = self._misfit(spec)
             weights |= bool(misfit) and (spec.state in STAND_INS or spec.tensor.name not in self.tensors)
             problems += misfit
-            used |= {(spec.tensor.name, spec.state), (spec.tensor.name, STAND_INS.get(spec.state, spec.state))}
+            covered = {spec.state, STAND_INS.get(spec.state, spec.state), IMPLIED.get(spec.state, spec.state)}
+            used |= {(spec.tensor.name, state) for state in covered}
         keys = sorted(key for key in self.stored if states is None or key[1] in states)
         bits = sum(1 << place for place, key in enumerate(keys) if key in used)
         everything = communicator.gather([by_layer(problems), hex(bits), weights])

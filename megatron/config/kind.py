@@ -91,6 +91,7 @@ class LayerKind:
         compiles: whether torch.compile gains from a block of it: it has no loops or kernels of its own.
         mixes_samples: whether, with these options, a token's result depends on other samples of its batch.
         keeps_buffers: whether, with these options, checkpoints keep tensors of it that are no parameters.
+        clips_logits: whether, with these options, its layers have a `logit_clip` (`model/logit_clip.py`).
         exchange: how models with it are exchanged, where no architecture of transformers has it; "" for no way.
         context: how its layers compute where several ranks share a sequence (`parallel.context`): each token "alone";
             "attends" by `parallel.context_method`; "scans", all ranks at once, with what they need of the ranks before
@@ -116,6 +117,7 @@ class LayerKind:
     compiles: bool = False
     mixes_samples: Callable[[Any], bool] = lambda options: False
     keeps_buffers: Callable[[Any], bool] = lambda options: False
+    clips_logits: Callable[[Any], bool] = lambda options: False
     context: Literal["", "alone", "attends", "scans", "states"] = ""
     neighbours: bool = False
     draws: Callable[[Any], bool] = lambda options: False

@@ -13,6 +13,7 @@ class Option:
     Attributes:
         below: the largest value itself is not allowed.
         whole: it must be a whole number.
+        switch: it is true or false.
     """
 
     default: float | None
@@ -21,9 +22,17 @@ class Option:
     about: str
     below: bool = False
     whole: bool = False
+    switch: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The default as one writes it in YAML."""
+        return str(self.default).lower() if self.default is None or self.switch else f"{self.default:g}"
 
     def problem(self, value: Any) -> str | None:
         """What a value must be, if it is not."""
+        if self.switch:
+            return None if isinstance(value, bool) else "must be true or false"
         kind = "a whole number" if self.whole else "a number"
         good = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
         if good and self.least <= value and (value < self.largest if self.below else value <= self.largest):
@@ -31,9 +40,12 @@ class Option:
         return f"must be {kind} from {self.least:g} to {'below ' if self.below else ''}{self.largest:g}"
 
 
-WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor")  # those that need them, inside the tree
+# Of those inside the tree:
+WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor", "adam_mini")  # need them
+SCHEDULE_FREE = ("schedule_free_adamw",)  # evaluate and save an average of the weights in place of a decaying rate
 
 OPTIONS: dict[str, dict[str, Option]] = {
+    "muon": {"per_head": Option(False, 0, 1, "queries, keys and values are orthogonalised by heads", switch=True)},
     "soap": {
         "frequency": Option(10, 1, 10**9, "steps between two refreshes of the eigenbases", whole=True),
         "largest": Option(10_000, 0, 10**9, "a side that is longer is left in its own basis", whole=True),
@@ -52,6 +64,10 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "slow": Option(0.9999, 0, 1, "coefficient of the slow average", below=True),
         "alpha": Option(5.0, 0, 1000, "weight of the slow average"),
         "warmup": Option(None, 0, 10**12, "steps until both are reached; training.steps by default", whole=True),
+    },
+    "schedule_free_adamw": {
+        "power": Option(0.0, 0, 100, "step t has a weight of t^power in the average"),
+        "rate_power": Option(2.0, 0, 100, "times the largest scheduled rate so far to this power"),
     },
 }
 

@@ -58,6 +58,8 @@ INSIDE: dict[str, dict[str, str]] = {
         "jorge": "megatron.engine.optimizers.jorge:Jorge",
         "adafactor": "megatron.engine.optimizers.adafactor:Adafactor",
         "ademamix": "megatron.engine.optimizers.ademamix:AdEMAMix",
+        "adam_mini": "megatron.engine.optimizers.adam_mini:AdamMini",
+        "schedule_free_adamw": "megatron.engine.optimizers.schedule_free:ScheduleFreeAdamW",
     },
     SCHEDULE: {  # see megatron.training.schedule
         "constant": "megatron.training.schedule:constant",

@@ -15,7 +15,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.variants import used
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
@@ -44,6 +45,7 @@ from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
+from .logit_clipping import LogitClipping
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import LabelGroups, StepResult
@@ -198,6 +200,8 @@ class BaseEngine:
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
         )
+        clips = any(kind.clips_logits(options) for _, kind, options in used(self.config.model))
+        self.logits = LogitClipping(module, self.mesh, self.state, self.device, clips)
         if isinstance(self.optimizer, MatrixOptimizer):
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -214,6 +218,7 @@ class BaseEngine:
         return StepGate(self.config, self.mesh, self.device, losses, norm, self.clipping)
 
     def _begin(self, lr: float) -> None:
+        self.state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         if self.gate is not None:
@@ -315,8 +320,12 @@ class BaseEngine:
             grad_norm=norm,
             skipped=overflow,
             spike=spike,
-            extras=self.experts.finish(applied and (self.gate is None or self.gate.applies)),
+            extras=self._extras(applied and (self.gate is None or self.gate.applies)),
         )
+
+    def _extras(self, applied: bool) -> Mapping[str, Any]:
+        loads, logits = self.experts.finish(applied), self.logits.finish(applied)
+        return {**loads, **logits} if logits else loads  # which are read from the device when they are asked for
 
 
 class PlainEngine(BaseEngine):
@@ -374,6 +383,7 @@ class PlainEngine(BaseEngine):
     def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
         self.model.eval()
+        self.state.for_evaluation()
         losses = self._accumulator(groups)
         for micro in self._micro_batches(batch, 1.0):
             losses.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
@@ -384,6 +394,7 @@ class PlainEngine(BaseEngine):
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from its micro-batch; see `protocol.Engine`."""
         self.model.eval()
+        self.state.for_evaluation()
         micros = zip(self._micro_batches(batch, 1.0), readers, strict=True)
         return [
             self.model(micro.tokens, micro.labels, micro.weights, **micro.extras, reader=reader)
@@ -430,6 +441,7 @@ class PipelinedEngine(BaseEngine):
     @torch.no_grad()
     def evaluate(self, batch: StepBatch, groups: LabelGroups | None = None) -> tuple[Tensor | float, Tensor | float]:
         """Sum of the losses of the labels that this rank reports, and their weight; see `protocol.Engine`."""
+        self.state.for_evaluation()
         self.losses = self._accumulator(groups)
         self.deepspeed.eval_batch(
             self._feed(batch, 1.0), reduce_output=None, bcast_loss=False, num_micro_batches=batch.tokens.shape[0]
@@ -440,6 +452,7 @@ class PipelinedEngine(BaseEngine):
     @torch.no_grad()
     def read(self, batch: StepBatch, readers: Sequence[Reader]) -> list[Any]:
         """What each reader computes from its micro-batch; see `protocol.Engine`."""
+        self.state.for_evaluation()
         if self.head is not None:
             self.head.readers.extend(readers)
         self.deepspeed.reset_activation_shape()  # the stages agree on the shape of what they send anew

@@ -11,17 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.fragment import AVERAGE, MASTER, WEIGHT, Fragment
+from megatron.checkpoint.fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.shard import LogicalTensor
 
-from .optimizers import MatrixOptimizer, element_states, initialize_state
+from .optimizers import MatrixOptimizer, element_states, initialize_state, number_names
 from .optimizers.whole import Held
 
 
@@ -66,6 +67,8 @@ class EngineState:
         average: bool = False,
     ):
         self._averages: dict[Tensor, Tensor] = {}  # by flat tensor, of its shape
+        self._evaluates: Any = getattr(optimizer, "evaluation_weights", None)
+        self._trained: dict[Tensor, Tensor] = {}  # by flat tensor: what it goes on with after an evaluation
         self._averaging = average
         self.engine, self.optimizer, self.mesh, self.stage = engine, optimizer, mesh, stage
         self.parameters, self.buffers = list(dict.fromkeys(parameters)), buffers
@@ -90,8 +93,9 @@ class EngineState:
         return [*self._fragments(replicas=True), *self._buffer_fragments()]
 
     def masters(self) -> list[Fragment]:
-        """The fp32 masters among the targets, for a start from weights alone."""
-        return [fragment for fragment in self.targets() if fragment.state == MASTER]
+        """The engine's own fp32 masters, for a start from weights alone."""
+        found = [replace(each, state=MASTER) for each in self.targets() if each.state in (MASTER, TRAINED)]
+        return found
 
     def refresh(self) -> None:
         """Make the weights of the forward pass from the masters; call after the targets were filled."""
@@ -99,6 +103,26 @@ class EngineState:
             self._refresh_partitioned()
         elif self.stage > 0:
             self.engine.optimizer.update_lp_params()
+
+    def for_evaluation(self) -> None:
+        """Put the weights that the optimizer evaluates in the place of those that it trains, where they are others."""
+        if self._evaluates is None or self._trained:
+            return
+        self._create_states()
+        for group, flat in self._flats():
+            weights = self._evaluates(group, flat, self.optimizer.state[flat])
+            self._trained[flat] = flat.detach().clone()
+            flat.data.copy_(weights)
+        self.refresh()
+
+    def for_training(self) -> None:
+        """Undo `for_evaluation`, to the last bit."""
+        if not self._trained:
+            return
+        for flat, weights in self._trained.items():
+            flat.data.copy_(weights)
+        self._trained.clear()
+        self.refresh()
 
     def begin_average(self) -> None:
         """The average is what the weights are."""
@@ -133,15 +157,16 @@ class EngineState:
         return self._averages[flat]
 
     def counters(self) -> dict[str, Any]:
-        """What the optimizer counts besides tensors: updates done (equal for all parameters)."""
-        steps = [float(state["step"]) for state in self.optimizer.state.values() if "step" in state]
-        return {"step": steps[0]} if steps else {}
+        """What the optimizer keeps besides tensors: updates done, and other numbers that all parameters share."""
+        names, states = number_names(self.optimizer), self.optimizer.state.values()
+        return {name: float(state[name]) for state in reversed(states) for name in names if name in state}
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         self._create_states()
         for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(counters["step"])
+            for name in number_names(self.optimizer):
+                if name in state:
+                    state[name].fill_(counters[name])
 
     def loss_scaler(self) -> dict[str, Any]:
         """State of the dynamic loss scaler; empty without fp16."""
@@ -182,27 +207,55 @@ class EngineState:
             for flats in steps.values()
         ]
 
+    def scale_rows(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply rows of masters; `refresh` makes the weights of it.
+
+        Args:
+            factors: by name of a parameter, one for each row of this rank's shard.
+        """
+        for owned in self._owned():
+            if owned.tensor.name in factors:
+                shape, view = owned.tensor.local_shape(*owned.cut), owned.view(owned.flat)
+                places = torch.arange(owned.start, owned.start + owned.length, device=view.device)
+                view.mul_(factors[owned.tensor.name].to(view.device)[places // prod(shape[1:])])
+
     def _buffer_fragments(self) -> Iterator[Fragment]:
         for tensor in self.buffers:
             yield Fragment(logical_of(tensor), MASTER, 0, 1, 0, tensor.view(-1))
 
     def _fragments(self, replicas: bool) -> Iterator[Fragment]:
-        """Masters and states of what this rank owns, with or without what others save too."""
+        """Masters and states of what this rank owns, with or without what others save too.
+
+        Where the optimizer evaluates other weights than it trains, the masters are those, made for the purpose, and the
+        others are saved beside them. The former follow from the rest, so that no rank is to be filled with them.
+        """
+        self.for_training()
         self._create_states()
-        states = {flat: element_states(self.optimizer, group, flat) for group, flat in self._flats()}
+        groups = {flat: group for group, flat in self._flats()}
+        states = {flat: element_states(self.optimizer, group, flat) for flat, group in groups.items()}
 
         def averages(flat: Tensor) -> dict[str, Tensor]:
             return {AVERAGE: self._average_of(flat)} if self._averaging else {}
 
         for owned in self._owned():
             if replicas or not owned.replica:
-                for name, values in {MASTER: owned.flat, **averages(owned.flat), **states.get(owned.flat, {})}.items():
+                other = self._evaluates is not None and owned.flat in groups
+                if other and not replicas:
+                    values = self._evaluation_weights(groups[owned.flat], owned, states[owned.flat])
+                    yield Fragment(owned.tensor, MASTER, *owned.cut, owned.start, values)
+                weights = {TRAINED if other else MASTER: owned.flat}
+                for name, values in {**weights, **averages(owned.flat), **states.get(owned.flat, {})}.items():
                     yield Fragment(owned.tensor, name, *owned.cut, owned.start, owned.view(values))
         if isinstance(self.optimizer, MatrixOptimizer):
             copies = {logical_of(p).name for p in self.parameters if getattr(p, "ds_pipe_replicated", False)}
             for tensor, name, start, values in self.optimizer.owned_states():
                 if replicas or tensor.name.removesuffix(f".{name}") not in copies:
                     yield Fragment(tensor, name, 0, 1, start, values)
+
+    def _evaluation_weights(self, group: Mapping[str, Any], owned: Owned, states: Mapping[str, Tensor]) -> Tensor:
+        kept = self.optimizer.state[owned.flat]
+        own = {name: owned.view(values) for name, values in states.items()}
+        return self._evaluates(group, owned.view(owned.flat), {**kept, **own})
 
     def _owned(self) -> Iterator[Owned]:
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)

@@ -94,6 +94,7 @@ def _refuse(config: Config, layout: Layout) -> None:
         "optimizers of whole matrices": issubclass(optimizer_class(config), MatrixOptimizer),
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
     }
+    reasons["clipped attention logits"] = any(kind.clips_logits(options) for _, kind, options in used(config.model))
     reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:

@@ -18,6 +18,7 @@ class ColumnLinear(nn.Module):
     Args:
         parts: sizes of the fused matrices along the outputs; each is cut separately.
         unit: cuts fall on multiples of this many outputs (head_dim).
+        heads: what each part gives, "query", "key" or "value", where it gives heads of `unit` outputs.
         shard: False keeps the whole matrix on every rank; then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
     """
@@ -34,6 +35,7 @@ class ColumnLinear(nn.Module):
         unit: int = 1,
         shard: bool = True,
         growth: Growth | None = None,
+        heads: tuple[str, ...] | None = None,
     ):
         super().__init__()
         self.axis = make.mesh.tensor
@@ -41,7 +43,14 @@ class ColumnLinear(nn.Module):
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
         self.weight = make.parameter(
-            "weight", (outputs, inputs), role=role, init=init, shard=cut, matrices=parts, growth=growth
+            "weight",
+            (outputs, inputs),
+            role=role,
+            init=init,
+            shard=cut,
+            matrices=parts,
+            growth=growth,
+            heads=None if heads is None else tuple((each, unit) for each in heads),
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
 

@@ -58,6 +58,7 @@ class ParameterFactory:
         matrices: tuple[int, ...] | None = None,
         experts: bool = False,
         growth: Growth | None = None,
+        heads: tuple[tuple[str, int], ...] | None = None,
     ) -> nn.Parameter:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
@@ -66,10 +67,11 @@ class ParameterFactory:
                 over
                 the tensor axis, `shard` cuts nothing.
             growth: how its fans grow with the model's width, where that does not follow from its role.
+            heads: see `LogicalTensor`.
         """
         scales = self.scales(growth or growth_of(role))
         logical = LogicalTensor(
-            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales
+            f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales, heads
         )
         dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
         at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)

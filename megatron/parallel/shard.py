@@ -110,6 +110,8 @@ class LogicalTensor:
         shard: how tensor parallel ranks cut it; None means that each holds it whole.
         keep_fp32: it stays in fp32 in every precision.
         matrices: sizes, along dim 0, of the separate matrices fused in it (Muon treats each alone).
+        heads: of projections to heads, for each of `matrices`: "query", "key" or "value", and the rows of a head; no
+            part of what it is, as `scales`.
         scales: how it is trained beside its role; no part of what it is, so checkpoints know nothing of it.
     """
 
@@ -120,6 +122,7 @@ class LogicalTensor:
     keep_fp32: bool = False
     matrices: tuple[int, ...] | None = None
     scales: Scales = field(default=UNSCALED, compare=False)
+    heads: tuple[tuple[str, int], ...] | None = field(default=None, compare=False)
 
     @property
     def stacked(self) -> bool:

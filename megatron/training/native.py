@@ -12,6 +12,7 @@ from megatron.config import Config
 from megatron.config.variants import used
 from megatron.engine.engine import build_engine
 from megatron.engine.optimizers.matrix import keeps_owner_states
+from megatron.engine.optimizers.named import optimizer_class
 
 from .fetch import local_path
 from .resume import resume
@@ -43,6 +44,12 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
             target,
             f"native files of DeepSpeed have no place for the states that {config.optimizer.type} keeps of whole "
             "matrices; take the weights by to_hf.py",
+        )
+    if hasattr(optimizer_class(config), "evaluation_weights"):
+        raise CheckpointError(
+            target,
+            f"native files of DeepSpeed would have the weights at which {config.optimizer.type} takes gradients, not "
+            "those that it evaluates; use to_deepspeed.py, or take the weights by to_hf.py",
         )
     if layout.spreads_experts:
         raise CheckpointError(

@@ -31,6 +31,7 @@ def sampler(
     tokenizer = build_tokenizer(config.tokenizer)
 
     def make(prompts: list[str], options: SampleOptions, step: int) -> list[str]:
+        engine.state.for_evaluation()
         sampling = Sampling(options.temperature, options.top_k, options.top_p, seed=config.training.seed + step)
         return [
             tokenizer.decode(

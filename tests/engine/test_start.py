@@ -22,6 +22,7 @@ RUNS = [  # compute type, ZeRO stage, optimizer
     ("bf16", 1, "muon"),
     ("fp32", 1, "sgd"),
     ("fp32", 1, "ademamix"),
+    ("fp32", 1, "schedule_free_adamw"),
 ]
 
 
@@ -32,10 +33,8 @@ def train() -> None:
     prepare_deepspeed(torch.device("cpu"))
     dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
     for compute, stage, optimizer in RUNS:
-        settings = {"type": optimizer, "lr": 0.01}
-        config = resolve(
-            values_of("neox", precision={"compute": compute}, zero={"stage": stage}, optimizer=settings), ranks=1
-        )
+        recipe = {"optimizer": {"type": optimizer, "lr": 0.01}, "schedule": {"type": "constant"}}
+        config = resolve(values_of("neox", precision={"compute": compute}, zero={"stage": stage}, **recipe), ranks=1)
         engine = build_engine(config, Mesh.single(), "cpu")
         M, S = config.training.micro_batch_size, config.training.sequence_length
         batches = config.training.global_batch_size // M

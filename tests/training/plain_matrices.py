@@ -27,6 +27,13 @@ class PlainMuon:
 
     def __init__(self, options) -> None:
         self.rate, self.momentum, self.scale = options.muon_lr, options.muon_momentum, options.muon_scale
+        self.per_head = options.options.get("per_head", False)
+
+    def blocks(self, tensor: torch.Tensor, logical: LogicalTensor) -> list[torch.Tensor]:
+        found = blocks(tensor, logical)
+        if not (self.per_head and logical.heads):
+            return found
+        return [head for matrix, (_, rows) in zip(found, logical.heads, strict=True) for head in matrix.split(rows)]
 
     def start(self, matrix: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"momentum": torch.zeros_like(matrix)}
@@ -129,8 +136,9 @@ class PlainJorge:
 class PlainAdEMAMix:
     """The paper's equations for masters that have their gradients; `warmup` is over from the step that it names."""
 
-    def __init__(self, options, masters: list[torch.Tensor], rates: list[float], decays: list[float]) -> None:
+    def __init__(self, options, masters: list[torch.Tensor], rates: list, decays: list, epsilons: list) -> None:
         self.options, self.masters, self.rates, self.decays, self.t = options, masters, rates, decays, 0
+        self.epsilons = epsilons
         self.fast, self.slow, self.square = ([torch.zeros_like(each) for each in masters] for _ in range(3))
 
     def step(self) -> None:
@@ -145,16 +153,78 @@ class PlainAdEMAMix:
             self.fast[i] = b1 * self.fast[i] + (1 - b1) * gradient
             self.slow[i] = b3 * self.slow[i] + (1 - b3) * gradient
             self.square[i] = b2 * self.square[i] + (1 - b2) * gradient**2
-            size = (self.square[i] / (1 - b2**t)).sqrt() + self.options.epsilon
+            size = (self.square[i] / (1 - b2**t)).sqrt() + self.epsilons[i]
             update = (self.fast[i] / (1 - b1**t) + alpha * self.slow[i]) / size + self.decays[i] * master.data
             master.data -= self.rates[i] * update
 
 
-PLAIN = {"muon": PlainMuon, "soap": PlainSOAP, "jorge": PlainJorge}
+def every_matrix(logical: LogicalTensor) -> bool:
+    """Embeddings, the head and routers too."""
+    return len(logical.shape) == 2 or (len(logical.shape) == 3 and logical.matrices is not None)
+
+
+class PlainAdafactor:
+    """Algorithm 5 of arXiv 1804.04235 without its relative step size, of one matrix."""
+
+    takes = staticmethod(every_matrix)
+
+    def __init__(self, options) -> None:
+        own = options.options
+        self.rate, self.decay, self.clip = options.lr, own.get("decay", 0.8), own.get("clip", 1.0)
+
+    def start(self, matrix: torch.Tensor) -> dict:
+        return {"rows": torch.zeros(matrix.shape[0]), "columns": torch.zeros(matrix.shape[1]), "step": 0}
+
+    def direction(self, state: dict, gradient: torch.Tensor) -> torch.Tensor:
+        state["step"] += 1
+        beta, square = 1 - state["step"] ** -self.decay, gradient**2 + 1e-30
+        state["rows"] = beta * state["rows"] + (1 - beta) * square.sum(1)
+        state["columns"] = beta * state["columns"] + (1 - beta) * square.sum(0)
+        estimate = torch.outer((state["rows"] / state["rows"].sum()).sqrt(), state["columns"].sqrt())
+        update = gradient / estimate
+        return update / max(1.0, float(update.square().mean().sqrt()) / self.clip)
+
+
+class PlainAdamMini:
+    """Algorithms 1 to 3 of arXiv 2406.16793: a second moment for each head of queries and keys, and for each row of
+    other matrices. What it gets is one such block.
+    """
+
+    takes = staticmethod(every_matrix)
+
+    def __init__(self, options) -> None:
+        self.rate, self.betas, self.epsilon = options.lr, options.betas, options.epsilon
+
+    @staticmethod
+    def blocks(tensor: torch.Tensor, logical: LogicalTensor) -> list[torch.Tensor]:
+        found = []
+        for number, matrix in enumerate(blocks(tensor, logical)):
+            what, rows = logical.heads[number] if logical.heads else ("", 1)
+            found += matrix.split(rows if what in ("query", "key") else 1)
+        return found
+
+    def start(self, block: torch.Tensor) -> dict:
+        return {"average": torch.zeros_like(block), "square": 0.0, "step": 0}
+
+    def direction(self, state: dict, gradient: torch.Tensor) -> torch.Tensor:
+        (b1, b2), state["step"] = self.betas, state["step"] + 1
+        state["average"] = b1 * state["average"] + (1 - b1) * gradient
+        state["square"] = b2 * state["square"] + (1 - b2) * gradient.square().mean()
+        size = (state["square"] / (1 - b2 ** state["step"])).sqrt() + self.epsilon
+        return state["average"] / (1 - b1 ** state["step"]) / size
+
+
+PLAIN = {
+    "muon": PlainMuon,
+    "soap": PlainSOAP,
+    "jorge": PlainJorge,
+    "adafactor": PlainAdafactor,
+    "adam_mini": PlainAdamMini,
+}
 
 
 class PlainMatrices:
-    """One of these rules for each matrix inside a block, torch's AdamW for all other tensors.
+    """One of these rules for each matrix inside a block (or what the rule takes), torch's AdamW for all other tensors.
 
     A parametrization scales AdamW's steps. A matrix's step does not grow with the width, so of its scales only what
     they have of the depth is left, which is the product of rate and decay (docs/parametrization.md).
@@ -162,6 +232,7 @@ class PlainMatrices:
 
     def __init__(self, options, logicals: list[LogicalTensor], masters: list[torch.Tensor], decays: list[float]):
         self.rule, self.logicals, self.masters = PLAIN[options.type](options), logicals, masters
+        takes, self.blocks = getattr(self.rule, "takes", is_matrix), getattr(self.rule, "blocks", blocks)
         self.decays = [decay / each.scales.weight_decay for decay, each in zip(decays, logicals)]
         self.rates = [self.rule.rate * each.scales.lr * each.scales.weight_decay for each in logicals]
         rest = [
@@ -172,11 +243,11 @@ class PlainMatrices:
                 "eps": options.epsilon * logical.scales.epsilon,
             }
             for m, decay, logical in zip(masters, decays, logicals)
-            if not is_matrix(logical)
+            if not takes(logical)
         ]
         self.adamw = torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, foreach=False)
         self.states = [
-            [self.rule.start(block) for block in blocks(m, logical)] if is_matrix(logical) else []
+            [self.rule.start(block) for block in self.blocks(m, logical)] if takes(logical) else []
             for m, logical in zip(masters, logicals)
         ]
 
@@ -187,6 +258,6 @@ class PlainMatrices:
         for master, gradient, logical, rate, decay, states in zip(
             self.masters, gradients, self.logicals, self.rates, self.decays, self.states
         ):
-            pairs = zip(blocks(master, logical), blocks(gradient, logical), states) if states else ()
+            pairs = zip(self.blocks(master, logical), self.blocks(gradient, logical), states) if states else ()
             for matrix, part, state in pairs:
                 matrix -= rate * (self.rule.direction(state, part) + decay * matrix)

@@ -27,6 +27,7 @@ from megatron.parallel.parameters import buffers_of, stored_tensors
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
+from tests.training.plain_averages import PlainScheduleFree
 from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainMatrices
 
 EVALUATION = 1000  # the step whose batch is for evaluation
@@ -183,6 +184,7 @@ def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
         correct(model)
         losses.append(loss)
         norms.append(float(norm))
+    optimizer.finish()
     load(parameters, masters, narrow)
     batch = global_batch(config, EVALUATION)
     with torch.no_grad():
@@ -259,18 +261,26 @@ class PlainOptimizer:
         ]
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
-        assert self.options.type in ("sgd", "adamw", "ademamix", *PLAIN), "written out for these alone"
+        epsilons = [self.options.epsilon * each.scales.epsilon for each in tensors]
+        written = ("sgd", "adamw", "ademamix", "schedule_free_adamw", *PLAIN)
+        assert self.options.type in written, "written out for these alone"
+        if self.options.type == "schedule_free_adamw":
+            self.adamw = PlainScheduleFree(self.options, masters, self.rates, self.decays, epsilons)
         if self.options.type == "ademamix":
-            self.adamw = PlainAdEMAMix(self.options, masters, self.rates, self.decays)
+            self.adamw = PlainAdEMAMix(self.options, masters, self.rates, self.decays, epsilons)
         if self.options.type in PLAIN:
             self.adamw = PlainMatrices(self.options, tensors, masters, self.decays)
         if self.options.type == "adamw":
-            epsilons = [self.options.epsilon * each.scales.epsilon for each in tensors]
             groups = [
                 {"params": [m], "lr": lr, "weight_decay": decay, "eps": epsilon}
                 for m, lr, decay, epsilon in zip(masters, self.rates, self.decays, epsilons)
             ]
             self.adamw = torch.optim.AdamW(groups, betas=self.options.betas, foreach=False)
+
+    def finish(self) -> None:
+        """What is evaluated takes the place of what is trained."""
+        if isinstance(self.adamw, PlainScheduleFree):
+            self.adamw.finish()
 
     def step(self, gradients: list[torch.Tensor]) -> None:
         if isinstance(self.adamw, PlainMatrices):

@@ -52,6 +52,8 @@ ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
 MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
 SOAP = {"optimizer": {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}}}
 JORGE = {"optimizer": {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}}}
+MINI = {"optimizer": {"type": "adam_mini", "lr": 0.01, "epsilon": 1e-3}}
+FREE = {"schedule": {"type": "constant"}, "optimizer": {"type": "schedule_free_adamw", "lr": 0.01, "epsilon": 1e-3}}
 BF16 = {"precision": "bf16"}
 MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
@@ -72,6 +74,10 @@ PAIRS = [
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-5),
     ("llama", SOAP, "dp2 ZeRO 1", "tp2 pp2", 1e-5),
+    ("llama", FREE, "dp2 ZeRO 1", "tp2 dp2 ZeRO 3", 1e-5),
+    ("llama", FREE, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
+    ("moe", merged(MINI, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
+    ("llama", MINI, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
     ("moe", merged(SOAP, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
     ("qwen3", JORGE, "tp2 dp2 ZeRO 3", "dp2 ZeRO 1", 1e-5),
     *[("moe", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", to, 1e-5) for to in ("one", "dp4 ep4 ZeRO 2", "tp2 ep2")],
@@ -109,6 +115,7 @@ SAME = [
     ("qwen3", ADAMW, "pp4 of 1, 2, 1, 1"),
     ("mqa", ADAMW, "tp2 dp2 ZeRO 3"),
     ("qwen3", MUON, "dp2 ZeRO 1"),
+    ("llama", merged(FREE, BF16), "dp2 ZeRO 1"),
     ("qwen3", merged(MUON, BF16), "pp2 of 1 and 4"),
     ("neox", merged(ADAMW, BF16), "tp2 pp2"),
     ("qwen3", merged(ADAMW, BF16), "dp2 ZeRO 2"),

@@ -21,6 +21,8 @@ MOMENTS = {
     "soap": 8,
     "jorge": 8,
     "ademamix": 12,
+    "adam_mini": 4,
+    "schedule_free_adamw": 8,
 }  # bytes per parameter, at least; sgd may have none
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
 

@@ -8,8 +8,11 @@ from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
 
-# Their steps do not depend on the size of gradients; SGD's do, and have rates of their own under muP.
-DERIVED_FOR = {"mup": ("adamw", "lion", "muon", "sgd"), "completep": ("adamw", "lion", "muon")}
+# An element's step follows from the history of its own gradient and does not depend on its size: Adam's exponents hold
+# for all of these (Yang & Littwin 2023, arXiv 2308.01814). Muon's steps have a size of their own; SGD's depend on the
+# gradient's, and have rates of their own under muP. Steps from means over rows, blocks or eigenbases are neither.
+ELEMENTWISE = ("adamw", "lion", "ademamix", "schedule_free_adamw")
+DERIVED_FOR = {"mup": (*ELEMENTWISE, "muon", "sgd"), "completep": (*ELEMENTWISE, "muon")}
 SECTION = "model.parametrization"
 
 
@@ -68,4 +71,21 @@ def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Proble
         )
 
 
-RULES = (base_is_known, options_suit_the_parametrization, rates_are_derived_for_the_optimizer)
+def heads_are_not_orthogonalised_alone(context: RuleContext) -> Iterator[Problem]:
+    """A stack of orthogonal heads has a norm that grows with their number."""
+    own, optimizer = context.config.model.parametrization, context.config.optimizer
+    if own.type != "standard" and optimizer.type == "muon" and optimizer.options.get("per_head") is True:
+        yield context.problem(
+            "optimizer.options",
+            f"{SECTION}.type",
+            rule=f"the rates of {own.type} must be derived for the optimizer, and are so for muon without per_head",
+            fix="remove per_head, or use type: standard",
+        )
+
+
+RULES = (
+    base_is_known,
+    options_suit_the_parametrization,
+    rates_are_derived_for_the_optimizer,
+    heads_are_not_orthogonalised_alone,
+)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from .. import machine
 from ..epochs import Uncounted, Unread, steps_of_epochs
 from ..kernels import installed
-from ..optimizer_options import OPTIONS
+from ..optimizer_options import OPTIONS, SCHEDULE_FREE
 from ..problems import Problem
 from ..registry import INSIDE, OPTIMIZER
 from ..rule_context import RuleContext
@@ -186,8 +186,8 @@ def betas_are_shares(context: RuleContext) -> Iterator[Problem]:
 
 def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
     users = {
-        "betas": ("adamw", "lion", "muon", "soap", "jorge", "adafactor", "ademamix"),
-        "epsilon": ("adamw", "muon", "soap", "jorge", "adafactor", "ademamix"),
+        "betas": ("adamw", "lion", "muon", "soap", "jorge", "adafactor", "ademamix", "adam_mini", *SCHEDULE_FREE),
+        "epsilon": ("adamw", "muon", "soap", "jorge", "adafactor", "ademamix", "adam_mini", *SCHEDULE_FREE),
         "momentum": ("sgd", "jorge"),
         "nesterov": ("sgd",),
         "muon_lr": ("muon",),
@@ -225,7 +225,7 @@ def options_are_the_optimizers(context: RuleContext) -> Iterator[Problem]:
                 "optimizer.options",
                 "optimizer.type",
                 rule=f"{name} {problem}",
-                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].default:g}"),
+                fix="leave it out" + ("" if known[name].default is None else f", or use {known[name].shown}"),
             )
 
 

@@ -7,7 +7,7 @@ as it likes. Muon needs whole matrices: a `MatrixOptimizer` gets them on every l
 
 from .adamw import AdamW
 from .build import build_optimizer, set_learning_rate
-from .contract import Optimizer, element_states, initialize_state, state_names
+from .contract import Optimizer, element_states, initialize_state, number_names, state_names
 from .groups import parameter_groups
 from .lion import Lion
 from .matrix import MatrixOptimizer
@@ -24,6 +24,7 @@ __all__ = [
     "Muon",
     "build_optimizer",
     "initialize_state",
+    "number_names",
     "parameter_groups",
     "set_learning_rate",
     "state_names",

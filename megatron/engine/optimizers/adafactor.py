@@ -20,12 +20,12 @@ from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes
 from .whole import Unit
 
-TINY = torch.finfo(torch.float32).eps
+EPSILON = 1e-30  # the paper's, added to squares; a larger one would decide over the small gradients of a large model
 
 
 class Adafactor(MatrixOptimizer):
-    """With row means r and column means c of G^2, averaged with b = 1 - t^-decay: U = G / sqrt(r c / mean(r)), and the
-    step is U / max(1, rms(U) / clip).
+    """With row means r and column means c of G^2 + 1e-30, averaged with b = 1 - t^-decay: U = G / sqrt(r c / mean(r)),
+    and the step is U / max(1, rms(U) / clip).
 
     State, at the owner of a matrix: `row`, `column`.
     """
@@ -57,14 +57,14 @@ class Adafactor(MatrixOptimizer):
     ) -> Tensor:
         share, places, steps = (done + 1.0) ** -group["decay"], [0, 0], []
         for gradient in blocks(unit, whole.float()):
-            squares, means = gradient.square(), []
+            squares, means = gradient.square() + EPSILON, []
             for side, name in enumerate(("row", "column")):
                 begin, places[side] = places[side], places[side] + gradient.size(1 + side)
                 mean = states[name][:, begin : places[side]]
                 means.append(mean.lerp_(squares.mean(2 - side), share))
             row, column = means
-            estimate = row.unsqueeze(2) * column.unsqueeze(1) / row.mean(1).clamp(min=TINY)[:, None, None]
-            update = gradient * estimate.clamp(min=TINY**2).rsqrt()
+            share_of_rows = row / row.mean(1, keepdim=True)  # the product of both would underflow
+            update = gradient * share_of_rows.rsqrt().unsqueeze(2) * column.rsqrt().unsqueeze(1)
             size = update.square().mean((1, 2), keepdim=True).sqrt()
             steps.append(update / (size / group["clip"]).clamp(min=1.0))
         return torch.cat(steps, dim=1).view(unit.shape)

@@ -28,6 +28,6 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> torch
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each group its share of the scheduled learning rate (that of `optimizer.lr`)."""
+    """Give each group the scheduled learning rate (that of `optimizer.lr`) as `scheduled_lr`, and its share as `lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        group["lr"], group["scheduled_lr"] = lr * group["lr_scale"], lr

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.parallel.shard import LogicalTensor
 
-STEP = "step"  # the one state that is a number: updates done, a float32 tensor without dimensions
+STEP = "step"  # a state that is a number: updates done, a float32 tensor without dimensions
 
 
 class Optimizer(Protocol):
@@ -29,6 +29,14 @@ class Optimizer(Protocol):
     the parameter with this logical tensor, such as Muon's `matrix`. A setting `lr_scale` there multiplies that of the
     parameter's role, and `scales` replaces those of the logical tensor (`Scales`), which are for steps whose elements
     do not depend on the size of gradients.
+
+    Optionally `numbers` names further states that are one number: float64 tensors without dimensions, zero before the
+    first step, the same for all parameters.
+
+    Optionally it has the method `evaluation_weights(group, weights, state) -> Tensor`, where the weights to be
+    evaluated, saved and exported are others than those at which gradients are taken. They follow, element by element,
+    from the latter and the parameter's states, of all elements or of some of them. The engine puts them in the place of
+    the parameters while it evaluates.
     """
 
     param_groups: list[dict[str, Any]]
@@ -40,7 +48,8 @@ class Optimizer(Protocol):
 
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of all states of each parameter of a group. Each is a tensor of the parameter's shape, zero before the
-        first step; "step", if it is among them, is a float32 tensor without dimensions that counts updates."""
+        first step; "step", if it is among them, is a float32 tensor without dimensions that counts updates, and those
+        that `numbers` names have none either."""
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients."""
@@ -76,7 +85,7 @@ def initialize_state(
         state = optimizer.state[parameter]
         for name in names:
             if name not in state:
-                state[name] = _zero_step(group, parameter) if name == STEP else _zeros(parameter)
+                state[name] = _first(optimizer, group, parameter, name)
 
 
 def element_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -87,7 +96,7 @@ def element_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p
     """
     names, found = state_names(optimizer, group), {}
     for name, value in optimizer.state[parameter].items():
-        if name == STEP and name in names:
+        if name in names and name in number_names(optimizer):
             continue
         if name not in names or not isinstance(value, Tensor) or value.shape != parameter.shape:
             what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -98,6 +107,17 @@ def element_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p
             )
         found[name] = value
     return found
+
+
+def number_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the states that are one number."""
+    return (STEP, *getattr(optimizer, "numbers", ()))
+
+
+def _first(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, name: str) -> Tensor:
+    if name == STEP:
+        return _zero_step(group, parameter)
+    return torch.zeros((), dtype=torch.float64) if name in number_names(optimizer) else _zeros(parameter)
 
 
 def _zeros(parameter: Tensor) -> Tensor:

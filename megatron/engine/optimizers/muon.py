@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.config.optimizer_options import options_of
 from megatron.parallel.shard import LogicalTensor, Scales
 
 from .groups import use_fused
@@ -57,18 +58,23 @@ def factor(rows: int, columns: int, scale: str) -> float:
 
 
 def muon_direction(
-    update: Tensor, matrices: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16, scale: str = "original"
+    update: Tensor,
+    matrices: tuple[int, ...] | None,
+    dtype: torch.dtype = torch.bfloat16,
+    scale: str = "original",
+    heads: tuple[int, ...] | None = None,
 ) -> Tensor:
     """The orthogonalised `update` [rows, columns] in fp32 or wider, each fused matrix alone, times its `factor`.
 
-    Of experts [E, rows, columns] each is treated alone. `matrices` are the rows of each fused matrix.
+    Of experts [E, rows, columns] each is treated alone. `matrices` are the rows of each fused matrix, and `heads` the
+    rows of each of its heads, if these are matrices of their own.
     """
     wide = torch.promote_types(update.dtype, torch.float32)
-    parts = [
-        orthogonalize(part, dtype).to(wide) * factor(part.size(-2), part.size(-1), scale)
-        for part in update.split(list(matrices or (update.size(-2),)), dim=-2)
-    ]
-    return torch.cat(parts, dim=-2)
+    parts = update.split(list(matrices or (update.size(-2),)), dim=-2)
+    if heads is not None:
+        parts = tuple(part.unflatten(-2, (-1, rows)) for part, rows in zip(parts, heads, strict=True))
+    found = [orthogonalize(part, dtype).to(wide) * factor(part.size(-2), part.size(-1), scale) for part in parts]
+    return torch.cat([part if heads is None else part.flatten(-3, -2) for part in found], dim=-2)
 
 
 class Muon(MatrixOptimizer):
@@ -80,6 +86,7 @@ class Muon(MatrixOptimizer):
         groups, lr, betas, eps, fused: see `MatrixOptimizer`.
         momentum: averaging coefficient of the matrices' gradients (Nesterov form).
         scale: see `factor`.
+        per_head: each head of queries, keys and values is a matrix of its own, where a layer says what they are.
         dtype: of the Newton-Schulz iteration. bf16 is enough for training and the fastest, but a last digit of a
             gradient may tip a rounding in it, so that two layouts of a run differ by more than fp32 does.
 
@@ -93,11 +100,12 @@ class Muon(MatrixOptimizer):
         *,
         momentum: float = 0.95,
         scale: str = "original",
+        per_head: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         **adamw: Any,
     ) -> None:
         super().__init__(groups, {"momentum": momentum, "scale": scale}, **adamw)
-        self.dtype = dtype
+        self.dtype, self.per_head = dtype, per_head
         self.travels = dtype  # the iteration begins by rounding to it
 
     @classmethod
@@ -107,6 +115,7 @@ class Muon(MatrixOptimizer):
             groups,
             momentum=options.muon_momentum,
             scale=options.muon_scale,
+            per_head=options_of("muon", options.options)["per_head"],
             dtype=torch.float32 if config.precision.compute == "fp32" else torch.bfloat16,
             betas=options.betas,
             eps=options.epsilon,
@@ -145,4 +154,6 @@ class Muon(MatrixOptimizer):
     def direction(
         self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
-        return muon_direction(whole, unit.tensor.matrices, self.dtype, group["scale"])
+        heads = unit.tensor.heads if self.per_head else None
+        rows = None if heads is None else tuple(each for _, each in heads)
+        return muon_direction(whole, unit.tensor.matrices, self.dtype, group["scale"], rows)

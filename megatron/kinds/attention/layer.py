@@ -19,6 +19,7 @@ from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.common.multiplied import times
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
+from megatron.model.logit_clip import LogitClip, largest_logits
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
@@ -69,7 +70,13 @@ class Attention(nn.Module):
         self.kv_heads = options.kv_heads // mesh.tensor.size if self.shard_kv else options.kv_heads
         q_width, kv_width = options.heads * D, options.kv_heads * D
         self.query = ColumnLinear(
-            make.scope("query"), inputs, (q_width,), init=init.hidden(inputs, q_width), bias=options.qkv_bias, unit=D
+            make.scope("query"),
+            inputs,
+            (q_width,),
+            init=init.hidden(inputs, q_width),
+            bias=options.qkv_bias,
+            unit=D,
+            heads=("query",),
         )
         self.key_value = ColumnLinear(
             make.scope("key_value"),
@@ -79,6 +86,7 @@ class Attention(nn.Module):
             bias=options.qkv_bias,
             unit=D,
             shard=self.shard_kv,
+            heads=("key", "value"),
         )
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
@@ -100,6 +108,15 @@ class Attention(nn.Module):
         scale = (options.scale or D**-0.5) * init.factors.attention(D)
         self.pattern = Pattern(scale, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
+        self.logit_clip = None
+        if options.qk_clip is not None:
+            self.logit_clip = self._clip(options.qk_clip, make.device)
+
+    def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
+        both = [[linear.weight] + ([] if linear.bias is None else [linear.bias])
+                for linear in (self.query, self.key_value)]  # fmt: skip
+        shared = self.options.kv_heads < self.options.heads
+        return LogitClip(threshold, self.heads, self.D, both[0], None if shared else both[1], device)
 
     def forward(
         self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
@@ -115,6 +132,9 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)
         if not self.shard_kv:
             k, v = self._used_heads(k), self._used_heads(v)
+        if self.logit_clip is not None and self.training and cache is None:
+            scale, window = self.pattern.scale, self.pattern.window
+            self.logit_clip.see(largest_logits(q, k, scale, window, stream.documents))
         dropout = None
         if self.training and self.options.dropout > 0.0:
             key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation

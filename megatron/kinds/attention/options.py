@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.divisors import divisors, multiples, near
 from megatron.config.kind import LayerKind, Use
+from megatron.config.optimizer_options import SCHEDULE_FREE
 from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
@@ -67,6 +68,12 @@ class AttentionOptions(Section):
     )
     input_multiplier: float = key(1.0, "Multiplies what queries, keys and values are made of.", gt=0)
     output_multiplier: float = key(1.0, "Multiplies the output (Falcon-H1).", gt=0)
+    qk_clip: float | None = key(
+        None,
+        "QK-clip (Kimi K2): after a step in which a head's largest logit (scaled product of a query and a key) was "
+        "above this, its queries and keys shrink so that it would have been this; 100 is the paper's.",
+        gt=0,
+    )
     sinks: bool = key(
         False,
         "Whether each head has a trained logit that takes its share of the softmax and gives nothing (GPT-OSS); it "
@@ -105,6 +112,40 @@ def heads_divide_over_tensor_ranks(at: Use[AttentionOptions]) -> Iterator[Proble
         )
 
 
+def clipped_logits_follow_from_the_weights(at: Use[AttentionOptions]) -> Iterator[Problem]:
+    if at.options.qk_clip is None:
+        return
+    config = at.config
+    if at.options.qk_norm != "none":
+        yield at.problem(
+            ".qk_clip",
+            ".qk_norm",
+            rule="must be null with normalised queries and keys, whose size does not follow from their weights'",
+            fix="remove it: qk_norm bounds the logits already",
+        )
+    if config.parallel.context > 1:
+        yield at.problem(
+            ".qk_clip",
+            "parallel.context",
+            rule="must be null where ranks share the tokens of a sample: no rank has all products of a head",
+            fix="use parallel.context=1, or qk_norm: head",
+        )
+    if config.zero.offload_optimizer.device != "none":
+        yield at.problem(
+            ".qk_clip",
+            "zero.offload_optimizer.device",
+            rule="must be null with offloaded masters, which it would change",
+            fix="use device: none, or qk_norm: head",
+        )
+    if config.optimizer.type in SCHEDULE_FREE:
+        yield at.problem(
+            ".qk_clip",
+            "optimizer.type",
+            rule=f"must be null with {config.optimizer.type}: the average of the weights would keep the large logits",
+            fix="use another optimizer, or qk_norm: head",
+        )
+
+
 # What attention over any input needs.
 RULES = (
     heads_are_given,
@@ -126,10 +167,11 @@ KIND = LayerKind(
     options=AttentionOptions,
     about="Options of the attention mixer.",
     layer="megatron.kinds.attention.layer:Attention",
-    rules=(*RULES, heads_fill(twice=False)),
+    rules=(*RULES, heads_fill(twice=False), clipped_logits_follow_from_the_weights),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     head_width=lambda options: options.head_dim,
+    clips_logits=lambda options: options.qk_clip is not None,
     weights=_weights,
     compiles=True,
     context="attends",

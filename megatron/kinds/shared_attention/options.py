@@ -97,6 +97,15 @@ def attention_adapters_have_a_rank(at: Use[SharedAttentionOptions]) -> Iterator[
         )
 
 
+def shared_logits_are_not_clipped(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+    if at.options.qk_clip is not None:
+        yield at.problem(
+            ".qk_clip",
+            rule="must be null: several layers share these queries and keys, and add their own to them",
+            fix="remove it, or use qk_norm: head",
+        )
+
+
 def shared_mlp_divides_over_tensor_ranks(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
     width, ranks = at.options.mlp.hidden_size, at.config.parallel.tensor
     if width is not None and width % ranks:
@@ -119,6 +128,7 @@ KIND = LayerKind(
         shared_blocks_are_used,
         attention_adapters_have_a_rank,
         shared_mlp_divides_over_tensor_ranks,
+        shared_logits_are_not_clipped,
     ),
     draws=lambda options: options.dropout > 0.0,
     context="attends",

@@ -11,6 +11,23 @@ MODEL = [
         "give model.parametrization.base_width, model.hidden_size of that model",
     ),
     case(
+        "clipped logits that are normalised, on several ranks, of offloaded averages",
+        "model: {attention: {qk_clip: 100, qk_norm: head}}\nparallel: {context: 2}\nschedule: {type: constant}\n"
+        "optimizer: {type: schedule_free_adamw}\nzero: {offload_optimizer: {device: cpu}}",
+        "a.yml:2: model.attention.qk_clip = 100.0",
+        "must be null with normalised queries and keys",
+        "must be null where ranks share the tokens of a sample",
+        "must be null with offloaded masters",
+        "must be null with schedule_free_adamw: the average of the weights would keep the large logits",
+        problems=5,
+    ),
+    case(
+        "clipped logits of shared attention",
+        "model: {layers: mamba2+shared_attention x2, shared_attention: {heads: 4, qk_clip: 100}}",
+        "a.yml:2: model.shared_attention.qk_clip = 100.0",
+        "must be null: several layers share these queries and keys",
+    ),
+    case(
         "CompleteP without a base depth",
         "model: {parametrization: {type: completep, base_width: 32}}",
         "model.parametrization.base_depth",
@@ -20,7 +37,7 @@ MODEL = [
         "CompleteP under SGD",
         "model: {parametrization: {type: completep, base_width: 32, base_depth: 2}}\noptimizer: {type: sgd}",
         "a.yml:2: model.parametrization.type",
-        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, muon",
+        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, ademamix, ",
     ),
     case(
         "width of 1e15",

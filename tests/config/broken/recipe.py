@@ -115,6 +115,36 @@ RECIPE = [
         "use 0.9999",
     ),
     case(
+        "a schedule of what is free of it",
+        "optimizer: {type: schedule_free_adamw}",
+        "schedule.type = 'cosine'",
+        "optimizer.type = 'schedule_free_adamw' (a.yml:2)",
+        "schedule_free_adamw must have a constant rate after the warmup",
+        "use schedule.type=constant",
+    ),
+    case(
+        "orthogonal heads under muP",
+        "model: {parametrization: {type: mup, base_width: 32}}\noptimizer: {type: muon, options: {per_head: true}}",
+        "a.yml:3: optimizer.options",
+        "are so for muon without per_head",
+    ),
+    case(
+        "a switch that is a number",
+        "optimizer: {type: muon, options: {per_head: 1}}",
+        "per_head must be true or false",
+        "leave it out",
+    ),
+    case(
+        "two averages of the weights, and none that could be told from z",
+        "optimizer: {type: schedule_free_adamw, betas: [0.0, 0.95]}\nschedule: {type: constant}",
+        "training.weight_average",
+        "evaluates and saves an average of the weights already",
+        "a.yml:2: optimizer.betas = [0.0, 0.95]",
+        "the first must be above 0 with schedule_free_adamw",
+        problems=2,
+        arguments=("training.weight_average=0.9",),
+    ),
+    case(
         "Muon without a rate", "optimizer: {type: muon, lr: 0}", "a.yml:2: optimizer.lr = 0.0", "which must be above 0"
     ),
     case(

@@ -1,0 +1,68 @@
+"""QK-clip over all ranks: after an update, rows of the masters shrink by what the step's largest logits say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.model.logit_clip import LogitClip
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import logical_of
+
+from .state import EngineState
+
+
+class LogitClipping:
+    """The layers of this rank that clip their logits.
+
+    Args:
+        anywhere: whether any layer of the model does; ranks of all stages reduce together.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, state: EngineState, device: torch.device, anywhere: bool) -> None:
+        found = (getattr(each, "logit_clip", None) for each in module.modules())
+        self.layers = [each for each in found if isinstance(each, LogitClip)]
+        self.mesh, self.state, self.device, self.anywhere = mesh, state, device, anywhere
+
+    @torch.no_grad()
+    def finish(self, applied: bool) -> Mapping[str, Any]:
+        """Close a step: every rank calls it. Shrinks what must be, if the update was applied.
+
+        Returns:
+            For the record: the largest logit of all heads of the step, and how many heads were clipped.
+        """
+        if not self.anywhere:
+            return {}
+        largest = torch.full((1,), -torch.inf, device=self.device)
+        if self.layers:
+            largest = torch.cat([each.largest for each in self.layers])
+        largest = all_reduce(largest, self.mesh.replicas, dist.ReduceOp.MAX)
+        factors: list[Tensor] = []
+        place = 0
+        for each in self.layers:
+            factors.append(each.factors(largest[place : place + len(each.largest)]))
+            place += len(each.largest)
+            each.largest.fill_(-torch.inf)
+        top, count = largest.max().view(1), largest.new_zeros(1)
+        for heads in factors:
+            count += (heads < 1).sum()
+        for axis in (self.mesh.tensor, self.mesh.pipeline):
+            top, count = all_reduce(top, axis, dist.ReduceOp.MAX), all_reduce(count, axis)
+        clipped = int(count)
+        if applied and clipped:
+            self._shrink(factors)
+        return {"attention_logits": {"largest": float(top), "clipped_heads": clipped if applied else 0}}
+
+    def _shrink(self, factors: list[Tensor]) -> None:
+        rows = {
+            logical_of(each.parameter).name: layer.rows(each, own)
+            for layer, own in zip(self.layers, factors)
+            for each in layer.projections
+        }
+        self.state.scale_rows(rows)
+        self.state.refresh()
