@@ -7,6 +7,8 @@
     python tools/suite.py ladder.yml status
     python tools/suite.py ladder.yml compare              results with their spread over seeds, and report.html
     python tools/suite.py ladder.yml manifest             all of it as JSON, with the hashes of the batches
+    python tools/suite.py ladder.yml fit                  a scaling law of the losses, with intervals and a picture
+    python tools/suite.py points.csv fit                  the same of a table: run, parameters, tokens, loss
 
 Exit status 1: a run failed, or runs that should have read the same batches have not; 2: mistakes in the files.
 """
@@ -26,7 +28,7 @@ from megatron.config import ConfigError  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.suite import Suite, read_suite  # noqa: E402
 
-VERBS = ("plan", "launch", "status", "compare", "manifest")
+VERBS = ("plan", "launch", "status", "compare", "manifest", "fit")
 CURVES = 40  # runs whose curves a page can show
 
 
@@ -115,6 +117,26 @@ def manifest(suite: Suite, options: argparse.Namespace) -> int:
     return int(not all(document["same_batches"].values()))
 
 
+def fit(suite: Suite | Path, options: argparse.Namespace) -> int:
+    from megatron.suite.scaling import read_points, study, write_points
+    from megatron.suite.scaling.gather import points_of
+    from megatron.suite.scaling.picture import save_study
+    from megatron.suite.scaling.study import study_lines
+
+    if isinstance(suite, Path):
+        points, folder, name = read_points(suite), suite.parent, suite.stem
+    else:
+        counted = not options.without_embeddings
+        points = points_of(suite, suite.resolved(), options.points, options.validation, embeddings=counted)
+        folder, name = suite.folder, suite.name
+        write_points(points, folder / "points.csv")
+    found = study(points, resamples=options.resamples)
+    picture = options.picture or folder / f"{name}-scaling.png"
+    save_study(found, picture, f"{name}: {len(points)} losses of {len(points.names)} runs")
+    print(json.dumps(found.document(), indent=2) if options.json else "\n".join([*study_lines(found), str(picture)]))
+    return 0
+
+
 def _states(suite: Suite) -> dict:
     from megatron.suite.state import state_of
 
@@ -127,19 +149,36 @@ def _states(suite: Suite) -> dict:
 def main(arguments: list[str] | None = None) -> int:
     """Do what a verb says; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", type=Path, help="the suite's file")
+    parser.add_argument("suite", type=Path, help="the suite's file; for fit a table of points (.csv) too")
     parser.add_argument("verb", choices=VERBS)
-    parser.add_argument("--json", action="store_true", help="plan, status, compare: print one JSON document")
+    parser.add_argument("--json", action="store_true", help="plan, status, compare, fit: print one JSON document")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="launch: runs at a time (default: 1)")
     parser.add_argument("--index", type=int, metavar="K", help="launch: the K-th run alone, counted from 0")
     parser.add_argument("--slurm", action="store_true", help="launch: write a job array for sbatch, a task per run")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="=OPTION", help="launch: an option of its tasks"
     )
+    fitting = parser.add_argument_group("fit")
+    fitting.add_argument(
+        "--points",
+        choices=("end", "constant"),
+        default="end",
+        help="the last loss of each run, of its branches where it has any (the default); or all at a constant rate",
+    )
+    fitting.add_argument("--validation", metavar="NAME", help="the validation set, where runs have several")
+    fitting.add_argument("--without-embeddings", action="store_true", help="N without embedding and head")
+    fitting.add_argument(
+        "--resamples", type=int, default=1000, metavar="N", help="for intervals (default: %(default)s)"
+    )
+    fitting.add_argument("--picture", type=Path, help="default: NAME-scaling.png in the suite's folder")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error("--jobs must be at least 1")
+    if options.resamples < 0:
+        parser.error("--resamples must be at least 0")
     try:
+        if options.verb == "fit" and options.suite.suffix == ".csv":
+            return fit(options.suite, options)
         return globals()[options.verb](read_suite(options.suite), options)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)

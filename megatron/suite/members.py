@@ -133,6 +133,10 @@ class _Reader:
         if self.problems:
             return None
         members = tuple(self._members(Path(folder), base, axes))
+        if not all(member.files for member in members):
+            rule = "must name at least one configuration file for every run, which train.py needs"
+            self.problem(("files",), rule, "files: [quickstart]")
+            return None
         names = {axis: tuple(values) for axis, values in axes.items()}
         return Suite(self.path, name, Path(folder), ranks, names, members)
 

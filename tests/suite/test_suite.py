@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatron.config import ConfigError, load
+from megatron.model.describe import totals
 from megatron.suite import read_suite
 from megatron.suite.state import State, agreement, data_group, state_of
 from tests.paths import ROOT
@@ -102,6 +103,7 @@ axes:
         ("axes: {seed: {s1: {files: [nothing.yml]}}}", ["'nothing.yml' does not"]),
         ("axes: {seed: {s1: {}}}\ndir: [3]", ["must be the path of a folder"]),
         ("axes: {a: {x: {}, x: {}}}", ["small.yml:1"]),
+        ("axes: {a: {x: {}}}", ["must name at least one configuration file"]),
         ("a: [", ["small.yml"]),
     ],
 )
@@ -211,4 +213,14 @@ def test_shipped_suites(path):
         for name, config in found.items():
             published = load([str(ROOT / "configs" / "pythia" / f"{name}.yml")], ranks=1, check_inputs=False).config
             assert config.model == published.model and config.checkpoint.log_spaced and config.checkpoint.every == 1000
-    assert len(found) == {"pythia": 8, "ladder": 12}[path.stem] and yaml.safe_load(path.read_text())
+    if path.stem == "gemstones":
+        for name, config in found.items():
+            assert totals(config).parameters == parameters_of_a_gemstone(*map(int, name.split("x")))
+    assert len(found) == {"pythia": 8, "ladder": 12, "gemstones": 22}[path.stem] and yaml.safe_load(path.read_text())
+
+
+def parameters_of_a_gemstone(width: int, depth: int) -> int:
+    """As their program counts them: two tables of 50,304 rows; attention, a gated MLP and two norms; the last norm."""
+    heads = width // 128
+    block = width * (heads + 2 * (heads // 2)) * 128 + 128 * heads * width + 12 * width**2 + 2 * width
+    return 2 * 50304 * width + depth * block + width

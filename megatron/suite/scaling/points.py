@@ -1,0 +1,110 @@
+"""What a scaling law is fitted to: losses of runs with their parameters, tokens and FLOPs."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config.problems import UserError
+
+COLUMNS = ("run", "parameters", "tokens", "loss")
+FLOPS_OF_A_TOKEN = 6  # and parameter, forward and backward, where nothing better is known (Kaplan et al. 2020)
+
+
+@dataclass(frozen=True)
+class Points:
+    """One loss after another, several of one run where its curve has them.
+
+    Attributes:
+        runs: the run of each point.
+        parameters, tokens, flops: float64 [n]; FLOPs are those of all tokens, forward and backward.
+        loss: float64 [n], nats per token, above 0.
+    """
+
+    runs: tuple[str, ...]
+    parameters: np.ndarray
+    tokens: np.ndarray
+    flops: np.ndarray
+    loss: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[str, float, float, float, float]]) -> Points:
+        """Points of rows (run, parameters, tokens, FLOPs, loss)."""
+        numbers = np.array([row[1:] for row in rows], np.float64).reshape(len(rows), 4)
+        return cls(tuple(row[0] for row in rows), *(numbers[:, column] for column in range(4)))
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    @property
+    def names(self) -> list[str]:
+        """Each run once, in the order of its first point."""
+        return list(dict.fromkeys(self.runs))
+
+    def take(self, places: Sequence[int] | np.ndarray) -> Points:
+        """The points at some places, repeated ones more than once."""
+        at = np.asarray(places, np.int64)
+        runs = tuple(self.runs[place] for place in at)
+        return Points(runs, self.parameters[at], self.tokens[at], self.flops[at], self.loss[at])
+
+    def resampled(self, draw: np.random.Generator) -> Points:
+        """As many runs as there are, drawn with replacement, each with all its points.
+
+        Points of one run are not independent of each other, so runs are drawn. A run that is drawn again counts as
+        another one.
+        """
+        names, places = self.names, self.places()
+        chosen = [(number, names[each]) for number, each in enumerate(draw.integers(0, len(names), len(names)))]
+        taken = self.take([place for _, name in chosen for place in places[name]])
+        runs = tuple(f"{name}#{number}" for number, name in chosen for _ in places[name])
+        return Points(runs, taken.parameters, taken.tokens, taken.flops, taken.loss)
+
+    def places(self) -> dict[str, list[int]]:
+        """Of each run the places of its points."""
+        found: dict[str, list[int]] = {}
+        for place, run in enumerate(self.runs):
+            found.setdefault(run, []).append(place)
+        return found
+
+
+def read_points(path: Path) -> Points:
+    """Read a table of points: CSV with the columns run, parameters, tokens, loss, and flops if it is known.
+
+    Raises:
+        UserError: it cannot be read, or a line has no such numbers; with the line.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(f"{path}: must have the columns {', '.join(COLUMNS)}, and lacks {', '.join(missing)}")
+            return Points.of([_row(path, reader.line_num, each) for each in reader])
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: must be a table of points that can be read ({error})") from error
+
+
+def _row(path: Path, line: int, values: dict[str, str]) -> tuple[str, float, float, float, float]:
+    try:
+        parameters, tokens, loss = (float(values[name]) for name in COLUMNS[1:])
+        flops = float(values.get("flops") or FLOPS_OF_A_TOKEN * parameters * tokens)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path}:{line}: parameters, tokens, flops and loss must be numbers ({error})") from error
+    if not all(math.isfinite(each) and each > 0 for each in (parameters, tokens, flops, loss)):
+        raise UserError(f"{path}:{line}: parameters, tokens, flops and loss must be above 0")
+    return values["run"], parameters, tokens, flops, loss
+
+
+def write_points(points: Points, path: Path) -> None:
+    """Write a table that `read_points` reads."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([*COLUMNS[:3], "flops", COLUMNS[3]])
+        numbers = zip(points.parameters, points.tokens, points.flops, points.loss)
+        for run, (parameters, tokens, flops, loss) in zip(points.runs, numbers):
+            table.writerow([run, f"{parameters:.0f}", f"{tokens:.0f}", repr(float(flops)), repr(float(loss))])
