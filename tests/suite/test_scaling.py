@@ -107,17 +107,17 @@ def test_profiles_between_points_of_curves():
 
 
 def test_intervals_hold_the_truth():
-    """Five sets of noisy points: 95 % intervals of two exponents, so of ten at most two may miss it (the chance of more
-    is 1 % if they are right).
+    """Three sets of noisy points: 95 % intervals of two exponents, so of six at most one may miss it (the chance of
+    more is 3 % if they are right).
     """
     missed = 0
-    for seed in range(5):
-        found = study(made(0.004, seed), resamples=60, seed=seed)
+    for seed in range(3):
+        found = study(made(0.004, seed), resamples=50, seed=seed)
         for name, truth in (("alpha", TRUTH.alpha), ("beta", TRUTH.beta)):
             low, high = found.intervals[name]
             missed += not low <= truth <= high
             assert 0 < high - low < 0.3
-    assert missed <= 2
+    assert missed <= 1
     assert found.held_out is not None and found.held_out.predicted == pytest.approx(found.held_out.loss, rel=0.02)
 
 
@@ -153,7 +153,7 @@ def test_tables_and_their_mistakes(tmp_path):
 def test_the_tool_fits_a_table(tmp_path, capsys):
     path = tmp_path / "points.csv"
     write_points(made(0.002, 4), path)
-    assert main([str(path), "fit", "--resamples", "20", "--json"]) == 0
+    assert main([str(path), "fit", "--resamples", "10", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     low, high = found["numbers"]["alpha"]["interval"]
     assert low < found["numbers"]["alpha"]["value"] < high and found["runs"] == 16 and found["points"] == 80
@@ -187,11 +187,14 @@ def test_points_of_runs_and_their_branches(tmp_path, monkeypatch, capsys):
         points_of(suite, resolved, "end", None, embeddings=True)
     for number, member in enumerate(suite.members):
         member.folder.mkdir(parents=True)
-        losses = [{"step": step, "validation": {"v": {"loss": 5.0 - number - step / 100}}} for step in (5, 10, 20, 40)]
+        losses = [
+            {"step": step, "validation": {"v": {"loss": 2 + 9 / (number + 2) + 4 / step**0.5}}}
+            for step in (5, 10, 20, 40)
+        ]
         (member.folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in losses))
     found = points_of(suite, resolved, "constant", None, embeddings=True)
     assert list(found.tokens) == [step * 32 for _ in range(3) for step in (10, 20, 40)]
-    assert found.loss[0] == 4.9 and found.names == ["w16", "w32", "w64"]
+    assert found.loss[0] == 2 + 9 / 2 + 4 / 10**0.5 and found.names == ["w16", "w32", "w64"]
     assert list(points_of(suite, resolved, "end", "v", embeddings=True).tokens) == [40 * 32] * 3
     small = points_of(suite, resolved, "end", "v", embeddings=False)
     assert found.parameters[0] - small.parameters[0] == 2 * 64 * 16  # embedding and head
