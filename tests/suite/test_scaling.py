@@ -106,6 +106,7 @@ def test_profiles_between_points_of_curves():
     assert rising.a is None or sum(each.best is None for each in rising.profiles) > 0
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_truth():
     """Three sets of noisy points: 95 % intervals of two exponents, so of six at most one may miss it (the chance of
     more is 3 % if they are right).
