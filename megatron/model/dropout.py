@@ -23,8 +23,6 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, stream: Stream) -> Tensor:
         if self.rate == 0.0 or not self.training:
             return x
-        if stream.samples is None:
-            raise ValueError("dropout in training needs the numbers of the samples: they are its keys")
         cut = self.mesh.tensor.size if self.mesh.layout.sequence else 1
         places = sequence_slice(self.context.places(x.shape[1] * cut, x.device), self.mesh, 0)
-        return dropout(x, self.rate, self.key, stream.samples, sequence_counters(places, x.shape[2]))
+        return dropout(x, self.rate, self.key, stream.sample_numbers, sequence_counters(places, x.shape[2]))

@@ -31,22 +31,17 @@ def frequencies(options: RotaryOptions, rotated: int, dtype: torch.dtype = torch
 
 
 def _llama3(inverse: Tensor, scaling: RotaryScaling) -> Tensor:
-    turns = _original_length(scaling) * inverse / (2 * math.pi)  # rotations within the original context
+    turns = scaling.original_length * inverse / (2 * math.pi)  # rotations within the original context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * inverse + (1.0 - kept) * inverse / scaling.factor
-
-
-def _original_length(scaling: RotaryScaling) -> int:
-    assert scaling.original_length is not None  # a rule of llama3 and yarn
-    return scaling.original_length
 
 
 def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor, float]:
     scaling = options.scaling
 
     def channel(rotations: float) -> float:
-        length = _original_length(scaling) / (rotations * 2 * math.pi)
+        length = scaling.original_length / (rotations * 2 * math.pi)
         return rotated * math.log(length) / (2 * math.log(options.base))
 
     low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)

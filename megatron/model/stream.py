@@ -41,6 +41,13 @@ class Stream:
             self.memo[key] = make()
         return self.memo[key]
 
+    @property
+    def sample_numbers(self) -> Tensor:
+        """`samples`; ValueError where the stream has none, though something is drawn by them."""
+        if self.samples is None:
+            raise ValueError("what is drawn in training needs the numbers of the samples, which are its keys")
+        return self.samples
+
     def with_hidden(self, hidden: Tensor) -> Stream:
         return replace(self, hidden=hidden)
 

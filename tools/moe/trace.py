@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from megatron.model.stack import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def rows(model: nn.Module, tokens: torch.Tensor, **extras: torch.Tensor) -> Iterator[dict]:
+def rows(model: Model, tokens: torch.Tensor, **extras: torch.Tensor) -> Iterator[dict]:
     """A row per token and layer of tokens [B, S], as described above; `extras` are their positions and documents, if
     any.
     """

@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     Derivable = Annotated[T, "derived"]
+    Needed = Annotated[T, "needed"]
 else:
 
     class Derivable:
@@ -25,6 +26,10 @@ else:
 
         def __class_getitem__(cls, item: Any) -> Any:
             return item | None
+
+    class Needed(Derivable):
+        """Likewise, the type of a key without a default that a rule asks for wherever it is read: a resolved
+        configuration that has a layer of attention says how many heads that has."""
 
 
 class Section(BaseModel):

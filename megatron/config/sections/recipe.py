@@ -213,7 +213,7 @@ class ScheduleSection(Section):
     start: int = key(0, "Step at which the schedule begins (rewarming in continual pretraining).", unit="steps", ge=0)
     min_lr_ratio: float = key(0.1, "The lowest learning rate as a share of the peak.", ge=0, le=1)
     initial_lr_ratio: float = key(0.0, "The warmup starts from this share of the peak.", ge=0, le=1)
-    decay_steps: int | None = key(
+    decay_steps: Derivable[int] = key(
         None,
         "wsd and infinite: length of the final decay.",
         unit="steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from .base import Derived, Section, key
+from .base import Derivable, Derived, Needed, Section, key
 
 
 def _attention_factor(own: dict[str, Any], at: Any) -> float | None:
@@ -17,7 +17,7 @@ class RotaryScaling(Section):
         "none", "How rotary frequencies are stretched for longer contexts."
     )
     factor: float = key(1.0, "Ratio of the new context length to the original one.", gt=0)
-    original_length: int | None = key(
+    original_length: Needed[int] = key(
         None, "Context length the frequencies were made for; llama3 and yarn need it.", unit="tokens", gt=0
     )
     low_frequency_factor: float = key(
@@ -29,7 +29,7 @@ class RotaryScaling(Section):
     beta_fast: float = key(32.0, "yarn: number of rotations above which a frequency is left alone.", gt=0)
     beta_slow: float = key(1.0, "yarn: number of rotations below which a frequency is fully stretched.", gt=0)
     truncate: bool = key(True, "yarn: round the two channels between which frequencies are stretched (not: GPT-OSS).")
-    attention_factor: float | None = key(
+    attention_factor: Derivable[float] = key(
         None,
         "yarn: multiplier of cos and sin.",
         derived=Derived("0.1 * ln(factor) + 1", _attention_factor, (".factor",)),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.options import AttentionOptions
+from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend, prepare
 from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
@@ -91,7 +91,8 @@ class Attention(nn.Module):
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
         )
-        self.query_norm = self.key_norm = None
+        self.query_norm: Norm | WideRMSNorm | None = None
+        self.key_norm: Norm | WideRMSNorm | None = None
         if options.qk_norm == "head":
             self.query_norm = Norm(make.scope("query_norm"), D, model.norm, partial=True)
             self.key_norm = Norm(make.scope("key_norm"), D, model.norm, partial=True)
@@ -125,7 +126,7 @@ class Attention(nn.Module):
         q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
-            angles = self._angles(stream, begin, x_BSH)
+            angles = stream_angles(self.rotary, self.D, stream, begin, x_BSH, self.context.size)
             q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         if cache is not None:
@@ -138,7 +139,7 @@ class Attention(nn.Module):
         dropout = None
         if self.training and self.options.dropout > 0.0:
             key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation
-            dropout = Dropped(self.options.dropout, key, stream.samples, self.first_head)
+            dropout = Dropped(self.options.dropout, key, stream.sample_numbers, self.first_head)
         if self.context.size > 1:
             y = attend_across(self.context, q, k, v, self.pattern, stream, dropout, self.sinks)
         else:
@@ -163,24 +164,13 @@ class Attention(nn.Module):
         q, (k, v) = self.query(x_BSH), self.key_value(x_BSH).chunk(2, dim=-1)
         if adapters is not None:
             q, k, v = (each + adapter(x_BSH) for each, adapter in zip((q, k, v), adapters))
-        wide = isinstance(self.query_norm, WideRMSNorm)
-        if wide:
-            q, k = self.query_norm(q), self.key_norm(k)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if isinstance(query_norm, WideRMSNorm) and key_norm is not None:
+            q, k = query_norm(q), key_norm(k)
         q, k, v = (each.unflatten(-1, (-1, self.D)) for each in (q, k, v))
-        if self.query_norm is not None and not wide:
-            q, k = self.query_norm(q), self.key_norm(k)
+        if isinstance(query_norm, Norm) and key_norm is not None:
+            q, k = query_norm(q), key_norm(k)
         return q, k, v
-
-    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
-        length = x_BSH.shape[1]
-
-        def make():
-            positions = stream.positions
-            if positions is None and begin:
-                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
-
-        return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 
     def prepare(self, stream: Stream) -> None:
         """Put into the stream's memo what forward would: a compiled block finds it there and traces none of it.
@@ -188,7 +178,7 @@ class Attention(nn.Module):
         For streams whose hidden state has the whole sequence.
         """
         if self.rotary is not None:
-            self._angles(stream, 0, stream.hidden)
+            stream_angles(self.rotary, self.D, stream, 0, stream.hidden, self.context.size)
         prepare(
             self.pattern,
             stream.documents,

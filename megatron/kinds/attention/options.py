@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.config.divisors import divisors, multiples, near
 from megatron.config.kind import LayerKind, Use
 from megatron.config.optimizer_options import SCHEDULE_FREE
-from megatron.config.sections.base import Derivable, Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     heads_are_given,
@@ -35,7 +35,7 @@ def _scale(own: dict[str, Any], at: View) -> float | None:
 
 
 class AttentionOptions(Section):
-    heads: int | None = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has an attention layer.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
+from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import Pattern, attend
 from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.convolution import last_taps, with_past
@@ -141,7 +142,7 @@ class CCA(nn.Module):
         )
         v = self._delayed(value, past.value, starts).unflatten(-1, (-1, self.D))
         if self.rotary is not None:
-            angles = self._angles(stream, begin, x_BSH)
+            angles = stream_angles(self.rotary, self.D, stream, begin, x_BSH, self.context.size)
             q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         documents = stream.documents
@@ -171,8 +172,16 @@ class CCA(nn.Module):
         return CCAState()
 
     def _mixed(
-        self, projected_BSC, weight_C1T, bias_C, grouped_CDT, grouped_bias_C, temperature_m, past_BTC, starts_BS
-    ):
+        self,
+        projected_BSC: Tensor,
+        weight_C1T: Tensor,
+        bias_C: Tensor,
+        grouped_CDT: Tensor,
+        grouped_bias_C: Tensor,
+        temperature_m: Tensor,
+        past_BTC: Tensor | None,
+        starts_BS: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Queries [B, S, n, D] and keys [B, S, m, D] of length sqrt(D), the keys times their temperature."""
         first, second, D = self.options.depthwise, self.options.grouped, self.D
         length, heads = projected_BSC.shape[1], self.heads + self.kv_heads
@@ -218,17 +227,6 @@ class CCA(nn.Module):
             places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
             delayed = torch.where((starts_BS == places).unsqueeze(-1), nothing, delayed)
         return torch.cat([now, delayed], -1)
-
-    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
-        length = x_BSH.shape[1]
-
-        def make():
-            positions = stream.positions
-            if positions is None and begin:
-                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
-
-        return stream.remember(("rotary", self.rotary.name, self.D, begin, length), make)
 
     @staticmethod
     def sends(model: ModelSection, options: CCAOptions, tensor: TensorAxis) -> list[Event]:

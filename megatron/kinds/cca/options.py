@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derivable, Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
     divides_over_tensor_ranks,
@@ -32,7 +32,7 @@ def _head_dim(own: dict[str, Any], at: View) -> int | None:
 
 
 class CCAOptions(Section):
-    heads: int | None = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has a cca layer.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads; fewer than heads compress keys and values further.",

@@ -6,9 +6,11 @@ Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.random import uniform
+
+Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def attend(
     documents_BS: Tensor | None = None,
     dropout: Dropped | None = None,
     sinks_n: Tensor | None = None,
-    remember=None,
+    remember: Remember | None = None,
 ) -> Tensor:
     """Causal attention; the last query stands at the last key.
 
@@ -157,7 +161,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | Non
 
 
 def prepare(
-    pattern: Pattern, documents_BS: Tensor | None, length: int, like: Tensor, *, channels: int, sinks: bool, remember
+    pattern: Pattern,
+    documents_BS: Tensor | None,
+    length: int,
+    like: Tensor,
+    *,
+    channels: int,
+    sinks: bool,
+    remember: Remember,
 ) -> None:
     """Make the mask that `attend` will ask for in training without dropout, so that a compiled block finds it there.
 
@@ -182,8 +193,15 @@ def prepare(
 
 
 def _remembered(
-    kind: str, pattern: Pattern, queries: int, keys: int, documents_BS: Tensor | None, device, dtype, remember
-):
+    kind: str,
+    pattern: Pattern,
+    queries: int,
+    keys: int,
+    documents_BS: Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    remember: Remember,
+) -> Any:
     """What is masked, in the form that the implementation takes, made once for all layers of a pattern."""
     if kind == "flex":
         batch = None if documents_BS is None else documents_BS.shape[0]
@@ -198,7 +216,9 @@ def _remembered(
     )
 
 
-def _mask(queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device, dtype) -> Tensor:
+def _mask(
+    queries: int, keys: int, pattern: Pattern, documents_BS: Tensor | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """What is added to the logits, -inf where attention is not allowed, [1 or B, 1, Q, K]; with ALiBi [1 or B, n, Q,
     K].
 
@@ -248,15 +268,23 @@ def _counters(dropout: Dropped, heads: int, queries: int, keys: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _compiled_flex():
+def _compiled_flex() -> Callable:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
+def _flex_function() -> Callable:
+    if torch.compiler.is_compiling():  # it is fused in compiled blocks
+        return flex_attention
+    return _compiled_flex()
+
+
+def flex_modifiers(
+    pattern: Pattern, documents_BS: Tensor | None, device: torch.device
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor] | None]:
     """The mask and score functions of FlexAttention for a pattern."""
     slopes = None if pattern.slopes is None else torch.tensor(pattern.slopes, device=device)
 
-    def allowed(b, h, q, k):
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         ok = k <= q
         if pattern.window is not None:
             ok = ok & (q - k < pattern.window)
@@ -264,7 +292,7 @@ def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
             ok = ok & (documents_BS[b, q] == documents_BS[b, k])
         return ok
 
-    def score(value, b, h, q, k):
+    def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if pattern.softcap:
             value = pattern.softcap * torch.tanh(value / pattern.softcap)
         return value if slopes is None else value + slopes[h] * (k - q)
@@ -273,7 +301,7 @@ def flex_modifiers(pattern: Pattern, documents_BS: Tensor | None, device):
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, blocks: BlockMask, sinks_n: Tensor | None) -> Tensor:
-    compute = flex_attention if torch.compiler.is_compiling() else _compiled_flex()  # it is fused in compiled blocks
+    compute = _flex_function()
     _, score = flex_modifiers(pattern, None, q.device)
     options = {"scale": pattern.scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks_n is None:

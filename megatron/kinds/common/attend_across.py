@@ -19,7 +19,7 @@ from megatron.model.options import kind_of
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
 
-from .attend import Dropped, Pattern, attend
+from .attend import Dropped, Pattern, Remember, attend
 from .ring import ring_attention
 
 
@@ -146,6 +146,10 @@ def _gathered(
     documents = all_documents(context, stream)
     if dropout is not None:
         dropout = replace(dropout, length=k.shape[2])
+
+    def remember(at: int) -> Remember:
+        return lambda key, make: stream.remember((*key, at), make)
+
     found = []
     for run in context.runs(q.shape[2]):
         begin = 0
@@ -161,7 +165,7 @@ def _gathered(
                 documents_BS=None if documents is None else documents[:, keys],
                 dropout=dropout,
                 sinks_n=sinks_n,
-                remember=lambda key, make, at=run.first: stream.remember((*key, at), make),
+                remember=remember(run.first),
             )
         )
     return found[0] if len(found) == 1 else torch.cat(found, 2)

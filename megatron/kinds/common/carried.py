@@ -8,6 +8,7 @@ their outputs at once (Blelloch 1990). Gradients go the same way back. No rank w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,18 +17,19 @@ from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
 
 from .convolution import last_taps
-from .documents import piece_starts, shared_starts
+from .documents import Continued, piece_starts, shared_starts
 
 Parts = tuple[Tensor, ...]
+State = TypeVar("State", bound=Parts)
 
 
 def carried(
     context: ContextGroup,
-    made: Parts,
+    made: State,
     left: Callable[[], Tensor],
-    join: Callable[[Tensor, Parts, Parts, bool], Parts],
+    join: Callable[[Tensor, State, State, bool], State],
     compose: Callable[[Tensor, Tensor], Tensor],
-) -> Parts:
+) -> State:
     """The state before this rank's first token; zeros on the first rank.
 
     Args:
@@ -37,13 +39,13 @@ def carried(
         compose: (later left, earlier left) to what both leave.
     """
     if context.size == 2:
-        return _from_before(context, made, 1)
+        return cast(State, _from_before(context, made, 1))
     *parts, passed = _from_before(context, (*made, left()), 1)
-    state, reach = tuple(parts), 1
+    state, reach = cast(State, tuple(parts)), 1
     while reach < context.size - 1:
         further = 2 * reach < context.size - 1
         *parts, earlier = _from_before(context, (*state, passed) if further else (*state, passed[:0]), reach)
-        state = join(passed, tuple(parts), state, context.rank > reach)
+        state = join(passed, cast(State, tuple(parts)), state, context.rank > reach)
         if further:
             passed = compose(passed, earlier)
         reach *= 2
@@ -57,7 +59,7 @@ def faded(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
         left: the share that is left, broadcast to the state's shape.
     """
 
-    def join(left: Tensor, earlier: Parts, later: Parts, there: bool) -> Parts:
+    def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
         return (earlier[0] * left + later[0],)
 
     return carried(context, (made,), lambda: left, join, torch.mul)[0]
@@ -66,7 +68,7 @@ def faded(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
 def turned(context: ContextGroup, made: Tensor, left: Callable[[], Tensor]) -> Tensor:
     """`carried` of states [..., K, V] of which [..., K, K] `left` times the state is left."""
 
-    def join(left: Tensor, earlier: Parts, later: Parts, there: bool) -> Parts:
+    def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
         return (left @ earlier[0] + later[0],)
 
     return carried(context, (made,), left, join, torch.matmul)[0]
@@ -79,7 +81,7 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
     return tuple(each.view(own.shape) for each, own in zip(whole.split(sizes), parts))
 
 
-def begins(stream: Stream, state: object, context: ContextGroup) -> Tensor | None:
+def begins(stream: Stream, state: Continued | None, context: ContextGroup) -> Tensor | None:
     """`document_starts` of a stream, of a piece of it, or of this rank's part of one."""
     return piece_starts(stream, state) if context.size == 1 else shared_starts(stream, context)
 

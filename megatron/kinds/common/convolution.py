@@ -5,6 +5,8 @@ Shapes: B samples, S positions, C channels, K taps (the last tap is the token it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,18 +60,20 @@ def with_past(x_BSC: Tensor, past_BKC: Tensor | None, taps: int) -> Tensor:
     return torch.cat([past_BKC.to(x_BSC.dtype), x_BSC], 1)
 
 
-def _convolve(x_BSC, weight_C1K, bias_C, past_BKC, starts_BS):
+def _convolve(
+    x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: Tensor | None, starts_BS: Tensor | None
+) -> Tensor:
     length, taps = x_BSC.shape[1], weight_C1K.shape[-1]
     padded = with_past(x_BSC, past_BKC, taps)
     if starts_BS is None:
         y = F.conv1d(padded.transpose(1, 2), weight_C1K, bias_C, groups=weight_C1K.shape[0])
         return F.silu(y).transpose(1, 2).contiguous()
     places = torch.arange(length, device=x_BSC.device)
-    y = 0.0 if bias_C is None else at_least_fp32(bias_C)
+    total: Tensor | float = 0.0 if bias_C is None else at_least_fp32(bias_C)
     for tap in range(taps):
         seen = (places - (taps - 1 - tap) >= starts_BS).unsqueeze(-1)
-        y = y + at_least_fp32(padded[:, tap : tap + length]) * at_least_fp32(weight_C1K[:, 0, tap]) * seen
-    return F.silu(y).to(x_BSC.dtype)
+        total = total + at_least_fp32(padded[:, tap : tap + length]) * at_least_fp32(weight_C1K[:, 0, tap]) * seen
+    return F.silu(torch.as_tensor(total)).to(x_BSC.dtype)
 
 
 class _OnCPU(torch.autograd.Function):
@@ -78,13 +82,13 @@ class _OnCPU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_BSC, weight_C1K, bias_C, past_BKC):
+    def forward(ctx: Any, x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_BSC, weight_C1K, bias_C, past_BKC)
         return F.silu(_products(with_past(x_BSC, past_BKC, weight_C1K.shape[-1]), weight_C1K, bias_C))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_y_BSC):
+    def backward(ctx: Any, of_y_BSC: Tensor) -> tuple[Tensor | None, ...]:
         x_BSC, weight_C1K, bias_C, past_BKC = ctx.saved_tensors
         length, taps = x_BSC.shape[1], weight_C1K.shape[-1]
         padded = with_past(x_BSC, past_BKC, taps)
@@ -129,5 +133,6 @@ class Taps(nn.Module):
             self.bias = make.parameter("bias", (sum(parts),), role=Role.BIAS, init=init, shard=cut)
 
     def taps(self) -> tuple[Tensor, Tensor | None]:
-        both = (self.weight, self.bias)
-        return both if self.axis is None else tuple(None if p is None else sum_gradient(p, self.axis) for p in both)
+        if self.axis is None:
+            return self.weight, self.bias
+        return sum_gradient(self.weight, self.axis), None if self.bias is None else sum_gradient(self.bias, self.axis)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -26,22 +28,32 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
     return starts.masked_fill(documents_BS == continued_B.unsqueeze(-1), -(2**31))
 
 
+class Continued(Protocol):
+    """A mixer's state."""
+
+    @property
+    def document(self) -> Tensor | None:
+        """int [B], the document of its last token, where there are documents."""
+
+
 def shared_starts(stream: Stream, context: ContextGroup) -> Tensor | None:
     """`document_starts` of this rank's part of a sequence that ranks share."""
-    if stream.documents is None:
+    documents_BS = stream.documents
+    if documents_BS is None:
         return None
 
     def make() -> Tensor:
-        before_B1 = context.from_before(stream.documents[:, -1:])
-        return document_starts(stream.documents, before_B1.squeeze(1) if context.rank else None)
+        before_B1 = context.from_before(documents_BS[:, -1:])
+        return document_starts(documents_BS, before_B1.squeeze(1) if context.rank else None)
 
     return stream.remember("shared document starts", make)
 
 
-def piece_starts(stream: Stream, state) -> Tensor | None:
+def piece_starts(stream: Stream, state: Continued | None) -> Tensor | None:
     """`document_starts` of a stream, or of a piece of a sequence that goes on from a mixer's state."""
-    if stream.documents is None:
+    documents_BS = stream.documents
+    if documents_BS is None:
         return None
     if state is not None:
-        return document_starts(stream.documents, state.document)
-    return stream.remember("document starts", lambda: document_starts(stream.documents))
+        return document_starts(documents_BS, state.document)
+    return stream.remember("document starts", lambda: document_starts(documents_BS))

@@ -22,17 +22,18 @@ class KeyValueCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.shape[2]
         if k.requires_grad or v.requires_grad:
-            if self.keys is not None:
-                k, v = (
-                    torch.cat([old[:, :, : self.length], new], 2) for old, new in ((self.keys, k), (self.values, v))
-                )
+            if self.keys is not None and self.values is not None:
+                k = torch.cat([self.keys[:, :, : self.length], k], 2)
+                v = torch.cat([self.values[:, :, : self.length], v], 2)
             self.keys, self.values, self.length = k, v, end
             return k, v
-        if self.keys is None or end > self.keys.shape[2]:
-            self.keys, self.values = self._grown(self.keys, k, 2 * end), self._grown(self.values, v, 2 * end)
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
+        keys, values = self.keys, self.values
+        if keys is None or values is None or end > keys.shape[2]:
+            self.keys, self.values = self._grown(keys, k, 2 * end), self._grown(values, v, 2 * end)
+            keys, values = self.keys, self.values
+        keys[:, :, self.length : end], values[:, :, self.length : end] = k, v
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return keys[:, :, :end], values[:, :, :end]
 
     def _grown(self, old: Tensor | None, new: Tensor, room: int) -> Tensor:
         buffer = new.new_empty((new.shape[0], new.shape[1], room, new.shape[3]))

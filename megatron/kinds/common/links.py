@@ -126,10 +126,11 @@ class Link:
     def names(self, layer: int | None, suffix: str, model: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(our names, their names) of one layer's tensors with this last part (one of `suffixes`)."""
         numbers = range(self.experts(model)) if self.experts else [None]
-        return tuple(
+        ours, theirs = (
             tuple(f"{module.format(n=layer, e=number)}.{suffix}".rstrip(".") for number in some for module in side)
             for side, some in ((_all(self.ours), [None]), (_all(self.theirs), numbers))
         )
+        return ours, theirs
 
 
 def tensors(ours: str, theirs: str, *names: str) -> tuple[Link, ...]:

@@ -54,7 +54,9 @@ def gated_delta_rule(
     return recomputed(rule, q_BSgK, k_BSgK, v_BShV, decay_BSh, beta_BSh, initial_BhKV, starts_BS)
 
 
-def ends(k, v, decay, beta, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
+def ends(
+    k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, *, chunk: int
+) -> tuple[Tensor, Tensor]:
     """The state [B, h, K, V] that the sequence makes of none, and the matrix [B, h, K, K] that it multiplies one before
     it by; arguments as those of `gated_delta_rule`, a function to call within `recomputed`."""
     own, held, keys, through, *_ = _chunks(k, v, decay, beta, starts, min(chunk, v.shape[1]))
@@ -66,7 +68,7 @@ def ends(k, v, decay, beta, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
     return final[..., :V], final[..., V:]
 
 
-def _chunks(k, v, decay, beta, starts, chunk: int):
+def _chunks(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, chunk: int) -> tuple[Tensor, ...]:
     """In chunks: what is written of itself and what is held [B, c, h, Q, V or K], keys decayed to the end, what is left
     through a chunk; then keys of length 1 [B, c, g, Q, K], and decays inside chunks and from their begin."""
     K, V, room = k.shape[-1], v.shape[-1], -v.shape[1] % chunk
@@ -93,7 +95,17 @@ def of_values(x: Tensor, v: Tensor) -> Tensor:
     return x.repeat_interleave(v.shape[2] // x.shape[2], 2)
 
 
-def _rule(q, k, v, decay, beta, initial, starts, *, chunk: int):
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    initial: Tensor | None,
+    starts: Tensor | None,
+    *,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
     dtype, length, K = v.dtype, k.shape[1], k.shape[-1]
     own, held, keys, through, k, inside, from_begin = _chunks(k, v, decay, beta, starts, chunk)
     q = (_unit(in_chunks(q, chunk)) * K**-0.5).transpose(2, 3)
@@ -107,7 +119,9 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPSILON)
 
 
-def _carry(own_BchQV, held_BchQK, keys_BchQK, through_Bch, initial_BhKV):
+def _carry(
+    own_BchQV: Tensor, held_BchQK: Tensor, keys_BchQK: Tensor, through_Bch: Tensor, initial_BhKV: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """From chunk to chunk: what is written [B, c, h, Q, V], the state before each chunk [B, c, h, K, V], the last
     state.
 

@@ -7,6 +7,7 @@ Shapes: B samples, S positions, H hidden, h heads of values with V channels, g h
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +110,7 @@ class GatedDelta(nn.Module):
         v = causal_convolution(value, *self.value_conv.taps(), values_before, starts).unflatten(-1, (self.heads, -1))
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
         alone = self.context.size == 1
-        rule = kernels.gated_delta_rule if self.fused and state is None and alone else gated_delta_rule
+        rule: Callable = kernels.gated_delta_rule if self.fused and state is None and alone else gated_delta_rule
         y, memory = rule(
             q,
             k,

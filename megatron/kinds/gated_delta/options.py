@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derivable, Derived, key
+from megatron.config.sections.base import Derivable, Derived, Needed, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
     divides_over_tensor_ranks,
@@ -40,7 +40,7 @@ def _norm_epsilon(own: dict[str, Any], at: View) -> float | None:
 
 
 class GatedDeltaOptions(RecurrentOptions):
-    heads: int | None = key(
+    heads: Needed[int] = key(
         None, "Number of heads of values, each with a state; needed where the pattern has a gated_delta layer.", gt=0
     )
     key_heads: Derivable[int] = key(

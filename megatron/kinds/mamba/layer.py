@@ -111,11 +111,8 @@ class Mamba(nn.Module):
         past = state or MambaState()
         starts = begins(stream, state, self.context)
         fused = self.fused and state is None and self.context.size == 1
-        convolve, scan = (
-            (convolution_kernels.causal_convolution, kernels.selective_scan)
-            if fused
-            else (causal_convolution, selective_scan)
-        )
+        convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
+        scan: Callable = kernels.selective_scan if fused else selective_scan
         before = taps_before(self.context, u, past.x, self.options.convolution, starts)
         v = convolve(u, *self.x_conv.taps(), before, starts)
         dt, B, C = self._read(v)
@@ -179,8 +176,8 @@ class Mamba(nn.Module):
         own = zip(*(each.chunk(B_BSnN.shape[2]) for each in (self.dt_bias, self.A_log)), strict=True)
         made, left = zip(
             *(
-                ends(*channels, *rates, B, chunk=self.options.chunk, starts_BS=starts_BS)
-                for channels, rates, B in zip(heads, own, B_BSnN.unbind(2), strict=True)
+                ends(v, dt, dt_bias, A_log, B, chunk=self.options.chunk, starts_BS=starts_BS)
+                for (v, dt), (dt_bias, A_log), B in zip(heads, own, B_BSnN.unbind(2), strict=True)
             ),
             strict=True,
         )

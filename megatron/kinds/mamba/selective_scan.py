@@ -81,7 +81,9 @@ def ends(
     return state, left
 
 
-def _end(u, dt, B, dt_bias, A_log, state, left, starts):
+def _end(
+    u: Tensor, dt: Tensor, B: Tensor, dt_bias: Tensor, A_log: Tensor, state: Tensor, left: Tensor, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     A, dt = -A_log.exp(), F.softplus(at_least_fp32(dt) + dt_bias)
     total = dt.double().cumsum(1)  # a difference of two large sums must keep the digits of a short stretch
     last = total[:, -1:]
@@ -94,7 +96,18 @@ def _end(u, dt, B, dt_bias, A_log, state, left, starts):
     return through * state + written, through * left
 
 
-def _scan(u, z, dt, dt_bias, A_log, D, B, C, initial, keep):
+def _scan(
+    u: Tensor,
+    z: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial: Tensor,
+    keep: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     dtype, length = u.dtype, u.shape[1]
     u, B, C = (at_least_fp32(each) for each in (u, B, C))
     A = -A_log.exp()
@@ -110,7 +123,7 @@ def _scan(u, z, dt, dt_bias, A_log, D, B, C, initial, keep):
         (dt_r.unsqueeze(-1) * A).exp(),
         (dt_r.cumsum(2).unsqueeze(-1) * A).exp(),
     )  # [B, runs, run, d, N]
-    if keep is not None:
+    if keep_r is not None:
         decay, since_begin = decay * keep_r, since_begin * keep_r.cumprod(2)
     written = step_r.unsqueeze(-1) * B_r.unsqueeze(3)
     inside = [written[:, :, 0]]

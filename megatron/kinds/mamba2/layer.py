@@ -7,6 +7,7 @@ rank unless said otherwise.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,7 +98,8 @@ class Mamba2(nn.Module):
         z, value, bc, dt = self._project(enter(times(x, options.input_multiplier), self.mesh))
         starts, past = begins(stream, state, self.context), state or Mamba2State()
         fused = self.fused and state is None and self.context.size == 1
-        convolve, scan = (convolution_kernels.causal_convolution, kernels.ssd) if fused else (causal_convolution, ssd)
+        convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
+        scan: Callable = kernels.ssd if fused else ssd
         x_before, bc_before = (
             taps_before(self.context, each, old, options.convolution, starts)
             for each, old in ((value, past.x), (bc, past.bc))

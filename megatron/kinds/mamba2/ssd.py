@@ -8,6 +8,8 @@ Shapes: B samples, S positions, c chunks of Q positions, h heads of P channels i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kinds.common.decays import decays
 from megatron.parallel.precision import at_least_fp32
 
-from .ssd_gradient import ssd_gradient
+from .ssd_gradient import Four, Limits, ssd_gradient
 
 
 def ssd(
@@ -29,7 +31,7 @@ def ssd(
     C_BSgN: Tensor,
     *,
     chunk: int,
-    limits: tuple[float, float | None] = (0.0, None),
+    limits: Limits = (0.0, None),
     initial_BhPN: Tensor | None = None,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -51,7 +53,17 @@ def ssd(
     return _ssd(*inputs, starts_BS, chunk, limits)
 
 
-def ends(x, dt, dt_bias, A_log, B, starts, *, chunk: int, limits: tuple[float, float | None]) -> tuple[Tensor, Tensor]:
+def ends(
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    starts: Tensor | None,
+    *,
+    chunk: int,
+    limits: Limits,
+) -> tuple[Tensor, Tensor]:
     """The state [B, h, P, N] that the sequence makes of none, and the share [B, h, 1, 1] that it leaves of one before
     it; arguments as those of `ssd`, a function to call within `recomputed`."""
     chunks, (_, to_end, _, through) = _chunks(x, dt, dt_bias, A_log, B, B, starts, min(chunk, x.shape[1]), limits)
@@ -63,14 +75,14 @@ class _SSD(torch.autograd.Function):
     """Keeps its inputs for the gradient, and makes what else that needs again."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, ctx.chunk, ctx.limits = inputs
         ctx.save_for_backward(*tensors)
         return _ssd(*inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_y, of_final):
+    def backward(ctx: Any, of_y: Tensor, of_final: Tensor | None) -> tuple[Tensor | None, ...]:
         x, dt, dt_bias, A_log, D, B, C, initial, starts = ctx.saved_tensors
         chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, ctx.chunk, ctx.limits)
         before, _ = _carry(_written(chunks, left[1]), left[3], initial)
@@ -80,7 +92,17 @@ class _SSD(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk: int, limits: tuple[float, float | None]):
+def _chunks(
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    starts: Tensor | None,
+    chunk: int,
+    limits: Limits,
+) -> tuple[Four, Four]:
     """x, time steps, B and C in fp32, [B, c, Q, ...] with zeros behind the last position, and the `decays`."""
     dt = F.softplus(at_least_fp32(dt) + dt_bias).clamp(*limits)
     room = -x.shape[1] % chunk
@@ -91,14 +113,26 @@ def _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk: int, limits: tuple[float
     return (x, dt, B, C), decays(dt * -A_log.exp(), starts, room, chunk)
 
 
-def _written(chunks, to_end_BcQh: Tensor) -> Tensor:
+def _written(chunks: Four, to_end_BcQh: Tensor) -> Tensor:
     """What each chunk adds to the state, [B, c, h, P, N]."""
     x, dt, B, _ = chunks
     steps = (x * (dt * to_end_BcQh).unsqueeze(-1)).flatten(3, 4).unflatten(3, (B.shape[3], -1))  # [B, c, Q, g, k]
     return torch.einsum("bcsgn,bcsgk->bcgkn", B, steps).flatten(2, 3).unflatten(2, x.shape[3:])
 
 
-def _ssd(x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk: int, limits: tuple[float, float | None]):
+def _ssd(
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial: Tensor | None,
+    starts: Tensor | None,
+    chunk: int,
+    limits: Limits,
+) -> tuple[Tensor, Tensor]:
     length, groups, heads = x.shape[1], B.shape[2], x.shape[2]
     chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk, limits)
     (x_p, dt_p, B_p, C_p), (inside, to_end, from_begin, through) = chunks, left

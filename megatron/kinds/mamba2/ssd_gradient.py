@@ -15,8 +15,11 @@ from torch import Tensor
 
 from megatron.parallel.precision import at_least_fp32
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Limits = tuple[float, float | None]  # of time steps
 
-def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, inside_BchQQ: Tensor):
+
+def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, inside_BchQQ: Tensor) -> Four:
     """Of the products inside chunks.
 
     Args:
@@ -37,7 +40,9 @@ def inside_gradient(y_BcQhP: Tensor, x_BcQhP: Tensor, scores_BcgQQ: Tensor, insi
     return of_x, of_scores, of_logarithms.sum(-1).transpose(2, 3), of_logarithms.sum(-2).transpose(2, 3)
 
 
-def carry_gradient(of_read: Tensor, before: Tensor, through: Tensor, of_final: Tensor | None):
+def carry_gradient(
+    of_read: Tensor, before: Tensor, through: Tensor, of_final: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of the states, from the last chunk back.
 
     Args:
@@ -60,13 +65,13 @@ def ssd_gradient(
     of_final: Tensor | None,
     dt_raw: Tensor,
     dt_bias: Tensor,
-    limits,
+    limits: Limits,
     A_log: Tensor,
     D: Tensor,
-    chunks,
-    decays,
+    chunks: Four,
+    decays: Four,
     before: Tensor,
-):
+) -> tuple[Tensor, ...]:
     """The gradients of all inputs of `ssd`.
 
     Args:

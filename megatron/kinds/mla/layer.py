@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
+from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import Dropped, Pattern, attend
 from megatron.kinds.common.attend_across import attend_across
 from megatron.kinds.common.key_value_cache import KeyValueCache
@@ -73,12 +74,14 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
         x_BSH, begin = enter(x, self.mesh), cache.length if cache is not None else 0
-        q = x_BSH if self.query_down is None else self.query_norm(self.query_down(x_BSH))
+        q = x_BSH
+        if self.query_down is not None and self.query_norm is not None:
+            q = self.query_norm(self.query_down(x_BSH))
         q = self.query(q).unflatten(-1, (self.heads, -1))
         latent, turned = self.kv_down(x_BSH).split([self.options.kv_rank, self.options.rope_dim], -1)
         latent, turned = self.kv_norm(latent).unsqueeze(1), turned.unsqueeze(2)  # [B, 1, S, R], [B, S, 1, P]
         if self.rotary is not None:
-            angles = self._angles(stream, begin, x_BSH)
+            angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
             q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
         q, turned = q.transpose(1, 2), turned.transpose(1, 2)
         if cache is not None:
@@ -113,21 +116,10 @@ class MLA(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
         dropout = None
         if self.training and self.options.dropout > 0.0:
-            dropout = Dropped(self.options.dropout, self.dropout_key, stream.samples, self.first_head)
+            dropout = Dropped(self.options.dropout, self.dropout_key, stream.sample_numbers, self.first_head)
         if self.context.size > 1:
             return attend_across(self.context, q, k, v, self.pattern, stream, dropout)
         return attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
-
-    def _angles(self, stream: Stream, begin: int, x_BSH: Tensor):
-        length = x_BSH.shape[1]
-
-        def make():
-            positions = stream.positions
-            if positions is None and begin:
-                positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-            return self.rotary.angles(begin + length * self.context.size, positions, x_BSH)
-
-        return stream.remember(("rotary", self.rotary.name, self.options.rope_dim, begin, length), make)
 
     @staticmethod
     def sends(model: ModelSection, options: MLAOptions, tensor: TensorAxis) -> list[Event]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derivable, Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.attention.options import heads_divide_over_tensor_ranks
 from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
@@ -29,7 +29,7 @@ def _scale(own: dict[str, Any], at: View) -> float | None:
 
 
 class MLAOptions(Section):
-    heads: int | None = key(None, "Number of heads; needed where the pattern has an mla layer.", gt=0)
+    heads: Needed[int] = key(None, "Number of heads; needed where the pattern has an mla layer.", gt=0)
     query_rank: int | None = key(
         None,
         "Channels of the vector that the queries of all heads are made of (q_lora_rank); without one they are made of "

@@ -28,6 +28,20 @@ class ExpertChoice:
     experts_Tk: Tensor | None = None
     tokens_EC: Tensor | None = None
 
+    @property
+    def of_tokens(self) -> Tensor:
+        """`experts_Tk`; ValueError where experts choose."""
+        if self.experts_Tk is None:
+            raise ValueError("experts choose, so tokens have no list of theirs")
+        return self.experts_Tk
+
+    @property
+    def of_experts(self) -> Tensor:
+        """`tokens_EC`; ValueError where tokens choose."""
+        if self.tokens_EC is None:
+            raise ValueError("tokens choose, so experts have no list of theirs")
+        return self.tokens_EC
+
 
 def scores_of(logits_TE: Tensor, score: str) -> Tensor:
     return logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
@@ -75,8 +89,9 @@ def real(choice: ExpertChoice, options: MoEOptions) -> ExpertChoice:
     """The choice with an expert in place of none (in turn, to be even): such a token's weight is 0."""
     if not options.router.skip:
         return choice
-    turns = torch.arange(len(choice.experts_Tk), device=choice.experts_Tk.device).unsqueeze(1) % options.experts
-    return ExpertChoice(torch.where(choice.experts_Tk == options.experts, turns, choice.experts_Tk))
+    experts_Tk = choice.of_tokens
+    turns = torch.arange(len(experts_Tk), device=experts_Tk.device).unsqueeze(1) % options.experts
+    return ExpertChoice(torch.where(experts_Tk == options.experts, turns, experts_Tk))
 
 
 def _within_groups(wanted_TE: Tensor, router: RouterOptions) -> Tensor:

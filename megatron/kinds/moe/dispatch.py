@@ -13,6 +13,7 @@ ranks, t ranks that have slices of the same experts, n = E / x experts of a rank
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from .permute import Rows, put, take
 class LocalDispatch:
     """Every rank has all experts (or its slice of each): rows stay where they are."""
 
-    def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, object]:
+    def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Any]:
         """Rows [R, H] as `rows` has sorted them.
 
         Returns:
@@ -38,7 +39,7 @@ class LocalDispatch:
         """
         return rows_RH, rows.ends_E, None
 
-    def back(self, y_NH: Tensor, sent: object) -> Tensor:
+    def back(self, y_NH: Tensor, sent: Any) -> Tensor:
         """What the experts made of the rows of `send`, in the order of the rows given to it."""
         return y_NH
 

@@ -5,6 +5,8 @@ Shapes: E experts, H hidden, f width of an expert (of this rank's slice of it), 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,13 @@ class Stacked(nn.Module):
     """
 
     def __init__(
-        self, make: ParameterFactory, shape: tuple[int, int, int], *, shard: Shard, bias: bool = False, **description
+        self,
+        make: ParameterFactory,
+        shape: tuple[int, int, int],
+        *,
+        shard: Shard,
+        bias: bool = False,
+        **description: Any,
     ):
         super().__init__()
         self.weight = make.parameter("weight", shape, shard=shard, experts=True, **description)

@@ -70,7 +70,9 @@ class MoE(nn.Module):
         if not width or not self.training:
             return x_BSH
         counters = sequence_counters(self.context.places(x_BSH.shape[1], x_BSH.device), x_BSH.shape[2])
-        return at_least_fp32(x_BSH) * (1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.samples, counters))
+        return at_least_fp32(x_BSH) * (
+            1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.sample_numbers, counters)
+        )
 
     def _routed(self, x_TH: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows) -> Tensor:
         """The experts' part of this rank: of all tokens from its slices of experts, or of its tensor parallel share of
@@ -80,7 +82,7 @@ class MoE(nn.Module):
         if choice.experts_Tk is not None:
             weights = weights_of(scores_TE, choice.experts_Tk, self.options)
         else:
-            weights = scores_TE.T.gather(1, choice.tokens_EC).flatten() * router.scale
+            weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         return combine(y_RH, rows, weights)

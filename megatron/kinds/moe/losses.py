@@ -55,6 +55,6 @@ def count(choice: ExpertChoice, samples: int, experts: int) -> Tensor:
     if choice.tokens_EC is not None:
         taken = choice.tokens_EC.shape[1]
         return torch.full((1, experts), float(taken), dtype=torch.float32, device=choice.tokens_EC.device)
-    chosen = choice.experts_Tk.view(samples, -1)
+    chosen = choice.of_tokens.view(samples, -1)
     counts = torch.zeros(samples, experts, dtype=torch.float32, device=chosen.device)
     return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))  # of integers, so in any order

@@ -7,6 +7,7 @@ Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,12 +54,12 @@ def sort(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None =
         count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device
         ends_E = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
         return Rows(choice.tokens_EC.flatten(), ends_E, tokens)
-    chosen_R = choice.experts_Tk.flatten()
+    chosen_R = choice.of_tokens.flatten()
     sorted_R, order_R = chosen_R.sort(stable=True)
     numbers_E = torch.arange(experts, device=chosen_R.device)
     ends_E = torch.searchsorted(sorted_R, numbers_E, right=True)
     rows_R = torch.arange(len(order_R), device=order_R.device)
-    top_k = choice.experts_Tk.shape[1]
+    top_k = choice.of_tokens.shape[1]
     if capacity is None:
         place_R = torch.empty_like(order_R).scatter_(0, order_R, rows_R)
         return Rows(order_R // top_k, ends_E.int(), tokens, place_R.view(-1, top_k))
@@ -79,12 +80,12 @@ class _Spread(torch.autograd.Function):
     """[T, H] to the rows [R, H]; the gradient of a token is the sum over its rows, in a fixed order."""
 
     @staticmethod
-    def forward(ctx, x_TH, source_R, place_Tk):
+    def forward(ctx: Any, x_TH: Tensor, source_R: Tensor, place_Tk: Tensor) -> Tensor:
         ctx.save_for_backward(place_Tk)
         return x_TH.index_select(0, source_R)
 
     @staticmethod
-    def backward(ctx, grad_RH):
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
         (place_Tk,) = ctx.saved_tensors
         grad_TkH = grad_RH.index_select(0, place_Tk.flatten()).unflatten(0, place_Tk.shape)
         return grad_TkH.sum(1), None, None
@@ -92,25 +93,25 @@ class _Spread(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, place_N):
+    def forward(ctx: Any, x_RH: Tensor, place_N: Tensor) -> Tensor:
         ctx.save_for_backward(place_N)
         ctx.rows = len(x_RH)
         return x_RH.index_select(0, place_N)
 
     @staticmethod
-    def backward(ctx, grad_NH):
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None]:
         (place_N,) = ctx.saved_tensors
         return grad_NH.new_zeros(ctx.rows, grad_NH.shape[1]).index_copy_(0, place_N, grad_NH), None
 
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_NH, place_N, rows):
+    def forward(ctx: Any, y_NH: Tensor, place_N: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(place_N)
         return y_NH.new_zeros(rows, y_NH.shape[1]).index_copy_(0, place_N, y_NH)
 
     @staticmethod
-    def backward(ctx, grad_RH):
+    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None]:
         (place_N,) = ctx.saved_tensors
         return grad_RH.index_select(0, place_N), None, None
 
@@ -129,12 +130,12 @@ class _Collect(torch.autograd.Function):
     """The rows [R, H] in the order of the choices, [T k, H]."""
 
     @staticmethod
-    def forward(ctx, y_RH, place_Tk):
+    def forward(ctx: Any, y_RH: Tensor, place_Tk: Tensor) -> Tensor:
         ctx.save_for_backward(place_Tk)
         return y_RH.index_select(0, place_Tk.flatten())
 
     @staticmethod
-    def backward(ctx, grad_PH):
+    def backward(ctx: Any, grad_PH: Tensor) -> tuple[Tensor, None]:
         (place_Tk,) = ctx.saved_tensors
         return torch.empty_like(grad_PH).index_copy_(0, place_Tk.flatten(), grad_PH), None
 
@@ -155,7 +156,7 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
     if rows.place_Tk is None:
         weighted = recomputed(lambda y, w: (at_least_fp32(y) * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
         return y_RH.new_zeros(rows.tokens, y_RH.shape[1]).index_add(0, rows.source_R, weighted)
-    if rows.exact:
+    if rows.kept_Tk is None:
         y_PH = _Collect.apply(y_RH, rows.place_Tk)
     else:
         y_PH = y_RH.index_select(0, rows.place_Tk.flatten())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor, nn
 
 from .choice import choose, scores_of, weights_of
 from .layer import MoE
+
+if TYPE_CHECKING:
+    from megatron.model.stack import Model
 
 
 def moe_layers(model: nn.Module) -> dict[int, MoE]:
@@ -16,7 +21,7 @@ def moe_layers(model: nn.Module) -> dict[int, MoE]:
 
 @torch.no_grad()
 def traced(
-    model: nn.Module, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    model: Model, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Layer -> (experts int64 [B, S, k], best first; their weights fp32 [B, S, k]), as in evaluation.
 
@@ -30,12 +35,12 @@ def traced(
         if moe.options.router.select == "expert_choice":
             raise ValueError(f"layer {number}: experts choose their tokens (select: expert_choice)")
 
-        def keep(_router, _inputs, output, number=number, moe=moe):
+        def keep(_router: nn.Module, _inputs: Any, output: Any, number: int = number, moe: MoE = moe) -> None:
             logits_TE = output[0]
             scores_TE = scores_of(logits_TE, moe.options.router.score)
-            experts_Tk = choose(logits_TE, scores_TE, moe.balance.correction, moe.options, training=False).experts_Tk
+            experts_Tk = choose(logits_TE, scores_TE, moe.balance.correction, moe.options, training=False).of_tokens
             weights_Tk = weights_of(scores_TE, experts_Tk, moe.options)
-            found[number] = tuple(each.unflatten(0, tokens_BS.shape) for each in (experts_Tk, weights_Tk))
+            found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
 
         hooks.append(moe.router.register_forward_hook(keep))
     try:

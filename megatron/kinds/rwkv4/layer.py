@@ -27,7 +27,7 @@ from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role, Shard
 
-from .wkv4 import NOTHING, ends, joined, wkv4
+from .wkv4 import NOTHING, State, ends, joined, wkv4
 
 
 @dataclass
@@ -37,6 +37,13 @@ class RWKV4State(ShiftState):
     numerator: Tensor | None = None
     denominator: Tensor | None = None
     largest: Tensor | None = None
+
+    @property
+    def sums(self) -> State | None:
+        """As `wkv4` takes them; None before the first token."""
+        if self.numerator is None or self.denominator is None or self.largest is None:
+            return None
+        return self.numerator, self.denominator, self.largest
 
 
 class RWKV4(nn.Module):
@@ -65,7 +72,7 @@ class RWKV4(nn.Module):
         x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV4State()
         share = sum_gradient(self.mix, self.mesh.tensor)
         k, v, r = mixed(x_BSH, 1 - share, token_before(self.context, x_BSH, past.last), starts)
-        before = None if past.numerator is None else (past.numerator, past.denominator, past.largest)
+        before = past.sums
         k, v = self.key(k), self.value(v)
         if self.context.size > 1:
             before = self._sums_before(k, v, starts)

@@ -44,12 +44,15 @@ def wkv4(
         initial = (zero, zero, zero + NOTHING)
     state, outputs = initial, []
     for (k, v), starts in pieces([k_BSd, v_BSd], chunk, starts_BS):
-        y, *state = recomputed(_piece, k, v, decay_d, bonus_d, *state, starts)
+        y, above, below, largest = recomputed(_piece, k, v, decay_d, bonus_d, *state, starts)
+        state = above, below, largest
         outputs.append(y)
-    return torch.cat(outputs, 1), tuple(state)
+    return torch.cat(outputs, 1), state
 
 
-def ends(k_BSd, v_BSd, decay_d, starts_BS, *, chunk: int) -> tuple[State, Tensor]:
+def ends(
+    k_BSd: Tensor, v_BSd: Tensor, decay_d: Tensor, starts_BS: Tensor | None, *, chunk: int
+) -> tuple[State, Tensor]:
     """The state that the sequence makes of none, and what it adds to the exponent of one before it, [B, d]; arguments
     as those of `wkv4`."""
     zero = k_BSd.new_zeros((k_BSd.shape[0], k_BSd.shape[2]), dtype=wide_type(k_BSd.dtype))
@@ -73,21 +76,33 @@ def joined(aged: Tensor, earlier: State, later: State, there: bool) -> State:
     return earlier[0] * before + later[0] * new, earlier[1] * before + later[1] * new, reference
 
 
-def _end(k, v, decay, numerator, denominator, largest, starts):
+def _end(
+    k: Tensor, v: Tensor, decay: Tensor, numerator: Tensor, denominator: Tensor, largest: Tensor, starts: Tensor | None
+) -> State:
     runs = Runs.of(k.shape[1], starts, k.device)
     k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))
-    return _between(runs, k, v, -decay.exp(), numerator, denominator, largest)[3:]
+    return _between(runs, k, v, -decay.exp(), (numerator, denominator, largest))[1]
 
 
-def _piece(k, v, decay, bonus, numerator, denominator, largest, starts):
+def _piece(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    bonus: Tensor,
+    numerator: Tensor,
+    denominator: Tensor,
+    largest: Tensor,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype, runs, w = v.dtype, Runs.of(k.shape[1], starts, k.device), -decay.exp()
     k, v = runs.cut(at_least_fp32(k)), runs.cut(at_least_fp32(v))
-    numerators, denominators, exponents, *state = _between(runs, k, v, w, numerator, denominator, largest)
+    (numerators, denominators, exponents), state = _between(runs, k, v, w, (numerator, denominator, largest))
 
     steps = torch.arange(runs.run, device=k.device).view(1, 1, -1, 1)
     of_state = exponents.unsqueeze(2) + steps * w
-    if runs.starts is not None:
-        of_state = of_state.masked_fill(~runs.reads_state.unsqueeze(-1), NOTHING)
+    reads = runs.reads_state
+    if reads is not None:
+        of_state = of_state.masked_fill(~reads.unsqueeze(-1), NOTHING)
     terms = [bonus + k]
     for distance in range(1, runs.run):
         seen = runs.sees(distance).unsqueeze(-1)
@@ -103,7 +118,7 @@ def _piece(k, v, decay, bonus, numerator, denominator, largest, starts):
     return runs.joined(above / below).to(dtype), *state
 
 
-def _between(runs: Runs, k, v, w, numerator, denominator, largest):
+def _between(runs: Runs, k: Tensor, v: Tensor, w: Tensor, state: State) -> tuple[State, State]:
     """The state before each run, [B, c, d] each, and after the last. Exponents of reference have no gradient: what is
     relative to them changes by the opposite factor."""
     written = runs.writes_state.unsqueeze(-1)
@@ -114,13 +129,15 @@ def _between(runs: Runs, k, v, w, numerator, denominator, largest):
     weights = (terms - top.unsqueeze(2)).exp()
     own = zip((weights * v).sum(2).unbind(1), weights.sum(2).unbind(1), top.unbind(1))
     passed = count.view(1, -1, 1) * w
-    if runs.starts is not None:
-        passed = passed.masked_fill(~runs.keeps_state.unsqueeze(-1), NOTHING)
-    before, state = [], (numerator, denominator, largest)
+    keeps = runs.keeps_state
+    if keeps is not None:
+        passed = passed.masked_fill(~keeps.unsqueeze(-1), NOTHING)
+    before = []
     for (above, below, exponent), decay in zip(own, passed.expand(-1, k.shape[1], -1).unbind(1)):
         before.append(state)
         aged = (state[2] + decay).clamp(min=NOTHING)
         reference = torch.maximum(aged, exponent).detach()
         old, new = (aged - reference).exp(), (exponent - reference).exp()
         state = (state[0] * old + above * new, state[1] * old + below * new, reference)
-    return *(torch.stack(each, 1) for each in zip(*before)), *state
+    numerators, denominators, exponents = (torch.stack(each, 1) for each in zip(*before))
+    return (numerators, denominators, exponents), state

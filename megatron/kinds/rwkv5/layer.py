@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,10 +38,14 @@ class RWKV5State(ShiftState):
     memory: Tensor | None = None
 
 
-class RWKV5(nn.Module):
+Options = TypeVar("Options", bound=RWKV5Options)
+Mixes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # for key, value, receptance, gate, decays
+
+
+class RWKV5(nn.Module, Generic[Options]):
     """x [B, s, H] to its output [B, s, H]: output(norm(wkv) * silu(gate))."""
 
-    def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV5Options, init: Initialisation):
+    def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
         self.mesh, self.context, self.options = make.mesh, make.context, options
@@ -63,24 +68,23 @@ class RWKV5(nn.Module):
         self.norm_bias = vector("norm.bias", ZEROS, Role.NORM)
         self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
 
-    def make_mixes(self, make: ParameterFactory, H: int, options: RWKV5Options, start: Start) -> None:
+    def make_mixes(self, make: ParameterFactory, H: int, options: Options, start: Start) -> None:
         """The parameters of the token shift, and of what else depends on the token alone."""
         powers = [start.rest * each for each in (1.0, 1.0, 0.5, 0.5)]
         self.mix = make.parameter(
             "mix", (4, H), role=Role.STATE, init=start.shares(*powers, lift=0.3 * start.ratio, lifted=1)
         )
 
-    def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
+    def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> Mixes:
         """What key, value, receptance and gate read, and what the decays are moved by (None: nothing)."""
-        return *mixed(x_BSH, 1 - sum_gradient(self.mix, self.mesh.tensor), last, starts), None
+        k, v, r, g = mixed(x_BSH, 1 - sum_gradient(self.mix, self.mesh.tensor), last, starts)
+        return k, v, r, g, None
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV5State | None = None) -> Tensor:
         x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV5State()
         k, v, r, g, moved = self.mixes(x_BSH, token_before(self.context, x_BSH, past.last), starts)
-        r, k, v, moved = (
-            None if each is None else each.unflatten(-1, (self.heads, -1))
-            for each in (self.receptance(r), self.key(k), self.value(v), moved)
-        )
+        r, k, v = (each.unflatten(-1, (self.heads, -1)) for each in (self.receptance(r), self.key(k), self.value(v)))
+        moved = None if moved is None else moved.unflatten(-1, (self.heads, -1))
         decay, memory = self.decay.view(self.heads, -1), past.memory
         if self.context.size > 1:
             memory = faded(self.context, *ends(k, v, moved, decay, starts, chunk=self.options.chunk))
@@ -105,12 +109,12 @@ class RWKV5(nn.Module):
         return RWKV5State()
 
     @classmethod
-    def sends(cls, model: ModelSection, options: RWKV5Options, tensor: TensorAxis) -> list[Event]:
+    def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
         return [Enter(H), Shared(4 * H), Leave(H)]
 
     @classmethod
-    def counts(cls, model: ModelSection, options: RWKV5Options, sequence_length: int) -> Counts:
+    def counts(cls, model: ModelSection, options: Options, sequence_length: int) -> Counts:
         H, N = model.hidden_size, options.head_dim
         chunk = min(options.chunk, sequence_length)
         run = max(1, int(chunk**0.5))

@@ -13,7 +13,7 @@ from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank, Whole
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import mixed, shifted
-from megatron.kinds.rwkv5.layer import RWKV5
+from megatron.kinds.rwkv5.layer import RWKV5, Mixes
 from megatron.kinds.rwkv6.options import RWKV6Options
 from megatron.model.counts import Counts
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
@@ -23,7 +23,7 @@ from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.shard import Role
 
 
-class RWKV6(RWKV5):
+class RWKV6(RWKV5[RWKV6Options]):
     """x [B, s, H] to its output [B, s, H]: output(norm(wkv) * silu(gate))."""
 
     def make_mixes(self, make: ParameterFactory, H: int, options: RWKV6Options, start: Start) -> None:
@@ -39,7 +39,7 @@ class RWKV6(RWKV5):
         self.mix_up = make.parameter("mix_up", (5, options.mix_rank, H), role=Role.STATE, init=Init("uniform", 0.01))
         self.move = LowRank(make.scope("move"), H, options.decay_rank, H, Init("uniform", 0.01), torch.tanh)
 
-    def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
+    def mixes(self, x_BSH: Tensor, last: Tensor | None, starts: Tensor | None) -> Mixes:
         whole = self.mesh.tensor
         (both,) = mixed(x_BSH, sum_gradient(self.mix_all, whole), last, starts)
         w, k, v, r, g = recomputed(
@@ -70,7 +70,9 @@ class RWKV6(RWKV5):
         return super().counts(model, options, sequence_length) + more
 
 
-def _mixed(x_BSH, inner, up_5RH, mix_5H, last, starts):
+def _mixed(
+    x_BSH: Tensor, inner: Tensor, up_5RH: Tensor, mix_5H: Tensor, last: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, ...]:
     """x + (shift(x) - x) * (mix + tanh(inner) up) for decay, key, value, receptance and gate."""
     parts = torch.tanh(inner).unflatten(-1, (5, -1))
     offsets = torch.einsum("bsmr,mrh->mbsh", parts, up_5RH.to(inner.dtype))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ class RWKV7(nn.Module):
         def column(name: str, gain: float, spread: float) -> ColumnLinear:
             return ColumnLinear(make.scope(name), H, (H,), unit=N, init=start.reads(H, H, gain, spread))
 
-        def low_rank(name: str, rank: int, activation=None) -> LowRank:
+        def low_rank(name: str, rank: int, activation: Callable[[Tensor], Tensor] | None = None) -> LowRank:
             of_base = Init("orthogonal", 0.1 * init.factors.width**0.5)  # elements of a rank that no width changes
             return LowRank(make.scope(name), H, rank, H, of_base, activation)
 
@@ -98,12 +99,12 @@ class RWKV7(nn.Module):
         self.norm_bias = vector("norm.bias", ZEROS, Role.NORM)
         self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
 
-    def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None):
+    def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None) -> Any:
         x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV7State()
         last = token_before(self.context, x_BSH, past.last)
         r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
         value, blend, first = self.value(v), None, None
-        if not self.first:
+        if self.blend is not None:
             blend, first = self.blend(v), stream.channels[FIRST]
         made = (
             self.key(k),
@@ -177,12 +178,26 @@ class RWKV7(nn.Module):
         )
 
 
-def _factors(k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads: int):
+def _factors(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    a: Tensor,
+    blend: Tensor | None,
+    first: Tensor | None,
+    decay_base: Tensor,
+    rate_base: Tensor,
+    blend_base: Tensor | None,
+    key_scale: Tensor,
+    rate_scale: Tensor,
+    *,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `wkv7` takes but r, [B, S, h, N] each in fp32; see docs/models.md for the equations."""
     k, v = at_least_fp32(k), at_least_fp32(v)
     log_w = FASTEST * torch.sigmoid(decay_base + at_least_fp32(w))
     a = torch.sigmoid(rate_base + at_least_fp32(a))
-    if first is not None:
+    if first is not None and blend is not None and blend_base is not None:
         v = torch.lerp(v, at_least_fp32(first), torch.sigmoid(blend_base + at_least_fp32(blend)))
     removed = F.normalize((k * key_scale).unflatten(-1, (heads, -1)), dim=-1)
     k = k * (1 + (a - 1) * rate_scale)
@@ -193,45 +208,45 @@ def _factors(k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_sc
 def _made_of_none(*inputs: Any, heads: int, chunk: int) -> Tensor:
     """The memory [B, h, N, N] that the sequence makes of none."""
     *made, starts = inputs
-    log_w, *factors = _factors(*made, heads)
+    log_w, *factors = _factors(*made, heads=heads)
     return wkv7(torch.zeros_like(log_w), log_w, *factors, chunk=chunk, starts_BS=starts)[1]
 
 
 def _left(*inputs: Any, heads: int, chunk: int) -> Tensor:
     """The matrix that the sequence multiplies a memory before it by, from the right."""
     *made, starts = inputs
-    log_w, _, _, a, b = _factors(*made, heads)
+    log_w, _, _, a, b = _factors(*made, heads=heads)
     return left_of_state(log_w, a, b, chunk=chunk, starts_BS=starts)
 
 
 def _time_mix(
-    r,
-    g,
-    k,
-    v,
-    w,
-    a,
-    blend,
-    first,
-    decay_base,
-    rate_base,
-    blend_base,
-    key_scale,
-    rate_scale,
-    bonus,
-    norm_weight,
-    norm_bias,
-    memory,
-    starts,
+    r: Tensor,
+    g: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    a: Tensor,
+    blend: Tensor | None,
+    first: Tensor | None,
+    decay_base: Tensor,
+    rate_base: Tensor,
+    blend_base: Tensor | None,
+    key_scale: Tensor,
+    rate_scale: Tensor,
+    bonus: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    memory: Tensor | None,
+    starts: Tensor | None,
     *,
     heads: int,
     chunk: int,
     epsilon: float,
-):
+) -> tuple[Tensor, Tensor]:
     """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
     dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
     log_w, k, v, a, b = _factors(
-        k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads
+        k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads=heads
     )
     y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
     y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * at_least_fp32(norm_weight) + at_least_fp32(norm_bias)
@@ -244,7 +259,7 @@ def is_first(model: ModelSection, index: int) -> bool:
     return not any(kind.name == "rwkv7" for block in model.blocks[:index] for kind in block.kinds)
 
 
-def _zigzag(n, size: int):
+def _zigzag(n: Any, size: int) -> Any:
     """z |z| with z from -1 to 1 over each head."""
     z = (n % size - (size - 1) / 2) / ((size - 1) / 2)
     return z * abs(z)

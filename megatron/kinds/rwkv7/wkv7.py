@@ -12,6 +12,8 @@ for all chunks at once. Only the state goes from chunk to chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,7 +64,7 @@ def left_of_state(
 
 class _WKV7(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         y, final, chunks, documents = _wkv7(*inputs)
         ctx.continued, ctx.made = inputs[6] is not None, len(chunks)
         ctx.save_for_backward(*chunks, *documents)
@@ -70,13 +72,23 @@ class _WKV7(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_y, of_final):
+    def backward(ctx: Any, of_y: Tensor, of_final: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         *found, of_initial = wkv7_gradient(of_y, of_final, Chunks(*saved[: ctx.made]), Documents(*saved[ctx.made :]))
         return *found, of_initial if ctx.continued else None, None, None
 
 
-def _wkv7(r, log_w, k, v, a, b, initial, starts, chunk: int) -> tuple[Tensor, Tensor, Chunks, Documents]:
+def _wkv7(
+    r: Tensor,
+    log_w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial: Tensor | None,
+    starts: Tensor | None,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Chunks, Documents]:
     (B, length, h, N), Q = r.shape, chunk
     room = -length % chunk
     left, readers, writers, written = _factors(*(in_chunks(each, chunk, room) for each in (r, log_w, k, v, a, b)))
@@ -85,7 +97,9 @@ def _wkv7(r, log_w, k, v, a, b, initial, starts, chunk: int) -> tuple[Tensor, Te
     # Forward substitution: a product of powers of the scores would lose all digits where keys repeat.
     unit = torch.eye(Q, dtype=r.dtype, device=r.device).expand(len(scores), Q, Q)
     inverse = torch.linalg.solve_triangular(-scores[:, :Q, :Q], unit, upper=False, left=False, unitriangular=True)
-    reads, writes = (readers, writers) if starts is None else (readers * documents.begun, writers * documents.ended)
+    reads, writes = readers, writers
+    if documents.begun is not None and documents.ended is not None:
+        reads, writes = readers * documents.begun, writers * documents.ended
     own = _product(inverse, _product(scores[:, :Q, Q:], written[:, Q:]))
     of_state = _product(inverse, reads[:, :Q])
 
@@ -97,7 +111,7 @@ def _wkv7(r, log_w, k, v, a, b, initial, starts, chunk: int) -> tuple[Tensor, Te
         now, after = slice(begin, begin + n), slice(begin + n, begin + 2 * n)
         state = states[now]
         written[now, :Q] = torch.baddbmm(own[now], of_state[now], state.mT)
-        if starts is not None:
+        if documents.through is not None:
             state = state * documents.through[now]
         torch.baddbmm(state, written[now].mT, writes[now], out=states[after]).mul_(between[now])
     y = torch.baddbmm(_product(reads[:, Q:], states[:-n].mT), scores[:, Q:], written)
@@ -106,7 +120,9 @@ def _wkv7(r, log_w, k, v, a, b, initial, starts, chunk: int) -> tuple[Tensor, Te
     return y, states[-n:].unflatten(0, (B, h)).clone(), chunks, documents
 
 
-def _factors(r, log_w, k, v, a, b) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _factors(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`Chunks.left`, `readers`, `writers` and `written` without u, of tensors [c, B, h, Q, N]."""
     Q = r.shape[-2]
     # Sums of logarithms are float64: a difference of two large sums must keep the digits of a short stretch. Factors
@@ -145,7 +161,7 @@ def _documents(
     )  # [c, B, Q]
     first = torch.arange(0, length, chunk, device=device).view(-1, 1, 1)
     places = first + torch.arange(chunk, device=device)
-    each = Documents(
+    each = (
         unseen | (places.unsqueeze(-2) < starts.unsqueeze(-1)).repeat(1, 1, 2, 2),
         (starts < first).repeat(1, 1, 2).unsqueeze(-1),
         (places >= starts[..., -1:]).repeat(1, 1, 2).unsqueeze(-1),

@@ -88,7 +88,7 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Doc
 
     of_scores = torch.bmm(of_read, written.mT).masked_fill_(documents.unseen, 0.0)
     of_readers, of_writers = torch.bmm(of_read, states[:-n]), torch.bmm(written, of_sums)
-    if documents.begun is not None:
+    if documents.begun is not None and documents.ended is not None:
         of_readers, of_writers = of_readers * documents.begun, of_writers * documents.ended
     of_readers.baddbmm_(of_scores, chunks.writers)
     of_writers.baddbmm_(of_scores.mT, chunks.readers)
@@ -105,7 +105,9 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Doc
     return *(each[:, :length] for each in found), (of_states[:n] * begin).unflatten(0, (B, h))
 
 
-def _carry_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, through: Tensor | None):
+def _carry_gradient(
+    of_y: Tensor, of_final: Tensor, chunks: Chunks, through: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]; D, [m, N, N]; of the
     states.
     """

@@ -127,7 +127,11 @@ class SharedAttention(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
         both = torch.cat([x, stream.channels[EMBEDDING]], -1)
-        call = Call(self.dropout_key, None if self.adapters is None else tuple(self.adapters))
+        adapters = None
+        if self.adapters is not None:
+            query, key, value = self.adapters
+            adapters = query, key, value
+        call = Call(self.dropout_key, adapters)
         return self.output(self.borrowed[0](both, stream, cache, call, self.mlp_adapter))
 
     def new_state(self) -> KeyValueCache:

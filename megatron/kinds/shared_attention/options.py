@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import multiples
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derivable, Derived, key
+from megatron.config.sections.base import Derivable, Derived, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.mlp.options import MLPOptions
 
@@ -50,7 +50,7 @@ class SharedAttentionOptions(AttentionOptions):
     )
     attention_adapters: bool = key(False, "Whether each layer adds to queries, keys and values, too.")
     mlp: SharedMLPOptions = key(SharedMLPOptions, "The MLP of a shared block.")
-    heads: int | None = key(None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
+    heads: Needed[int] = key(None, "Number of query heads; needed where the pattern has shared attention.", gt=0)
     kv_heads: Derivable[int] = key(
         None,
         "Number of key/value heads (GQA; 1 is MQA).",

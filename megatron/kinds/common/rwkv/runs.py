@@ -46,7 +46,7 @@ class Runs:
     def joined(self, x_BcQ: Tensor) -> Tensor:
         return x_BcQ.flatten(1, 2)[:, : self.length]
 
-    def sees(self, distance: int) -> Tensor | None:
+    def sees(self, distance: int) -> Tensor:
         """Whether a token sees the one `distance` before it: bool [B or 1, c, Q]; those before its run, it does not."""
         inside = (torch.arange(self.run, device=self.places.device) >= distance).expand_as(self.places).unsqueeze(0)
         return inside if self.starts is None else inside & (self.places - distance >= self.starts)

@@ -6,6 +6,7 @@ n is a channel of C, l the layer of L; `ratio` runs from 0 in the first layer to
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -40,12 +41,15 @@ class Start:
 
     def shares(self, *powers: float, lift: float = 0.0, lifted: int = -1) -> Init:
         """[m, C]: (n / C)^power, the share of the token itself; row `lifted` (the values) is higher by `lift`."""
-        return formula(lambda mix, n: (n / self.size) ** np.asarray(powers)[mix] + lift * (mix == lifted))
+        return formula(self._shares(powers, lift, lifted))
+
+    def _shares(self, powers: tuple[float, ...], lift: float, lifted: int) -> Callable[..., np.ndarray]:
+        return lambda mix, n: (n / self.size) ** np.asarray(powers)[mix] + lift * (mix == lifted)
 
     def mixes(self, *powers: float, lift: float = 0.0, lifted: int = -1) -> Init:
         """[m, C]: the share of the token before, 1 less that of the token itself."""
-        own = self.shares(*powers, lift=lift, lifted=lifted)
-        return formula(lambda mix, n: 1.0 - own.formula(mix, n))
+        own = self._shares(powers, lift, lifted)
+        return formula(lambda mix, n: 1.0 - own(mix, n))
 
     def norm(self) -> Init:
         """Weight of the norm of the heads."""
@@ -55,6 +59,6 @@ class Start:
         """A vector [C] of logarithms of decay rates: slow in the first channels, the more so in deep layers."""
         return self.along(lambda x: low + span * x ** (0.7 + 1.3 * self.ratio))
 
-    def along(self, function) -> Init:
+    def along(self, function: Callable[..., np.ndarray]) -> Init:
         """A vector [C]: `function` of n / (C - 1)."""
         return formula(lambda n: function(n / max(self.size - 1, 1)))

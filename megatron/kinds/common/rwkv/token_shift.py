@@ -46,6 +46,6 @@ def mixed(x_BSH: Tensor, mix_mH: Tensor, last_B1H: Tensor | None, starts_BS: Ten
     return recomputed(_mixed, x_BSH, mix_mH, last_B1H, starts_BS)
 
 
-def _mixed(x, mix_mH, last, starts):
+def _mixed(x: Tensor, mix_mH: Tensor, last: Tensor | None, starts: Tensor | None) -> tuple[Tensor, ...]:
     difference = shifted(x, last, starts) - x
     return tuple(torch.addcmul(x, difference, mix.to(x.dtype)) for mix in mix_mH)

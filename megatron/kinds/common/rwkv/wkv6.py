@@ -57,7 +57,9 @@ def wkv6(
     return torch.cat(outputs, 1), state
 
 
-def ends(k, v, moved, decay, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
+def ends(
+    k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, starts: Tensor | None, *, chunk: int
+) -> tuple[Tensor, Tensor]:
     """The state [B, h, N, N] that the sequence makes of none, and the shares [B, h, N, 1] of the keys that it leaves of
     one before it; arguments as those of `wkv6`."""
     b, _, h, n = k.shape
@@ -68,7 +70,9 @@ def ends(k, v, moved, decay, starts, *, chunk: int) -> tuple[Tensor, Tensor]:
     return state, left
 
 
-def _end(k, v, moved, decay, state, left, starts):
+def _end(
+    k: Tensor, v: Tensor, moved: Tensor | None, decay: Tensor, state: Tensor, left: Tensor, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     runs = Runs.of(k.shape[1], starts, k.device)
     log_w, k, v = (runs.cut(each) for each in (_rates(k, moved, decay), at_least_fp32(k), at_least_fp32(v)))
     written, through, _ = _between(runs, k, v, log_w)
@@ -89,14 +93,24 @@ def _between(runs: Runs, k: Tensor, v: Tensor, log_w: Tensor) -> tuple[Tensor, T
     last = total[:, :, -1:]
     from_begin, to_end, through = (each.to(log_w.dtype).exp() for each in (total - log_w, last - total, last[:, :, 0]))
     through = through.unsqueeze(-1)
-    if runs.starts is not None:
-        from_begin = from_begin * runs.reads_state[..., None, None]
+    reads, keeps = runs.reads_state, runs.keeps_state
+    if reads is not None and keeps is not None:
+        from_begin = from_begin * reads[..., None, None]
         to_end = to_end * runs.writes_state[..., None, None]
-        through = through * runs.keeps_state[..., None, None, None]
+        through = through * keeps[..., None, None, None]
     return torch.einsum("bcqhk,bcqhv->bchkv", k * to_end, v), through, from_begin
 
 
-def _piece(r, k, v, moved, decay, bonus, initial, starts):
+def _piece(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    moved: Tensor | None,
+    decay: Tensor,
+    bonus: Tensor,
+    initial: Tensor,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     dtype, runs = r.dtype, Runs.of(r.shape[1], starts, r.device)
     log_w, r, k, v = (
         runs.cut(each) for each in (_rates(r, moved, decay), at_least_fp32(r), at_least_fp32(k), at_least_fp32(v))

@@ -9,6 +9,8 @@ the one d before it, which cannot overflow:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -47,7 +49,7 @@ def _hide(score_BcQh1: Tensor, distance: int, runs: Runs) -> None:
 
 class _Inside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, r, k, v, log_w, runs):
+    def forward(ctx: Any, r: Tensor, k: Tensor, v: Tensor, log_w: Tensor, runs: Runs) -> Tensor:
         made: list[Tensor] = []
         y, ctx.runs, ctx.rates = _inside(r, k, v, log_w, runs, made), runs, len(log_w)
         ctx.save_for_backward(r, k, v, *made)
@@ -55,7 +57,7 @@ class _Inside(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_y):
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
         r, k, v, *made = ctx.saved_tensors
         of_r, of_k, of_v, of_log_w, of_log_passed = (torch.zeros_like(r) for _ in range(5))
         for distance in reversed(range(1, ctx.runs.run)):
