@@ -16,7 +16,8 @@ from typing import Protocol
 
 from megatron.config import Config
 from megatron.config.added import imported
-from megatron.config.registry import SCHEDULE
+from megatron.config.problems import UserError
+from megatron.config.registry import INSIDE, SCHEDULE
 from megatron.config.sections.recipe import ScheduleSection
 
 # Share of the way from the peak (1) to the floor (0) that is left after a share r of a decay; all go from 1 to 0.
@@ -87,6 +88,16 @@ class Schedule:
         self._shape: Shape = imported(config, "schedule.type", SCHEDULE, config.schedule.type)
         self.peak = config.optimizer.lr
         self.span = SchedulePeriods.of(config)
+        if self.options.type not in INSIDE[SCHEDULE]:
+            self._try()
+
+    def _try(self) -> None:
+        """Ask a schedule of the user's own for its last rate: what is wrong with its options is told at the start, and
+        not after the warmup.
+        """
+        rate = self._shape(self.span.length, 1.0, self.span, self.options)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+            raise UserError(f"schedule.type = {self.options.type!r} must give rates of at least 0, not {rate!r}")
 
     def lr(self, step: int) -> float:
         """The learning rate of update `step`, at least 0.

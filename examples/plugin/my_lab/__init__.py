@@ -3,9 +3,11 @@
 EXTENSION = {
     "kind": {"retention": "my_lab.retention.options:KIND"},
     "optimizer": {"qhadam": "my_lab.qhadam:QHAdam"},
+    "schedule": {"multi_step": "my_lab.multi_step:multi_step"},
     "objective": {"focal": "my_lab.focal:Focal"},
     "source": {"recall": "my_lab.recall:Recall"},
     "hook": {"weights": "my_lab.weights:Weights"},
+    "metric": {"table": "my_lab.table:Table"},
     "architecture": {"olmo": "my_lab.olmo:OLMO"},
     "runner": {"nice": "my_lab.nice:RUNNER"},
 }
