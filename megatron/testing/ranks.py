@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 TIMEOUT = 400.0
+PATIENCE = timedelta(seconds=240)  # of a collective: less, so that the rank that waits says where it does
 THREADS = 60
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -130,8 +132,6 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     os.environ.update(SETTINGS, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
@@ -143,7 +143,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             store, function, args = pipe.recv()
         except EOFError:
             return
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=240))
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
         try:
             answer = function(*args)
         except BaseException:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .ranks import on_ranks
+from .ranks import PATIENCE, on_ranks
 
 
 def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -39,9 +39,9 @@ def train_on_this_rank(values: dict[str, Any], overrides: list[str], ranks: int)
 
     resolved = load([], [*_words(values), *overrides], ranks=ranks)
     prepare_deepspeed(torch.device("cpu"))
-    mesh = Mesh.build(Layout.of(resolved.config, ranks))
+    mesh = Mesh.build(Layout.of(resolved.config, ranks), PATIENCE)
     talk = GroupCommunicator() if ranks > 1 else SOLO
-    write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
+    write = GroupCommunicator(dist.new_group(backend="gloo", timeout=PATIENCE)) if ranks > 1 else SOLO
     place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved))
     run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
     if mesh.rank:

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
+# They are forked from a server of one thread that has done nothing but import: to fork pytest itself, in which torch
+# has threads, may hang; a new interpreter needs seconds for its imports, and many processes are killed.
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["pytest", "tests.checkpoint.model"])  # which imports torch and what is tested
 
 
-def child(work: Callable[..., Any], *arguments: Any) -> int:
-    """Run `work` in a forked process and return its id; it ends with status 0, or 1 after printing what it raised.
+def child(work: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """Start `work`, which must be picklable, in a process of one thread."""
+    process = _CONTEXT.Process(target=_alone, args=(work, arguments), daemon=True)
+    process.start()
+    return process
 
-    A fork starts at once, where a new interpreter needs seconds for torch, so that many can be killed. It has the
-    parent's thread pool in name only, hence one thread.
-    """
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        torch.set_num_threads(1)
-        work(*arguments)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+
+def ended(work: Callable[..., Any], *arguments: Any) -> int | None:
+    """Run `work` to its end: 0, 1 after printing what it raised, or -n for signal n."""
+    process = child(work, *arguments)
+    process.join()
+    return process.exitcode
+
+
+def _alone(work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    work(*arguments)

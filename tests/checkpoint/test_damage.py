@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from megatron.checkpoint.store import Store
 from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role
 from tests.checkpoint.model import Model, Together, fragments, meta
-from tests.checkpoint.processes import child
+from tests.checkpoint.processes import child, ended
 
 LAYOUT = Layout(tensor=2, data=2, zero_stage=1)
 
@@ -65,10 +66,11 @@ def test_kill_at_random_moments(quick_path):
     """Each time the newest intact checkpoint is whole and is what that step saved; nothing of the kill stays behind."""
     chance, step, longest = random.Random(5), 0, 0.1
     for _ in range(30):
-        pid = child(save_for_ever, quick_path, step + 1)
+        process = child(save_for_ever, quick_path, step + 1)
         time.sleep(chance.uniform(0.0, longest))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         store = Store(quick_path)
         store.clean()
         assert all(path.name.startswith("step_") and path.name.count(".") == 0 for path in quick_path.iterdir())
@@ -91,6 +93,11 @@ def few(step: int) -> list[Fragment]:
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
+def save_again(directory: Path, step: int) -> None:
+    save(directory, step, few(step), meta(step))
+    Store(directory).retain(1)
+
+
 def die_at_call(number: int, work) -> None:
     """Do `work`, but be killed just before the number-th call of the system that changes something."""
     left = number
@@ -105,9 +112,12 @@ def die_at_call(number: int, work) -> None:
 
         return call
 
-    for name in CALLS:
-        setattr(os, name, counted(getattr(os, name)))
+    originals = {name: getattr(os, name) for name in CALLS}
+    for name, original in originals.items():
+        setattr(os, name, counted(original))
     work()
+    for name, original in originals.items():  # how the process ends is not what is tested
+        setattr(os, name, original)
 
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["new step", "same step again"])
@@ -118,15 +128,9 @@ def test_kill_before_every_system_call(quick_path, replacing):
         directory = quick_path / str(number)
         save(directory, 1, few(1), meta(1))
         step = 1 if replacing else 2
-
-        def again(directory=directory, step=step):
-            save(directory, step, few(step), meta(step))
-            Store(directory).retain(1)
-
-        pid = child(die_at_call, number, again)
-        status = os.waitpid(pid, 0)[1]
+        status = ended(die_at_call, number, partial(save_again, directory, step))
         survived = status == 0
-        assert survived or status == signal.SIGKILL
+        assert survived or status == -signal.SIGKILL
         store = Store(directory)
         store.clean()
         found = store.resume("auto")
@@ -153,7 +157,7 @@ def too_large(directory: Path) -> None:
 
 def test_no_room_for_a_file(tmp_path):
     write(tmp_path, 1)
-    os.waitpid(child(too_large, tmp_path), 0)
+    assert ended(too_large, tmp_path) == 0
     message = (tmp_path / "message").read_text()
     assert "step_00000002" in message and "rank 0" in message and os.strerror(errno.EFBIG) in message
     assert "rank_00000.safetensors" in message

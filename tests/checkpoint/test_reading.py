@@ -31,7 +31,7 @@ from megatron.checkpoint.reshape import reshape
 from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.model import Model, Together, fragments, meta
-from tests.checkpoint.processes import child
+from tests.checkpoint.processes import ended
 from tests.workers import run
 
 MATRIX = LogicalTensor("matrix", (4, 6), Role.HIDDEN, Shard(1))
@@ -213,7 +213,7 @@ def test_memory_is_a_chunk_whatever_the_tensor(tmp_path):
     """A 192 MiB tensor, read through a conversion, takes one buffer beside the target."""
     tensor = LogicalTensor("big", (3072, 16384), Role.HIDDEN, Shard(1))
     path = save(tmp_path, 1, [Fragment(tensor, "master", 0, 1, 0, torch.ones(3072 * 16384))], Meta(1))
-    assert os.waitpid(child(read_with_little, path, tmp_path / "report"), 0)[1] == 0
+    assert ended(read_with_little, path, tmp_path / "report") == 0
     report = json.loads((tmp_path / "report").read_text())
     assert report["peak"] - report["before"] < 2 * durable.CHUNK
 
@@ -240,7 +240,7 @@ def test_memory_of_a_reshape_is_a_few_chunks(tmp_path):
     path = save(tmp_path, 1, [Fragment(tensor, "master", 0, 1, 0, values)], Meta(1))
     values_size = values.nbytes
     del values
-    assert os.waitpid(child(reshape_with_little, path, tmp_path / "report"), 0)[1] == 0
+    assert ended(reshape_with_little, path, tmp_path / "report") == 0
     report = json.loads((tmp_path / "report").read_text())
     assert report["peak"] - report["before"] < 6 * durable.CHUNK < values_size / 2
 

@@ -97,7 +97,8 @@ def test_a_batch_job_is_warned_saves_and_is_queued_again(slurm, tmp_path, sent_b
 
     state = ["squeue", "-h", "-j", number, "-o", "%T"]
     wait_for(lambda: slurm.run("login", state).stdout.strip() == "PENDING", 300, said)
-    time.sleep(2)  # slurmd refuses a job that it has ended in the same second
+    second = int(time.time())  # slurmd refuses a job that it has ended in the same second
+    wait_for(lambda: int(time.time()) > second + 1, 300, said)
 
     def started_again() -> bool:
         # A job that was queued again waits for two minutes, if nobody says otherwise (and once Slurm has said so
