@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import math  # noqa: E402
 import tempfile  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -75,7 +76,13 @@ class Watch(Hook):
         groups = trainer.extra_metrics.get("communication", {})
         sent = {name: sum(each["bytes"] for each in operations.values()) for name, operations in groups.items()}
         peak = memory_bytes(trainer.exchange.device)
-        seen = Seen(self._before, peak, float(report.loss), float(report.grad_norm), sent)
+        seen = Seen(
+            self._before,
+            peak,
+            float(report.loss),
+            math.nan if report.grad_norm is None else float(report.grad_norm),
+            sent,
+        )
         (self._folder / f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
 
 
