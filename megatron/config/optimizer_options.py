@@ -41,7 +41,8 @@ class Option:
 
 
 # Of those inside the tree:
-WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor", "adam_mini")  # need them
+WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor", "adam_mini", "adamw_8bit")  # need them
+PACKAGES = {"adamw_8bit": "torchao"}  # need a package that is not among the requirements
 SCHEDULE_FREE = ("schedule_free_adamw",)  # evaluate and save an average of the weights in place of a decaying rate
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -60,6 +61,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "decay": Option(0.8, 0, 10, "the average of squares at step t has the coefficient 1 - t^-decay"),
         "clip": Option(1.0, 1e-6, 1e6, "largest root mean square of an update"),
     },
+    "adamw_8bit": {"smallest": Option(4096, 1, 10**12, "matrices of fewer elements keep fp32 moments", whole=True)},
     "ademamix": {
         "slow": Option(0.9999, 0, 1, "coefficient of the slow average", below=True),
         "alpha": Option(5.0, 0, 1000, "weight of the slow average"),

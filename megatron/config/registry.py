@@ -57,6 +57,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "soap": "megatron.engine.optimizers.soap:SOAP",
         "jorge": "megatron.engine.optimizers.jorge:Jorge",
         "adafactor": "megatron.engine.optimizers.adafactor:Adafactor",
+        "adamw_8bit": "megatron.engine.optimizers.adamw_8bit:AdamW8bit",
         "ademamix": "megatron.engine.optimizers.ademamix:AdEMAMix",
         "adam_mini": "megatron.engine.optimizers.adam_mini:AdamMini",
         "schedule_free_adamw": "megatron.engine.optimizers.schedule_free:ScheduleFreeAdamW",

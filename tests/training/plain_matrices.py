@@ -214,12 +214,42 @@ class PlainAdamMini:
         return state["average"] / (1 - b1 ** state["step"]) / size
 
 
+class PlainAdamW8bit:
+    """AdamW whose moments are rounded to torchao's 8 bits after each step, by blocks of the flattened matrix."""
+
+    def __init__(self, options) -> None:
+        self.rate, self.betas, self.epsilon = options.lr, options.betas, options.epsilon
+        self.smallest = options.options["smallest"]
+
+    def takes(self, logical: LogicalTensor) -> bool:
+        elements = logical.shape[-2] * logical.shape[-1] if len(logical.shape) > 1 else 0
+        return every_matrix(logical) and elements >= self.smallest and elements % 256 == 0
+
+    def blocks(self, tensor: torch.Tensor, logical: LogicalTensor) -> list[torch.Tensor]:
+        return list(tensor) if tensor.dim() == 3 else [tensor]
+
+    def start(self, matrix: torch.Tensor) -> dict:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        return {"step": 0, "kept": [OptimState8bit.zeros((matrix.numel(),), signed) for signed in (True, False)]}
+
+    def direction(self, state: dict, gradient: torch.Tensor) -> torch.Tensor:
+        (b1, b2), state["step"] = self.betas, state["step"] + 1
+        moments = []
+        for kept, beta, value in zip(state["kept"], (b1, b2), (gradient, gradient**2)):
+            moments.append(beta * kept.dequantize() + (1 - beta) * value.flatten())
+            kept.copy_(moments[-1].float())
+        size = (moments[1] / (1 - b2 ** state["step"])).sqrt() + self.epsilon
+        return (moments[0] / (1 - b1 ** state["step"]) / size).view_as(gradient)
+
+
 PLAIN = {
     "muon": PlainMuon,
     "soap": PlainSOAP,
     "jorge": PlainJorge,
     "adafactor": PlainAdafactor,
     "adam_mini": PlainAdamMini,
+    "adamw_8bit": PlainAdamW8bit,
 }
 
 

@@ -52,6 +52,7 @@ ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
 MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e-3}}
 SOAP = {"optimizer": {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}}}
 JORGE = {"optimizer": {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}}}
+BITS = {"optimizer": {"type": "adamw_8bit", "lr": 0.01, "epsilon": 1e-3, "options": {"smallest": 256}}}
 MINI = {"optimizer": {"type": "adam_mini", "lr": 0.01, "epsilon": 1e-3}}
 FREE = {"schedule": {"type": "constant"}, "optimizer": {"type": "schedule_free_adamw", "lr": 0.01, "epsilon": 1e-3}}
 BF16 = {"precision": "bf16"}
@@ -78,6 +79,8 @@ PAIRS = [
     ("llama", FREE, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
     ("moe", merged(MINI, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
     ("llama", MINI, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
+    ("moe", merged(BITS, MOE), "dp4 ep2 ZeRO 1", "one", 1e-4),
+    ("llama", BITS, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-4),
     ("moe", merged(SOAP, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
     ("qwen3", JORGE, "tp2 dp2 ZeRO 3", "dp2 ZeRO 1", 1e-5),
     *[("moe", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", to, 1e-5) for to in ("one", "dp4 ep4 ZeRO 2", "tp2 ep2")],

@@ -22,6 +22,7 @@ MOMENTS = {
     "jorge": 8,
     "ademamix": 12,
     "adam_mini": 4,
+    "adamw_8bit": 2,
     "schedule_free_adamw": 8,
 }  # bytes per parameter, at least; sgd may have none
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])

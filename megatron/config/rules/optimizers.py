@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..optimizer_options import SCHEDULE_FREE
+from ..kernels import installed
+from ..optimizer_options import PACKAGES, SCHEDULE_FREE
 from ..problems import Problem
 from ..registry import INSIDE, SCHEDULE
 from ..rule_context import RuleContext
@@ -44,4 +45,15 @@ def schedule_free_has_no_schedule(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def packages_are_here(context: RuleContext) -> Iterator[Problem]:
+    package = PACKAGES.get(context.config.optimizer.type)
+    if package is not None and context.starts_here and not installed(package):
+        yield context.problem(
+            "optimizer.type",
+            rule=f"must be one whose package is installed: {context.config.optimizer.type} needs {package}",
+            fix=f"pip install {package}, or use adamw",
+        )
+
+
 RULES = (schedule_free_has_no_schedule,)
+INPUT_RULES = (packages_are_here,)

@@ -186,8 +186,29 @@ def betas_are_shares(context: RuleContext) -> Iterator[Problem]:
 
 def options_suit_the_optimizer(context: RuleContext) -> Iterator[Problem]:
     users = {
-        "betas": ("adamw", "lion", "muon", "soap", "jorge", "adafactor", "ademamix", "adam_mini", *SCHEDULE_FREE),
-        "epsilon": ("adamw", "muon", "soap", "jorge", "adafactor", "ademamix", "adam_mini", *SCHEDULE_FREE),
+        "betas": (
+            "adamw",
+            "lion",
+            "muon",
+            "soap",
+            "jorge",
+            "adafactor",
+            "ademamix",
+            "adam_mini",
+            "adamw_8bit",
+            *SCHEDULE_FREE,
+        ),
+        "epsilon": (
+            "adamw",
+            "muon",
+            "soap",
+            "jorge",
+            "adafactor",
+            "ademamix",
+            "adam_mini",
+            "adamw_8bit",
+            *SCHEDULE_FREE,
+        ),
         "momentum": ("sgd", "jorge"),
         "nesterov": ("sgd",),
         "muon_lr": ("muon",),

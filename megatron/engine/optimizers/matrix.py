@@ -98,10 +98,14 @@ class MatrixOptimizer(EagerOptimizer):
         raise NotImplementedError
 
     def owner_states(self, logical: LogicalTensor) -> dict[str, int | None]:
-        """The states that a matrix's owner keeps, fp32 and zero at first: None is one number per element, a number how
+        """The states that a matrix's owner keeps, zero at first: None is one number per element, a number how
         many there are for the tensor (for each expert of a stack).
         """
         return {}
+
+    def owner_type(self, name: str) -> torch.dtype:
+        """Of such a state."""
+        return torch.float32
 
     def values(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
         """What the owner needs of a holder's elements, of the parameter's shape; the gradient by default."""
@@ -162,7 +166,9 @@ class MatrixOptimizer(EagerOptimizer):
         if unit not in self._owned:
             self._owned[unit] = {
                 name: torch.zeros(
-                    unit.shape if numbers is None else (unit.count, numbers), device=device or self._device
+                    unit.shape if numbers is None else (unit.count, numbers),
+                    dtype=self.owner_type(name),
+                    device=device or self._device,
                 )
                 for name, numbers in self.owner_states(unit.tensor).items()
             }
