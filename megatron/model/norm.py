@@ -62,7 +62,7 @@ class Norm(nn.Module):
     def _offset(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """With 1 + weight, which is not rounded to 16 bits: near 1 they have far fewer values than near 0."""
         wide, one = at_least_fp32(x), 1.0 + at_least_fp32(weight)
-        if self.type == "rmsnorm":
+        if self.rms:
             return F.rms_norm(wide, (self.size,), one, self.epsilon).to(self.dtype)
         bias = None if bias is None else bias.to(wide.dtype)
         return F.layer_norm(wide, (self.size,), one, bias, self.epsilon).to(self.dtype)
