@@ -82,6 +82,21 @@ def configuration(setup: Setup) -> Config:
 
     values: dict[str, Any] = {
         "model": {"vocab_size": setup.vocabulary, "embedding": {"tied": False}, **architecture(setup.shape)},
+        **recipe(setup),
+        "precision": {"compute": setup.compute},
+    }
+    for dotted, value in setup.options:
+        *path, last = dotted.split(".")
+        section = values
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return resolve(values)
+
+
+def recipe(setup: Setup) -> dict[str, Any]:
+    """The sections `training` and `optimizer`: what all contenders do."""
+    return {
         "training": {
             "steps": 1000,
             "seed": SEED,
@@ -95,15 +110,7 @@ def configuration(setup: Setup) -> Config:
             "weight_decay": WEIGHT_DECAY,
             "gradient_clipping": CLIP,
         },
-        "precision": {"compute": setup.compute},
     }
-    for dotted, value in setup.options:
-        *path, last = dotted.split(".")
-        section = values
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return resolve(values)
 
 
 def architecture(shape: str) -> dict[str, Any]:

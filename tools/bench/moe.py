@@ -20,7 +20,7 @@ import argparse  # noqa: E402
 import statistics  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from tools.bench.contenders import BETAS, CLIP, EPSILON, LR, SEED, WEIGHT_DECAY, Ours, Setup, Transformers  # noqa: E402
+from tools.bench.contenders import Ours, Setup, Transformers, recipe  # noqa: E402
 from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, check_equal, started  # noqa: E402
 
 if TYPE_CHECKING:
@@ -59,19 +59,7 @@ def configuration(setup: Setup, dense: bool = False) -> Config:
             "attention": {"heads": heads, "kv_heads": heads // 2},
             "embedding": {"tied": False},
         },
-        "training": {
-            "steps": 1000,
-            "seed": SEED,
-            "sequence_length": setup.sequence,
-            "micro_batch_size": setup.micro_batch,
-        },
-        "optimizer": {
-            "lr": LR,
-            "betas": list(BETAS),
-            "epsilon": EPSILON,
-            "weight_decay": WEIGHT_DECAY,
-            "gradient_clipping": CLIP,
-        },
+        **recipe(setup),
         "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
     })
 

@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.optimizer_options import options_of
 
-from .base import EagerOptimizer
-from .contract import initialize_state
+from .elementwise import ElementwiseOptimizer
 
 
-class AdEMAMix(EagerOptimizer):
+class AdEMAMix(ElementwiseOptimizer):
     """p -= lr ((m1 / (1 - b1^t) + alpha_t m2) / (sqrt(v / (1 - b2^t)) + eps) + decay p), m1, m2 and v averages with b1,
     b3_t and b2. alpha grows linearly over `warmup` steps, b3 so that the average's half-life does.
 
@@ -49,20 +47,7 @@ class AdEMAMix(EagerOptimizer):
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_slow", "exp_avg_sq", "step")
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            initialize_state(self, group, parameters)
-            for parameter in parameters:
-                self._update(group, parameter, parameter.grad.to(parameter.dtype))
-        return loss
-
-    def _update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1
         step = int(state["step"])

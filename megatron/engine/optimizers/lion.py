@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
-from .base import EagerOptimizer
+from .elementwise import ElementwiseOptimizer
 
 
-class Lion(EagerOptimizer):
+class Lion(ElementwiseOptimizer):
     """With gradient g and momentum m: p -= lr * (sign(b1 m + (1 - b1) g) + decay p); m = b2 m + (1 - b2) g.
 
     One state tensor per parameter, `exp_avg`, of its shape and type. Usual rates are 3 to 10 times smaller than
@@ -39,23 +39,9 @@ class Lion(EagerOptimizer):
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient = parameter.grad.to(parameter.dtype)
-                state = self.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                direction = state["exp_avg"].mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction, alpha=-group["lr"])
-                state["exp_avg"].mul_(beta2).add_(gradient, alpha=1 - beta2)
-        return loss
+    def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        (beta1, beta2), average = group["betas"], self.state[parameter]["exp_avg"]
+        direction = average.mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"])
+        average.mul_(beta2).add_(gradient, alpha=1 - beta2)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.optimizer_options import options_of
 
-from .base import EagerOptimizer
-from .contract import STEP, initialize_state
+from .contract import STEP
+from .elementwise import ElementwiseOptimizer
 
 Z = "z"
 
 
-class ScheduleFreeAdamW(EagerOptimizer):
+class ScheduleFreeAdamW(ElementwiseOptimizer):
     """Gradients are taken at y = (1 - b1) z + b1 x, of which a parameter has the values. With direction d = g / (sqrt(v
     / (1 - b2^t)) + eps) + decay y, v an average of g^2: z -= lr d, and x = (1 - c) x + c z, the share c that of this
     step's weight t^power largest^rate_power in the sum of all weights; `largest` is the largest scheduled rate so far.
@@ -62,20 +61,7 @@ class ScheduleFreeAdamW(EagerOptimizer):
             return weights.detach().clone()
         return weights.detach().lerp(state[Z], 1 - 1 / group["betas"][0])
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            initialize_state(self, group, parameters)
-            for parameter in parameters:
-                self._update(group, parameter, parameter.grad.to(parameter.dtype))
-        return loss
-
-    def _update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state, (beta1, beta2), lr = self.state[parameter], group["betas"], group["lr"]
         if int(state[STEP]) == 0:
             state[Z].copy_(parameter)

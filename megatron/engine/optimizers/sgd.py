@@ -6,18 +6,18 @@ decoupled for every optimizer (Loshchilov & Hutter 2019), hence this class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 
-from .base import EagerOptimizer
+from .elementwise import ElementwiseOptimizer
 
 
-class SGD(EagerOptimizer):
+class SGD(ElementwiseOptimizer):
     """With gradient g: m = momentum m + g; p -= lr * (m, or g + momentum m with Nesterov, + decay p).
 
     One state tensor per parameter, `momentum_buffer`, none where momentum is 0.
@@ -49,26 +49,13 @@ class SGD(EagerOptimizer):
     def state_names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                update = self._direction(group, parameter, parameter.grad.to(parameter.dtype))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"])
-        return loss
+    def update(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+        direction = self._direction(group, parameter, gradient)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"])
 
-    def _direction(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def _direction(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
         if group["momentum"] == 0:
             return gradient
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        average = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+        average = self.state[parameter]["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
         return gradient.add(average, alpha=group["momentum"]) if group["nesterov"] else average
