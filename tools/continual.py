@@ -3,6 +3,7 @@
 
     python tools/continual.py
     python tools/continual.py --divide 10        # a tenth of all steps, to see it run
+    python tools/continual.py --seeds 1,2,3      # all runs with each of these seeds: mean and standard deviation
 
 Makes the quick start's data (A: the standard library's sources) and token files of English (B), trains the five runs
 of configs/continual/, and draws the validation losses on A and on B of all of them over time. Each step is a command
@@ -22,6 +23,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,13 +66,14 @@ class Stage:
         return _checkpoint(self.folder, self.steps)
 
 
-def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = ()) -> list[Stage]:
+def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = (), seed: int | None = None) -> list[Stage]:
     """All runs, in an order in which each finds what it starts from.
 
     Args:
         root: the repository, whose configs/continual/ is read.
         divide: all lengths in steps are divided by this.
         overrides: further changes of all configurations, and files of them.
+        seed: of all runs, which then have a folder of their own; None leaves both as the files say.
     """
     from megatron.config import load
 
@@ -79,10 +82,26 @@ def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = ()) -> list
         files = [str(root / FILES / f"{name}.yml"), *(word for word in overrides if word.endswith(".yml"))]
         others = [word for word in overrides if not word.endswith(".yml")]
         config = load(files, others, ranks=1, check_inputs=False).config
+        place = [] if seed is None else seeded(config, seed)
+        config = load(files, [*others, *place], ranks=1, check_inputs=False).config
         changes = shorter(config, divide) if divide > 1 else []
         steps = max(1, config.training.steps // divide)
-        found.append(Stage(name, (*files, *changes, *others), steps, Path(config.run.dir)))
+        found.append(Stage(name, (*files, *place, *changes, *others), steps, Path(config.run.dir)))
     return found
+
+
+def seeded(config: Config, seed: int) -> list[str]:
+    """Overrides that give a run this seed, and a folder beside the other runs of the seed."""
+
+    def moved(path: str) -> str:
+        return str(RUNS / f"seed_{seed}" / Path(path).relative_to(RUNS))
+
+    changes = [f"training.seed={seed}", f"run.dir={moved(config.run.dir)}"]
+    for name in ("resume", "initialize_from"):
+        value = getattr(config.checkpoint, name)
+        if value and "step_" in value:
+            changes.append(f"checkpoint.{name}={moved(value)}")
+    return changes
 
 
 def shorter(config: Config, divide: int) -> list[str]:
@@ -161,12 +180,17 @@ def draw(found: dict[str, dict[str, Points]], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def table(found: dict[str, dict[str, Points]]) -> str:
-    """What each run ended with, as a Markdown table."""
+def table(*found: dict[str, dict[str, Points]]) -> str:
+    """What each run ended with, as a Markdown table; of several seeds the mean and the sample standard deviation."""
+
+    def cell(name: str, which: str) -> str:
+        last = [each[name][which][-1][1] for each in found]
+        return f"{mean(last):.3f}" + (f" ± {stdev(last):.3f}" if len(last) > 1 else "")
+
     lines = ["| run | steps in all | validation loss on A | on B |", "|---|---|---|---|"]
     for name, title in TITLES.items():
-        (step, a), (_, b) = found[name]["a"][-1], found[name]["b"][-1]
-        lines.append(f"| {title} | {step} | {a:.3f} | {b:.3f} |")
+        step = found[0][name]["a"][-1][0]
+        lines.append(f"| {title} | {step} | {cell(name, 'a')} | {cell(name, 'b')} |")
     return "\n".join(lines)
 
 
@@ -196,10 +220,15 @@ def prepare(documents: int | None) -> None:
         ])
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--divide", type=int, default=1, metavar="N", help="all lengths in steps, divided by this")
     parser.add_argument("--documents", type=int, metavar="N", help="use only the first so many documents of A")
+    parser.add_argument("--seeds", type=_numbers, metavar="S,...", help="train with each; the picture has the first")
     parser.add_argument("--picture", default=str(RUNS / "losses.png"), metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="changes of all configurations")
     given = parser.parse_args()
@@ -210,13 +239,15 @@ def main() -> int:
     machine = quickstart.look()
     try:
         prepare(given.documents)
-        every = stages(Path(), given.divide, (*machine.extra, *given.overrides))
+        seeds = given.seeds or [None]
+        every = [stages(Path(), given.divide, (*machine.extra, *given.overrides), seed) for seed in seeds]
 
         def run(stage: Stage) -> None:
             quickstart.heading(f"Training: {stage.name}")
             quickstart.call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *stage.words])
 
-        train(every, run, print)
+        for runs in every:
+            train(runs, run, print)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -225,9 +256,9 @@ def main() -> int:
     except (quickstart.Failed, FileNotFoundError) as error:
         print(f"continual: {error}", file=sys.stderr)
         return getattr(error, "status", 1)
-    found = losses(every)
-    draw(found, Path(given.picture))
-    print(table(found))
+    found = [losses(runs) for runs in every]
+    draw(found[0], Path(given.picture))
+    print(table(*found))
     print(f"\nthe validation losses over time: {given.picture}")
     return 0
 

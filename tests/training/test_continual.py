@@ -146,6 +146,27 @@ def test_the_picture_and_the_table(finished, tmp_path: Path) -> None:
     )
 
 
+def test_each_seed_has_its_folder() -> None:
+    plain, every = ({each.name: each for each in stages(ROOT, 2, SMALL, seed)} for seed in (None, 5))
+    for name, stage in every.items():
+        assert (
+            stage.folder == Path("runs/continual/seed_5") / name and plain[name].folder == Path("runs/continual") / name
+        )
+        assert "training.seed=5" in stage.words and not any("runs/continual/a/" in word for word in stage.words)
+    assert every["annealed"].words[-len(SMALL) - 1] == (
+        "checkpoint.resume=runs/continual/seed_5/a/checkpoints/step_00000100"
+    )
+    assert every["b"].words[-len(SMALL) - 1] == (
+        "checkpoint.initialize_from=runs/continual/seed_5/annealed/checkpoints/step_00000120"
+    )
+
+
+def test_the_table_of_several_seeds() -> None:
+    names = ("annealed", "b", "replay", "infinite")
+    found = [{name: {"a": [(9, loss)], "b": [(9, 2 * loss)]} for name in names} for loss in (1.0, 2.0, 3.0)]
+    assert table(*found).splitlines()[2] == "| A, annealed | 9 | 2.000 ± 1.000 | 4.000 ± 2.000 |"
+
+
 def test_corpus_b_is_the_same_every_time(tmp_path: Path) -> None:
     made = [prepare("english", tmp_path / name, 0.08)["files"] for name in ("one", "two")]
     assert made[0]["train"]["sha256"] == made[1]["train"]["sha256"]
