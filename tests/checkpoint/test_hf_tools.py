@@ -112,6 +112,24 @@ MODELS = {
         "mamba2": {"head_dim": 8, "state_size": 8, "groups": 2},
         "mlp": {"gated": True, "activation": "silu", "hidden_size": 40},
     },
+    "falcon_h1": {
+        "layers": "(attention&mamba2/mlp) x2",
+        "norm": {"type": "rmsnorm"},
+        "embedding": {"multiplier": 2.0},
+        "head": {"multiplier": 0.5},
+        "attention": {"heads": 4, "kv_heads": 2, "scale": 0.2, "output_multiplier": 0.9, "rotary": {"base": 300.0}},
+        "mlp": {
+            "gated": True,
+            "activation": "silu",
+            "hidden_size": 40,
+            "gate_multiplier": 0.9,
+            "output_multiplier": 0.6,
+        },
+        "mamba2": {
+            **{"inner_size": 48, "head_dim": 8, "state_size": 8, "norm": "none", "input_multiplier": 1.2},
+            **{"output_multiplier": 0.5, "multipliers": {"z": 0.7, "x": 0.8, "B": 0.9, "C": 1.1, "dt": 0.6}},
+        },
+    },
 }
 _LLAMA = {
     "norm": {"type": "rmsnorm"},

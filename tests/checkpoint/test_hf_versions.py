@@ -40,6 +40,7 @@ LATENT = {
     "moe": {"experts": 8, "hidden_size": 16, "shared_size": 16},
 }
 SIGMOID = {"score": "sigmoid", "normalize": True, "groups": 4, "top_groups": 2, "scale": 2.5, "correction": "sign"}
+BESIDE = MODELS["falcon_h1"]
 # What both versions must give the same logits for. Every base differs from every class's own.
 BOTH = {
     "llama": LLAMA,
@@ -68,6 +69,9 @@ BOTH = {
         "mamba2": {"head_dim": 8, "state_size": 8, "least_step": 0.1, "most_step": 0.7},
     },
     "bamba": {**rotary(MODELS["bamba"], base=300.0, fraction=0.25), "mamba2": {"head_dim": 8, "state_size": 8}},
+    "falcon_h1": BESIDE,
+    "falcon_h1 norm": {**BESIDE, "mamba2": {**BESIDE["mamba2"], "norm": "before_gate"}},
+    "falcon_h1 groups": {**BESIDE, "mamba2": {**BESIDE["mamba2"], "norm": "after_gate", "groups": 2}},
     "jamba": MODELS["jamba"],
     "zamba": MODELS["zamba"],
     "zamba2": MODELS["zamba2"],
@@ -164,6 +168,7 @@ def test_settings_stand_where_version_4_looks(name: str, tmp_path: Path) -> None
         ("zaya", {}, "does not have the class"),
         ("bamba", {}, "groups"),
         ("bamba", {"mamba2": {"head_dim": 8, "state_size": 8, "most_step": 0.5}}, "time steps"),
+        ("falcon_h1", {"mamba2": {**BESIDE["mamba2"], "least_step": 0.1}}, "time steps"),
     ],
 )
 def test_what_version_4_computes_otherwise_is_said(name: str, change: dict, why: str, tmp_path: Path) -> None:

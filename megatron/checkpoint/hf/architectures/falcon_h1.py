@@ -17,7 +17,7 @@ from ..architecture import Architecture, Field
 from ..layers import uniform
 from ..parts import Found, Functions, Rotary
 from .common import EMBEDDING, HEAD, LLAMA_ATTENTION, LLAMA_FIXED, LLAMA_SIZES, OUTPUT_BIAS, QKV_BIAS, THEIRS, norms
-from .mamba import heads, read_steps, write_steps
+from .mamba import heads, newer_limits, read_steps, write_steps
 
 _PARTS = ("z", "x", "B", "C", "dt")  # of Mamba-2's first projection, in the order of their list
 
@@ -94,4 +94,5 @@ FALCON_H1 = Architecture(
     fixed=LLAMA_FIXED,
     required={"hidden_act": "silu"},
     parts=(Rotary(), Functions(_read, _write)),
+    newer=newer_limits,
 )

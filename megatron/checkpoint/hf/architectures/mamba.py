@@ -128,9 +128,14 @@ def _bamba_settings(model: ModelSection, kinds: list[str]) -> dict[str, Any]:
     }
 
 
-def _newer_bamba(model: ModelSection) -> str:
+def newer_limits(model: ModelSection) -> str:
+    """Why version 4 gives other logits for limits of time steps; "" without any."""
     limited = model.mamba2.least_step > 0.0 or model.mamba2.most_step is not None
-    return _newer_groups(model) or ("version 4 does not limit the time steps and gives other logits" if limited else "")
+    return "version 4 does not limit the time steps and gives other logits" if limited else ""
+
+
+def _newer_bamba(model: ModelSection) -> str:
+    return _newer_groups(model) or newer_limits(model)
 
 
 BAMBA = Architecture(
