@@ -6,8 +6,8 @@ What is said here and why (DeepSpeed 0.19.8):
 * `grad_accum_dtype` decides the type in which micro-batches are summed, `communication_data_type` the one in which
   ranks are; both default to the compute type there and to fp32 here.
 * in bf16 on one replica each gradient is added to its fp32 sum, and freed, as soon as it is there
-  (`immediate_grad_update`); else all of them exist twice at the end of a backward pass, which is what `megatron.plan`
-  counts with, and are filled with zeros before the next.
+  (`immediate_grad_update`); else all of them exist twice at the end of a backward pass, and are filled with zeros
+  before the next.
 * activations and gradients between pipeline stages travel whole (`pipe_partitioned`, `grad_partitioned`): the
   partitioned form carries a single tensor with a gradient.
 """

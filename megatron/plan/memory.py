@@ -2,7 +2,8 @@
 
 Bytes per parameter, with r replicas, as `engine/deepspeed_options.py` configures it (Rajbhandari et al. 2020 has the
 textbook's figures, which differ):
-    bf16, ZeRO 1, sums in fp32   weights 2, their gradients 2, sums 4, states (4 + moments) / r
+    bf16, ZeRO 1, sums in fp32   weights 2, sums 4, states (4 + moments) / r; where r > 1, gradients 2
+    fp32, one replica            weights 4, gradients 4, moments, also at ZeRO 1
     other ZeRO 1                 weights 2 or 4, gradients as sums are kept, states (4 + moments) / r
     ZeRO 2                       weights, gradients / r and a bucket, states / r
     ZeRO 3                       all / r, and the weights that are gathered at one time
@@ -75,7 +76,9 @@ def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> Weights:
 def states(config: Config, layout: Layout, weights: Weights) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state."""
     size, zero = BYTES[config.precision.compute], layout.zero_stage
-    mixed = config.precision.compute != "fp32"
+    mixed, offload = config.precision.compute != "fp32", config.zero.offload_optimizer.device != "none"
+    if zero == 1 and layout.replicas == 1 and not mixed and not offload:
+        zero = 0  # as the engine has it: there is nobody to share with
     sums = BYTES[config.precision.accumulate] if mixed else 4
     per = 4 + moments(config) if mixed or zero else moments(config)
     dense, spread = layout.replicas, layout.expert_data
@@ -85,14 +88,16 @@ def states(config: Config, layout: Layout, weights: Weights) -> dict[str, float]
     result = {"weights": held, "gradients": float(sums * weights.total), "states": per * owned}
     if zero == 0:
         result["states"] = per * weights.total
-    elif zero == 1 and mixed and sums == 4:
-        result["gradients"] += size * weights.total  # those of a micro-batch, before they are added to the sums
+    elif zero == 1 and mixed and sums == 4 and layout.replicas > 1:
+        result["gradients"] += (
+            size * weights.total
+        )  # those of a micro-batch; on one replica they are freed as they come
     elif zero == 2:
         result["gradients"] = sums * owned
     elif zero == 3:
         result["weights"] = (size * low + 4 * wide) / dense + size * expert / spread
         result["gradients"] = sums * owned
-    if config.zero.offload_optimizer.device != "none":
+    if offload:
         result["states"] = 0.0
     return result
 

@@ -88,7 +88,7 @@ class RankLayer:
         saved: bytes kept per token for the backward pass, by mode of recomputation.
         whole: bytes that exist per token while the layer is computed.
         expert_rows: bytes per token of the rows that are sent to experts and back, each way; 0 without them.
-        keys: bytes per sample of the keys and values that attention looks at, for context parallelism.
+        state: numbers per sample that a recurrence carries, for context parallelism.
     """
 
     own: Weights
@@ -99,7 +99,7 @@ class RankLayer:
     saved: Mapping[str, float]
     whole: float
     expert_rows: float = 0.0
-    keys: float = 0.0
+    state: float = 0.0
 
 
 class Shapes:
@@ -185,17 +185,16 @@ class Shapes:
             mode: self._on_rank(place, self._saved[mode][place], mode, inner, choice) * size
             for mode in ("none", "selective", "full")
         }
-        attends, keys = self._attention(place)
         return RankLayer(
             own=own,
             shared=shared,
             matrices=matrices,
             other=max(0.0, counts.flops - 2 * used) / cut,
-            attends=attends,
+            attends=self._attends(place),
             saved=saved,
             whole=(inner / cut + wide) * size,
             expert_rows=top_k * model.hidden_size * size if experts else 0.0,
-            keys=keys * size / cut,
+            state=counts.memory / cut,
         )
 
     def experts(self, place: int) -> tuple[int, int]:
@@ -269,19 +268,11 @@ class Shapes:
         stream = saved - products
         return products / cut + (stream / cut if choice.sequence else stream)
 
-    def _attention(self, place: int) -> tuple[bool, float]:
-        """(whether it has softmax attention, elements of keys and values per sample)."""
+    def _attends(self, place: int) -> bool:
+        """Whether it has softmax attention."""
         model = self.config.model
-        if not 0 < place < self.places - 1:
-            return False, 0.0
-        attends, keys = False, 0.0
-        for kind in model.blocks[place - 1].mixers:
-            if kind_of(model, kind).attends:
-                attends = True
-                length = self.config.training.sequence_length
-                layer: Any = layer_class(model, kind)
-                keys += layer.counts(model, options_of(model, kind), length).state
-        return attends, keys
+        mixers = model.blocks[place - 1].mixers if 0 < place < self.places - 1 else ()
+        return any(kind_of(model, each).attends for each in mixers)
 
 
 def _saved(config: Config, mode: str) -> list[int]:

@@ -21,6 +21,7 @@ from .candidate import Candidate, layout_of
 from .devices import Cluster, Device
 from .memory import stage_weights
 from .network import Group, collective, groups
+from .sequence import exchanges
 from .shapes import Matrix, RankLayer, Shapes, Weights
 
 # Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
@@ -161,11 +162,23 @@ class Clock:
         )
         passes = 4 if choice.recompute == "none" else 6
         expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
-        context = 0.0
-        if choice.context > 1 and layer.keys:
-            keys = choice.micro_batch * layer.keys
-            context = 3 * collective(self.at, at["context"], "all_gather", keys)
+        context = self._context(config, choice, place, at["context"], layer.state, attention)
         return Work(forward + backward, attention * (1 + BACKWARD_ATTENTION), 3 * moved, again, tensor, expert, context)
+
+    def _context(
+        self, config: Config, choice: Candidate, place: int, group: Group, state: float, attention: float
+    ) -> float:
+        """Messages of ranks that share a sequence. Keys of a ring travel while attention is computed with others."""
+        blocks = config.model.blocks
+        mixers = blocks[place - 1].mixers if 0 < place < self.shapes.places - 1 else ()
+        exposed, hidden = 0.0, 0.0
+        for each in (sent for mixer in mixers for sent in exchanges(config, mixer, choice, state)):
+            members = Group(each.ranks, min(each.ranks, group.local))
+            if each.operation == "send":  # the slowest hop holds up the ring
+                members = Group(2, 2 if group.hosts == 1 else 1)
+            seconds = collective(self.at, members, each.operation, each.size, each.messages)
+            exposed, hidden = (exposed, hidden + seconds) if each.hidden else (exposed + seconds, hidden)
+        return exposed + max(0.0, hidden - OVERLAP * attention * (1 + BACKWARD_ATTENTION))
 
     def _product(self, tokens: float, each: Matrix) -> float:
         return product_time(self.device, self.peak, self.size, tokens * each.share, each.rows, each.columns, each.count)

@@ -108,6 +108,8 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> Seen:
 
 def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels, ledger: Ledger) -> Seen:
     engine = build_engine(config, mesh, "cpu", values=batch is not None)
+    if batch is None:
+        _count_labels(engine)
     labels.of_engine(engine.deepspeed.module)
     start = ledger.peak
     checkpoint = _checkpoint(engine)  # as a run does before its first step, it gives the optimizer its states
@@ -135,6 +137,17 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         checkpoint=checkpoint,
         host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def _count_labels(engine: Any) -> None:
+    """A sum of weights that nobody can read is 0, and an engine leaves out steps without labels: here there are some."""
+    scale = engine._scale
+
+    def counted(batch: StepBatch) -> float | Tensor:
+        found = scale(batch)
+        return torch.ones(()) if found is None else found
+
+    engine._scale = counted
 
 
 def _checkpoint(engine: Any) -> dict[str, int]:

@@ -9,6 +9,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.engine.deepspeed_options import accumulation_steps
+from megatron.model.describe import totals
 from megatron.parallel.layout import Layout
 from megatron.rehearsal.command import in_own_process, main
 from megatron.rehearsal.kinds import kinds_of_ranks, parts
@@ -130,6 +131,15 @@ def test_a_part_of_the_micro_batches_shows_all(wide):
     said = [document(config, layout, {0: each}, None, 0.0)["rehearsed"][0] for each in (part, whole)]
     assert said[0]["flops"] == said[1]["flops"]
     assert said[0]["communication"] == said[1]["communication"]
+
+
+def test_labels_with_weights_count():
+    """Their sum cannot be read; a step without labels would do nothing."""
+    values = merged(VALUES, {"objective": {"type": "goldfish"}, "training": {"global_batch_size": 2}})
+    config = resolve(values, ranks=2)
+    seen = in_own_process(config, 2, 0)
+    wanted = totals(config).training_flops * config.training.sequence_length
+    assert sum(seen.flops.values()) == pytest.approx(wanted, rel=0.1)
 
 
 def test_one_rank_of_each_kind():

@@ -1,0 +1,100 @@
+"""What ranks that share a sequence send for one layer, in closed form (docs/long_context.md has the derivation)."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any, NamedTuple
+
+from megatron.config import Config
+from megatron.config.pattern import Kind
+from megatron.config.sequences import choose_method
+from megatron.config.variants import options_of
+from megatron.model.describe import BYTES
+from megatron.model.options import kind_of
+
+from .candidate import Candidate
+
+
+class Exchange(NamedTuple):
+    """Equal messages of a rank, for one layer and one micro-batch.
+
+    Attributes:
+        operation: as in `megatron.parallel.traffic.Call`.
+        ranks: that take part.
+        size: bytes of all of them: of a send those of the messages, else of the whole tensors.
+        messages: how many.
+        backward: whether they are of the backward pass (a recomputed forward pass included).
+        hidden: whether a rank computes with what it has while they are on their way.
+    """
+
+    operation: str
+    ranks: int
+    size: float
+    messages: int
+    backward: bool
+    hidden: bool = False
+
+
+def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0) -> list[Exchange]:
+    """What a mixer sends; nothing where ranks share no sequence. Rings are counted to their last rank: causality and
+    windows let some send less.
+
+    Args:
+        state: numbers per sample that a recurrence carries on a rank.
+    """
+    how, n = kind_of(config.model, kind).context, choice.context
+    if n == 1 or how in ("", "alone"):
+        return []
+    if how != "attends":
+        return _states(how, choice, 4.0 * choice.micro_batch * state)
+    options: Any = options_of(config.model, kind)
+    heads = options.heads // choice.tensor
+    keys = max(1, (getattr(options, "kv_heads", None) or options.heads) // choice.tensor)
+    of_key, of_value = widths(options)
+    parallel, tokens = config.parallel, choice.micro_batch * config.training.sequence_length / n
+    method = choose_method(parallel.context_method, heads, n, parallel.context_ulysses)
+    size = float(BYTES[config.precision.compute])
+    again = 1 if choice.recompute == "full" else 0
+    if method.name == "gather":
+        whole = n * tokens * keys * (of_key + of_value) * size
+        back = [Exchange("reduce_scatter", n, whole, 1, True)]
+        return [Exchange("all_gather", n, whole, 1, False), *back, *again * [Exchange("all_gather", n, whole, 1, True)]]
+    u = method.together
+    found: list[Exchange] = []
+    if u > 1:
+        keys = lcm(keys, u)
+        into, out = tokens * (heads * of_key + keys * (of_key + of_value)) * size, tokens * heads * of_value * size
+        once = 1 if choice.recompute != "none" else 0  # collectives of a selective recomputation run again, too
+        found += [Exchange("all_to_all", u, each, 1, backward) for each in (into, out) for backward in (False, True)]
+        found += once * [Exchange("all_to_all", u, each, 1, True) for each in (into, out)]
+    ring = n // u
+    if ring > 1:
+        kv = tokens * keys * (of_key + of_value)  # of u times the tokens, 1 / u of the heads
+        hops, fp32 = ring - 1, max(4.0, size)
+        found += [
+            Exchange("send", ring, hops * kv * size, hops, False, True),
+            Exchange("send", ring, (1 + again) * hops * kv * size, (1 + again) * hops, True, True),
+            Exchange("send", ring, hops * kv * fp32, hops, True, True),
+        ]
+    return found
+
+
+def widths(options: Any) -> tuple[int, int]:
+    """Channels of a head's key and of its value."""
+    head = getattr(options, "head_dim", None)
+    if head is not None:
+        return head, head
+    return options.nope_dim + options.rope_dim, options.value_dim
+
+
+def _states(how: str, choice: Candidate, size: float) -> list[Exchange]:
+    """States before a rank's tokens: by a prefix over all ranks at once, or from each rank to the next. What is left of
+    a state is counted as large as the state."""
+    n = choice.context
+    steps = (n - 2).bit_length() if how == "scans" and n > 2 else 0
+    messages = 2 * steps + 1 if how == "scans" else 1
+    passes = 1 if choice.recompute == "none" else 2
+    return [
+        Exchange("send", 2, messages * size, messages, False),
+        Exchange("send", 2, passes * messages * size, passes * messages, True),
+    ]

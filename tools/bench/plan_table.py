@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Predicted against measured for small runs on CPU over all architectures and layouts: memory, and with --times steps.
+
+    python tools/bench/plan_table.py [--cases 48] [--json FILE] [--markdown FILE]
+    python tools/bench/plan_table.py --times [--machine machine.yml --device mine]
+
+The runs are of tests/layouts.yml, chosen so that each architecture and each layout is among them. Measured memory is
+the bytes of all tensors that live at the fullest moment, counted on real gloo ranks, of the rank that has most. It is
+set beside a rehearsal of the first and the last rank, and beside the plan's formulas. Bytes do not depend on what else
+the machine does. Times do: take them on a quiet machine, with figures of that machine (tools/bench/machine.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import resource  # noqa: E402
+import time  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+from statistics import median  # noqa: E402
+from typing import Any  # noqa: E402
+
+from megatron.config import Config, resolve  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.plan.devices import Cluster, known  # noqa: E402
+from megatron.plan.memory import memory  # noqa: E402
+from megatron.plan.prediction import choice_of  # noqa: E402
+from megatron.plan.shapes import Shapes  # noqa: E402
+from megatron.plan.step import Clock  # noqa: E402
+from megatron.rehearsal.command import in_own_process  # noqa: E402
+from megatron.rehearsal.rank import Seen, enough_micro_batches, observe, shortened  # noqa: E402
+from megatron.testing.ranks import on_ranks  # noqa: E402
+from tests.training.matrix import Case, cases, merged  # noqa: E402
+
+SMALL = {"zero": {"bucket_size": 2000}}  # DeepSpeed's buckets would be larger than all else in models of this size
+LONGER = {"training": {"sequence_length": 128}}  # for times: steps that are more than their fixed costs
+TIMED = 8  # steps, the first half of which warms up
+
+
+def chosen(number: int) -> list[Case]:
+    """Runs over all architectures, each on a layout that few others have so far, and then on layouts that none has."""
+    left, taken = list(cases()), list[Case]()
+    layouts: Counter[str] = Counter()
+
+    def take(case: Case) -> None:
+        left.remove(case)
+        taken.append(case)
+        layouts[case.layout] += 1
+
+    for architecture in dict.fromkeys(each.architecture for each in left):
+        own = [each for each in left if each.architecture == architecture]
+        take(min(own, key=lambda each: layouts[each.layout]))
+    while left and len(taken) < number:
+        take(min(left, key=lambda each: layouts[each.layout]))
+    return taken
+
+
+def planned(config: Config, ranks: int, at: Cluster) -> tuple[float | None, float | None]:
+    """Bytes of tensors and seconds of a step by the plan's formulas; None where they do not cover the layout."""
+    if config.parallel.expert_tensor not in (None, config.parallel.tensor):
+        return None, None
+    shapes, choice = Shapes(config, ranks), choice_of(config)
+    found = memory(config, shapes, choice, at)
+    tensors = sum(size for name, size in found.parts.items() if name not in ("runtime", "fragments"))
+    return tensors, Clock(config, shapes, at).step(config, choice).seconds
+
+
+def counted(values: dict[str, Any], ranks: int) -> Seen:
+    """On gloo ranks: what a real engine's steps are counted to take."""
+    import torch
+
+    from megatron.data.loader import build_loader
+    from megatron.engine.engine import prepare_deepspeed
+    from megatron.parallel.mesh import Mesh
+
+    config = resolve(values, ranks=ranks)
+    layout = Layout.of(config, ranks)
+    config = shortened(config, layout, enough_micro_batches(config, layout))
+    mesh = Mesh.build(layout)
+    prepare_deepspeed(torch.device("cpu"))
+    loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
+    try:
+        return observe(config, mesh, loader.step)
+    finally:
+        loader.close()
+
+
+def timed(values: dict[str, Any], ranks: int) -> float:
+    """On gloo ranks: seconds of a step of a real engine, the median of the later ones."""
+    import torch
+
+    from megatron.data.loader import build_loader
+    from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.parallel.mesh import Mesh
+
+    config = resolve(merged(values, {"training": {"steps": TIMED}}), ranks=ranks)
+    mesh = Mesh.build(Layout.of(config, ranks))
+    prepare_deepspeed(torch.device("cpu"))
+    engine, seconds = build_engine(config, mesh, torch.device("cpu")), []
+    loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
+    for step in range(TIMED):
+        batch = loader.step(step)
+        begin = time.perf_counter()
+        engine.step(batch, config.optimizer.lr)
+        seconds.append(time.perf_counter() - begin)
+    loader.close()
+    return median(seconds[TIMED // 2 :])
+
+
+def memory_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
+    """Measured, rehearsed and planned bytes of a run."""
+    values = merged(case.values, SMALL)
+    config = resolve(values, ranks=case.ranks)
+    measured = max(each.peak for each in on_ranks(case.ranks, counted, values, case.ranks))
+    layout = Layout.of(config, case.ranks)
+    starts = [rank for rank in range(case.ranks) if layout.coordinates(rank).context == 0]
+    rehearsed = max(in_own_process(config, case.ranks, rank).peak for rank in {0, starts[-1]})
+    return {"measured": measured, "rehearsed": rehearsed, "planned": planned(config, case.ranks, at(case.ranks))[0]}
+
+
+def time_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
+    """Measured and planned seconds of a step."""
+    values = merged(case.values, LONGER)
+    config = resolve(values, ranks=case.ranks)
+    measured = max(on_ranks(case.ranks, timed, values, case.ranks))
+    return {"measured": measured, "planned": planned(config, case.ranks, at(case.ranks))[1]}
+
+
+def markdown(rows: Sequence[dict[str, Any]], times: bool) -> str:
+    """The table, and the errors in one line."""
+    unit, size = ("ms", 1e-3) if times else ("KiB", 1024.0)
+    columns = ["planned"] if times else ["rehearsed", "planned"]
+    head = ["run", "ranks", f"measured, {unit}", *(word for each in columns for word in (each, "error"))]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
+    for row in rows:
+        cells = [row["run"], str(row["ranks"]), f"{row['measured'] / size:,.1f}"]
+        for each in columns:
+            told = row[each]
+            cells += ["", ""] if told is None else [f"{told / size:,.1f}", f"{told / row['measured'] - 1:+.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    for each in columns:
+        errors = [abs(row[each] / row["measured"] - 1) for row in rows if row[each] is not None]
+        if errors:
+            lines.append(f"\n{each}: {len(errors)} runs, median error {median(errors):.1%}, largest {max(errors):.1%}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=48, help="runs, at least as many as architectures and layouts")
+    parser.add_argument("--only", default="", help="runs whose names have this word")
+    parser.add_argument("--times", action="store_true", help="times of steps instead of memory")
+    parser.add_argument("--device", default="cpu", help="whose figures the times are predicted with")
+    parser.add_argument("--machine", help="file with that device")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    device = known(options.machine)[0][options.device]
+
+    def at(ranks: int) -> Cluster:
+        return Cluster(device, known()[1]["ib400"], ranks, ranks)
+
+    rows = []
+    for case in (each for each in chosen(options.cases) if options.only in each.name):
+        row = time_row(case, at) if options.times else memory_row(case, at)
+        rows.append({"run": case.name, "ranks": case.ranks, **row})
+        print(rows[-1], file=sys.stderr, flush=True)
+    text = markdown(rows, options.times)
+    if options.markdown:
+        options.markdown.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(text)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
