@@ -12,7 +12,8 @@ from .devices import cluster
 from .search import Question
 
 GPU, SIZES = "h100", (8, 64)
-LEFT_OUT = ("layouts", "test", "continual")  # parts of configurations, models of a few thousand parameters, tutorials
+# Parts of configurations, models of a few thousand parameters, tutorials.
+LEFT_OUT = ("layouts", "test", "continual", "ladder.yml")
 
 HEAD = """# Recommended layouts
 

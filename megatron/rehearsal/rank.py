@@ -140,7 +140,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
 
 
 def _count_labels(engine: Any) -> None:
-    """A sum of weights that nobody can read is 0, and an engine leaves out steps without labels: here there are some."""
+    """A sum of weights that nobody can read is 0, and an engine leaves out steps without labels: here are some."""
     scale = engine._scale
 
     def counted(batch: StepBatch) -> float | Tensor:
