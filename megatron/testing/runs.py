@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .ranks import PATIENCE, on_ranks
+
+if TYPE_CHECKING:
+    from megatron.config.resolution import Resolved
 
 
 def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -25,11 +28,18 @@ def train_on_ranks(ranks: int, values: Mapping[str, Any], overrides: Sequence[st
 
 def train_on_this_rank(values: dict[str, Any], overrides: list[str], ranks: int) -> list[dict[str, Any]]:
     """The part of one rank of a process group that is there already; rank 0 returns the records."""
+    from megatron.config import load
+
+    return run_on_this_rank(load([], [*_words(values), *overrides], ranks=ranks), ranks)
+
+
+def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[dict[str, Any]]:
+    """The same of a resolved configuration; `attempt` counts the starts of the job before this one."""
     import torch
     import torch.distributed as dist
 
     from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.config import load, to_yaml
+    from megatron.config import to_yaml
     from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
@@ -37,12 +47,11 @@ def train_on_this_rank(values: dict[str, Any], overrides: list[str], ranks: int)
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment
 
-    resolved = load([], [*_words(values), *overrides], ranks=ranks)
     prepare_deepspeed(torch.device("cpu"))
     mesh = Mesh.build(Layout.of(resolved.config, ranks), PATIENCE)
     talk = GroupCommunicator() if ranks > 1 else SOLO
     write = GroupCommunicator(dist.new_group(backend="gloo", timeout=PATIENCE)) if ranks > 1 else SOLO
-    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved))
+    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved), attempt=attempt)
     run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
     if mesh.rank:
         return []

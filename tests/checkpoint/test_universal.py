@@ -17,6 +17,7 @@ import torch
 from megatron.checkpoint import CheckpointError, Meta, open_checkpoint, save
 from megatron.checkpoint.fragment import FragmentSpec
 from megatron.config import load, read_resolved, to_yaml
+from megatron.testing.ranks import PATIENCE
 from tests.checkpoint.brute import local_shard
 from tests.checkpoint.model import Model, fragments
 from tests.paths import ROOT
@@ -154,7 +155,7 @@ def written(folder: str, config_file: str, ranks: int, *overrides: str) -> str:
         torch.device("cpu"),
         Mesh.build(Layout.of(config, ranks)),
         GroupCommunicator(),
-        GroupCommunicator(dist.new_group(backend="gloo")),
+        GroupCommunicator(dist.new_group(backend="gloo", timeout=PATIENCE)),
     )
     return str(write_native(config, world, lambda _: None))
 

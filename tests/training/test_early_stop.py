@@ -14,6 +14,7 @@ from megatron.config import to_yaml
 from megatron.config.layers import Source
 from megatron.config.resolution import combine
 from megatron.engine.protocol import StepDropped
+from megatron.testing.ranks import PATIENCE
 from megatron.training import early_stop
 from megatron.training.early_stop import Looks
 from megatron.training.run import run as train
@@ -85,7 +86,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
     try:
         import torch
 
-        writer = SOLO if ranks == 1 else GroupCommunicator(dist.new_group(backend="gloo"))
+        writer = SOLO if ranks == 1 else GroupCommunicator(dist.new_group(backend="gloo", timeout=PATIENCE))
         world = World(torch.device("cpu"), mesh, communicator, writer)
         outcome = train(
             resolved.config, WorkerEnvironment(config_text=to_yaml(resolved), rank=mesh.rank, world_size=ranks), world

@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
+from megatron.testing.runs import run_on_this_rank
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
 
@@ -35,27 +36,8 @@ logging: {console: quiet, curve: false}
 
 def job(folder: str, ranks: int, *overrides: str, attempt: int = 0) -> list[dict]:
     """One run on this worker's ranks; rank 0 returns the lines of metrics.jsonl."""
-    import torch.distributed as dist
-
-    from megatron.checkpoint import SOLO, GroupCommunicator
-    from megatron.engine.engine import prepare_deepspeed
-    from megatron.parallel.layout import Layout
-    from megatron.parallel.mesh import Mesh
-    from megatron.training.run import run
-    from megatron.training.world import World
-    from megatron.worker.place import WorkerEnvironment
-
-    file = Path(folder) / "tiny.yml"
-    resolved = load([str(file)], [f"run.dir={folder}/run", *overrides], ranks=ranks)
-    prepare_deepspeed(torch.device("cpu"))
-    mesh = Mesh.build(Layout.of(resolved.config, ranks))
-    talk = GroupCommunicator() if ranks > 1 else SOLO
-    write = GroupCommunicator(dist.new_group(backend="gloo")) if ranks > 1 else SOLO
-    place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved), attempt=attempt)
-    run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
-    if mesh.rank:
-        return []
-    return [json.loads(line) for line in (Path(resolved.config.run.dir) / "metrics.jsonl").read_text().splitlines()]
+    resolved = load([str(Path(folder) / "tiny.yml")], [f"run.dir={folder}/run", *overrides], ranks=ranks)
+    return run_on_this_rank(resolved, ranks, attempt)
 
 
 def start(tmp_path: Path, ranks: int, *overrides: str, attempt: int = 0) -> list[dict]:

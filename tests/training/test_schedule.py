@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.problems import UserError
 from megatron.training.schedule import Schedule, curve
 from tests.training.settings import settings
 
@@ -231,6 +232,20 @@ def test_an_unresolved_configuration_is_refused():
         Schedule(settings(10, schedule={"steps": None}))
     with pytest.raises(ValueError, match="schedule.decay_steps has no value"):
         schedule(type="wsd", decay_steps=None)
+
+
+def warmup_alone(n, peak, span, options):
+    """A schedule of one's own whose options are wrong: without them it has no rate after the warmup."""
+    return options.options.get("rate", math.nan) * peak
+
+
+def test_a_schedule_of_ones_own_is_tried_before_the_first_step():
+    own = {"type": f"{__name__}:warmup_alone", "warmup_steps": 5}
+    assert schedule(**own, options={"rate": 0.25}).lr(7) == 0.25 * 2e-3
+    with pytest.raises(UserError, match="must give rates of at least 0, not nan"):
+        schedule(**own)
+    with pytest.raises(UserError, match="must give rates of at least 0, not -1.0"):
+        schedule(**own, options={"rate": -1.0})
 
 
 def test_curve_shows_every_corner():
