@@ -86,6 +86,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "profile": "megatron.training.hooks.profile:ProfileHook",
         "communication": "megatron.training.hooks.communication:CommunicationHook",
         "prediction": "megatron.training.hooks.prediction:PredictionHook",
+        "statistics": "megatron.training.hooks.statistics:StatisticsHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
         "average": "megatron.training.hooks.average:AverageHook",

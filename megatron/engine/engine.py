@@ -51,6 +51,7 @@ from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import LabelGroups, StepResult
 from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
 from .state import EngineState
+from .statistics import UpdateStatistics
 
 
 def prepare_deepspeed(device: torch.device) -> None:
@@ -268,6 +269,9 @@ class BaseEngine:
         self.deepspeed.global_steps = step
         self.deepspeed.save_checkpoint(str(folder), tag=tag, client_state={"universal_checkpoint_info": {}})
         return {logical_of(parameter).name: name for name, parameter in self.deepspeed.module.named_parameters()}
+
+    def update_statistics(self) -> UpdateStatistics:
+        return UpdateStatistics(self.optimizer, self.state)
 
     def begin_average(self) -> None:
         self.state.begin_average()

@@ -193,7 +193,7 @@ class EngineState:
             if chosen(group):
                 steps.setdefault(number if self.stage == 3 else group["name"], []).append(flat)
         lying: dict[Tensor, list[Owned]] = {}
-        for owned in self._owned():
+        for owned in self.owned():
             lying.setdefault(owned.flat, []).append(owned)
         return [
             (
@@ -213,7 +213,7 @@ class EngineState:
         Args:
             factors: by name of a parameter, one for each row of this rank's shard.
         """
-        for owned in self._owned():
+        for owned in self.owned():
             if owned.tensor.name in factors:
                 shape, view = owned.tensor.local_shape(*owned.cut), owned.view(owned.flat)
                 places = torch.arange(owned.start, owned.start + owned.length, device=view.device)
@@ -237,7 +237,7 @@ class EngineState:
         def averages(flat: Tensor) -> dict[str, Tensor]:
             return {AVERAGE: self._average_of(flat)} if self._averaging else {}
 
-        for owned in self._owned():
+        for owned in self.owned():
             if replicas or not owned.replica:
                 other = self._evaluates is not None and owned.flat in groups
                 if other and not replicas:
@@ -257,7 +257,8 @@ class EngineState:
         own = {name: owned.view(values) for name, values in states.items()}
         return self._evaluates(group, owned.view(owned.flat), {**kept, **own})
 
-    def _owned(self) -> Iterator[Owned]:
+    def owned(self) -> Iterator[Owned]:
+        """Where what this rank has of each tensor lies, replicas included."""
         find = {0: self._whole, 3: self._partitioned}.get(self.stage, self._flattened)
         for parameter in self.parameters:
             tensor = logical_of(parameter)

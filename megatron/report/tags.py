@@ -32,6 +32,8 @@ def tagged(record: Mapping[str, Any]) -> dict[str, float]:
         elif key == "moe":
             for layer, numbers in value.items():
                 found.update(_lists(numbers, f"experts/layer_{layer}/"))
+        elif key == "statistics":
+            found.update({f"{what}/{layer}": number for layer, each in value.items() for what, number in each.items()})
         elif key == "communication":
             found.update(flatten(value, "communication/"))
         elif key != "step":

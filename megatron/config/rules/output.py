@@ -147,6 +147,17 @@ def profiled_steps_are_run(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def statistics_are_logged(context: RuleContext) -> Iterator[Problem]:
+    logging = context.config.logging
+    if logging.statistics is not None and logging.statistics % logging.every:
+        yield context.problem(
+            "logging.statistics",
+            "logging.every",
+            rule="must be a multiple of logging.every, since they are part of the logged lines",
+            fix=f"use {-(-logging.statistics // logging.every) * logging.every}",
+        )
+
+
 def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
     checkpoint = context.config.checkpoint
     if checkpoint.initialize_vocabulary != "same" and checkpoint.initialize_from is None:
@@ -195,6 +206,7 @@ RULES = (
     kept_checkpoints_are_saved,
     resuming_needs_optimizer_state,
     profiled_steps_are_run,
+    statistics_are_logged,
 )
 INPUT_RULES = (
     resume_exists,

@@ -173,6 +173,12 @@ class LoggingSection(Section):
         "counts: an account of every message of each process group, without waiting. times: also how long messages of "
         "logged steps take (docs/communication.md).",
     )
+    statistics: int | None = key(
+        None,
+        "Record norms of each layer's weights, gradient, update and output every n steps (docs/launching.md).",
+        unit="steps",
+        gt=0,
+    )
     curve: bool = key(True, "Draw loss.png at the end.")
     predictions: bool = key(
         True,

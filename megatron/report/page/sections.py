@@ -14,6 +14,8 @@ from .tables import Table, configuration_tables, event_table, sample_tables
 
 HEAT_MAP_COLUMNS = 300
 OTHER_CHARTS = 60
+NORMS = "statistics"
+LAYERS_DRAWN = 8
 DRAWN = (
     "loss",
     "lr",
@@ -46,6 +48,7 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
         _validation,
         _tasks,
         _recipe,
+        _norms,
         _speed,
         _memory,
         _communication,
@@ -170,6 +173,30 @@ def _recipe(runs: list[RunHistory], charts: Charts) -> Section:
     )
 
 
+def _norms(runs: list[RunHistory], charts: Charts) -> Section:
+    """Norms by layer (`logging.statistics`), of some layers where there are many."""
+    titles = {
+        "weight": "Norm of the weights",
+        "gradient": "Norm of the gradient before clipping",
+        "update": "Norm of the update",
+        "activation": "Root mean square of the layer's output",
+    }
+    drawn = []
+    for kind, title in titles.items():
+        curves = []
+        for number, run in enumerate(runs):
+            keys = [key for key in run.metrics() if key.startswith(f"{NORMS}/") and key.endswith(f"/{kind}")]
+            shown = dict.fromkeys(
+                keys[place * (len(keys) - 1) // max(min(len(keys), LAYERS_DRAWN) - 1, 1)]
+                for place in range(min(len(keys), LAYERS_DRAWN))
+            )
+            for style, key in enumerate(shown):
+                label = f"{run.name}: {key.split('/')[1]}"
+                curves.append(Curve(label, run.metric(key), run.clock(), run=number, style=style))
+        drawn.append(charts.lines(title, "norm", curves, log=True))
+    return Section("norms", "Norms by layer", drawn)
+
+
 def _speed(runs: list[RunHistory], charts: Charts) -> Section:
     rates = charts.lines("Tokens per second", "tokens/s", _curves(runs, "tokens_per_second", raw=True))
     flops = charts.lines("Model FLOPs per device", "TFLOP/s", _curves(runs, "tflops", raw=True))
@@ -268,7 +295,7 @@ def _most(record: Record, layer: str) -> float:
 
 def _other(runs: list[RunHistory], charts: Charts) -> Section:
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
-    rest = [key for key in keys if key not in DRAWN and not key.startswith(("moe/", "communication/"))]
+    rest = [key for key in keys if key not in DRAWN and not key.startswith(("moe/", "communication/", f"{NORMS}/"))]
     drawn = [charts.lines(key, key, _curves(runs, key, raw=True)) for key in rest[:OTHER_CHARTS]]
     left = len(rest) - OTHER_CHARTS
     note = (

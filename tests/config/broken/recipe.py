@@ -470,6 +470,13 @@ OUTPUT = [
         "ranks of the run, 0 to 1, and 2 is not",
     ),
     case(
+        "statistics between logged lines",
+        "logging: {every: 10, statistics: 25}",
+        "a.yml:2: logging.statistics = 25",
+        "must be a multiple of logging.every",
+        "use 30",
+    ),
+    case(
         "rollback without checkpoints",
         "spikes: {action: rollback}",
         "a.yml:2: spikes.action = 'rollback'",

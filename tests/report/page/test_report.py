@@ -41,6 +41,7 @@ def record(step: int, loss: float | None) -> dict:
         "eta_seconds": None,
         "moe": {"1": {"max_over_mean": 1.5, "load": [0.25, 0.75], "dead": 0}},
         "guests": {HOSTILE: 3.0},
+        "statistics": {f"layers.{layer}": {"weight": 2.0, "activation": 0.5} for layer in range(12)},
         "communication": {"data": {"all_reduce": {"messages": 2, "bytes": 2**20}}},
     }
 
@@ -156,7 +157,7 @@ def test_a_browser_shows_every_section_without_a_network(runs, capsys):
     shown = opened(Path("both.html"), script=script)
     assert "<title>a, b</title>" in shown and "taken over</title>" not in shown
     titles = re.findall(r"<h2 id=\"(\w+)\"", shown)
-    first = ["overview", "loss", "validation", "tasks", "recipe", "speed", "memory", "communication"]
+    first = ["overview", "loss", "validation", "tasks", "recipe", "norms", "speed", "memory", "communication"]
     assert titles == [*first, "data", "experts", "other", "samples", "events", "configuration"]
     result = json.loads(re.search(r'<pre id="result">(.*?)</pre>', shown).group(1))
     assert result["buttons"] >= 3 and result["charts"] >= 14

@@ -1,0 +1,86 @@
+"""Norms of what an update does, layer by layer: the weights after it, the gradient, and the change.
+
+They are taken around the `step` of the torch optimizer, which DeepSpeed calls once or (ZeRO 1 to 3) once for each of
+its parameter groups, from the ranges of logical tensors that a rank owns there. An element that several ranks have is
+counted by one of them, the one that saves it, so the sums over all ranks are those of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .state import EngineState, Owned
+
+WEIGHT, GRADIENT, UPDATE = "weight", "gradient", "update"
+KINDS = (WEIGHT, GRADIENT, UPDATE)
+
+
+def layer_of(name: str) -> str:
+    """The layer of a logical tensor: `layers.3`, or the first word (`embedding`, `head`)."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" else words[0]
+
+
+class UpdateStatistics:
+    """Squares of an update's norms, of what this rank counts.
+
+    Args:
+        optimizer: the torch optimizer that DeepSpeed steps.
+
+    Attributes:
+        layers: of the tensors that this rank has, in their order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state: EngineState) -> None:
+        self._state = state
+        self.layers = list(dict.fromkeys(layer_of(owned.tensor.name) for owned in state.owned()))
+        self._own: dict[int, list[Owned]] | None = None
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._squares: dict[tuple[str, str], Tensor] = {}
+        optimizer.register_step_pre_hook(self._pre)
+        optimizer.register_step_post_hook(self._post)
+
+    def begin(self) -> None:
+        """The next update is measured."""
+        self._squares = {}
+        self._own = {}
+        for owned in self._state.owned():
+            if not owned.replica:
+                self._own.setdefault(id(owned.flat), []).append(owned)
+
+    def finish(self) -> dict[tuple[str, str], Tensor]:
+        """The squares by (layer, kind), float64 0-d; the gradient is the one that the optimizer got, after clipping."""
+        self._own, self._before = None, []
+        return self._squares
+
+    @torch.no_grad()
+    def _pre(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._own is None:
+            return
+        for flat in _flats(optimizer):
+            for owned in self._own.get(id(flat), ()):
+                self._add(owned, GRADIENT, owned.view(flat.grad) if flat.grad is not None else None)
+            self._before.append((flat, flat.detach().clone()))
+
+    @torch.no_grad()
+    def _post(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._own is None:
+            return
+        for flat, before in self._before:
+            for owned in self._own.get(id(flat), ()):
+                self._add(owned, WEIGHT, owned.view(flat))
+                self._add(owned, UPDATE, owned.view(flat) - owned.view(before))
+        self._before = []
+
+    def _add(self, owned: Owned, kind: str, values: Tensor | None) -> None:
+        if values is not None:
+            at = layer_of(owned.tensor.name), kind
+            square = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+            self._squares[at] = self._squares[at] + square if at in self._squares else square
+
+
+def _flats(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [flat for group in optimizer.param_groups for flat in group["params"]]

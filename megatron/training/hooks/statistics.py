@@ -1,0 +1,113 @@
+"""Norms layer by layer: weights, gradients, updates, and the size of what layers give."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.engine.statistics import GRADIENT, KINDS, UpdateStatistics, layer_of
+from megatron.model.block import Block
+from megatron.model.embedding_and_head import Embedding
+from megatron.parallel.parameters import logical_of
+
+from ..exchange import StepReport
+from ..hook import Hook, Parts
+from ..trainer import Trainer
+
+ACTIVATION = "activation"
+
+
+class StatisticsHook(Hook):
+    """Adds `statistics` to the record of every n-th step: layer -> numbers.
+
+    weight and update are norms over the layer's tensors after and of the step's update, gradient is that of the mean
+    over the global batch before clipping, and activation the root mean square of the layer's output (the residual
+    stream after it) over the tokens of the batch. All are sums over the elements of logical tensors and tokens, so no
+    layout changes them. A step without an update has the activation alone. Nothing that is computed is touched.
+
+    Args:
+        every: n.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._updates: UpdateStatistics | None = None
+        self._layers: list[str] = []
+        self._outputs: dict[str, list[Tensor]] | None = None  # layer -> squares of elements, and their number
+
+    @classmethod
+    def of(cls, parts: Parts) -> StatisticsHook | None:
+        every = parts.config.logging.statistics
+        return None if every is None else cls(every)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._updates = trainer.engine.update_statistics()
+        for each in trainer.engine.module.modules():
+            if isinstance(each, (Block, Embedding)):
+                name = layer_of(logical_of(next(each.parameters())).name)
+                each.register_forward_hook(self._observer(name))
+        named = [self._updates.layers]
+        if trainer.mesh.layout.world_size > 1:
+            named = [[] for _ in range(trainer.mesh.layout.world_size)]
+            dist.all_gather_object(named, self._updates.layers)
+        self._layers = sorted({layer for each in named for layer in each}, key=_place)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        if step % self._every == 0 and self._updates is not None:
+            self._updates.begin()
+            self._outputs = {}
+
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
+        outputs, self._outputs = self._outputs, None
+        if outputs is None or self._updates is None:
+            return
+        squares = self._updates.finish()
+        values: list[Any] = [squares.get((layer, kind), 0.0) for layer in self._layers for kind in KINDS]
+        values += [number for layer in self._layers for number in outputs.get(layer, (0.0, 0.0))]
+        sums = trainer.exchange.sum(values).tolist()
+        result = report.result
+        left_out = result.skipped or result.unlabelled or (result.spike is not None and result.spike.leaves_out)
+        count = len(KINDS) * len(self._layers)
+        found: dict[str, dict[str, float]] = {layer: {} for layer in self._layers}
+        if not left_out:
+            _put_norms(found, sums[:count], report.grad_norm)
+        for number, layer in enumerate(self._layers):
+            square, elements = sums[count + 2 * number : count + 2 * number + 2]
+            if elements:
+                found[layer][ACTIVATION] = math.sqrt(square / elements)
+        trainer.extra_metrics["statistics"] = found
+
+    def _observer(self, layer: str) -> Any:
+        @torch.no_grad()
+        def observe(module: nn.Module, inputs: Any, stream: Any) -> None:
+            if self._outputs is not None and module.training:
+                hidden = stream.hidden.detach()
+                own = self._outputs.setdefault(layer, [torch.zeros((), dtype=torch.float64, device=hidden.device)] * 2)
+                own[0] = own[0] + torch.linalg.vector_norm(hidden, dtype=torch.float64).square()
+                own[1] = own[1] + hidden.numel()
+
+        return observe
+
+
+def _put_norms(found: dict[str, dict[str, float]], squares: list[float], grad_norm: float | None) -> None:
+    """Norms from sums of squares. What the optimizer got of the gradient may have been clipped: all of it by one
+    factor, so the norm before clipping gives the layers' norms before it."""
+    table = {
+        (layer, kind): math.sqrt(squares[len(KINDS) * number + place])
+        for number, layer in enumerate(found)
+        for place, kind in enumerate(KINDS)
+    }
+    whole = math.sqrt(sum(value**2 for (_, kind), value in table.items() if kind == GRADIENT))
+    factor = grad_norm / whole if grad_norm is not None and whole > 0 else 1.0
+    for (layer, kind), value in table.items():
+        found[layer][kind] = value * factor if kind == GRADIENT else value
+
+
+def _place(layer: str) -> tuple[int, int, str]:
+    """The embedding first, then the layers by their numbers, then the rest."""
+    word, _, number = layer.partition(".")
+    return (0 if word == "embedding" else 1 if word == "layers" else 2, int(number or 0), layer)
