@@ -16,8 +16,9 @@ from torch import Tensor
 from megatron.config import ConfigError, resolve
 from megatron.config.kind import kinds_of
 from megatron.config.sequences import choose_method
-from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend
+from megatron.kinds.common.attend import attend
 from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
 from megatron.model.relay import Relay
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes, attend, prepare
+from megatron.kinds.common.attend import LONG, attend, prepare
 from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.common.multiplied import times
 from megatron.model.counts import Counts
@@ -255,6 +256,6 @@ class Attention(nn.Module):
             saved += kv_width  # new keys, beside the projected keys and values, which are one tensor
         if options.sinks:
             saved += q_width + options.heads  # the output before a share of it goes to the sinks, and that share
-        if options.dropout > 0.0:
+        if options.dropout > 0.0 and sequence_length <= LONG:
             saved += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
         return saved

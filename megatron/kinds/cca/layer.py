@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import Pattern, attend
+from megatron.kinds.common.attend import attend
 from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attention_pattern import Pattern
 from megatron.kinds.common.convolution import last_taps, with_past
 from megatron.kinds.common.documents import piece_starts, shared_starts
 from megatron.kinds.common.key_value_cache import KeyValueCache

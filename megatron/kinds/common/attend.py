@@ -5,10 +5,8 @@ Shapes: B samples, n query heads, m key/value heads (m divides n), Q queries, K 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -21,56 +19,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.random import uniform
 
+from .attention_pattern import Dropped, Pattern
+from .ring import attend_in_pieces
+
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
-
-@dataclass(frozen=True)
-class Pattern:
-    """Who attends to whom, beyond causality, and what happens to the logits.
-
-    Attributes:
-        window: a token sees itself and the window - 1 before it.
-        softcap: logits c become softcap * tanh(c / softcap).
-        slopes: ALiBi slope of each local query head; the logit of key k at query q gets slope * (k - q).
-        scale: multiplier of query-key products.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    slopes: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Dropout of probabilities, drawn by key.
-
-    Attributes:
-        rate: of what is dropped.
-        key: of the draws, from `site_key`.
-        samples_B: int64 [B], global sample numbers.
-        first_head: number of the first query head in the model.
-        length: positions of the whole sequence; None where the keys are all of them. The keys are its first ones.
-    """
-
-    rate: float
-    key: int
-    samples_B: Tensor
-    first_head: int = 0
-    length: int | None = None
-
-
-def alibi_slopes(heads: int) -> list[float]:
-    """Slopes of Press et al. 2021: geometric for powers of two, interleaved with the next power otherwise."""
-
-    def powers(count: int) -> list[float]:
-        return [2.0 ** (-8.0 * (index + 1) / count) for index in range(count)]
-
-    base = 1 << int(math.log2(heads))
-    return powers(base) + powers(2 * base)[0::2][: heads - base]
-
-
 FLEX_CHANNELS = 16  # the fewest per head that FlexAttention's kernels take
+LONG = 4096  # tokens of a sequence beyond which a mask, or logits, of all pairs of tokens take too much memory
 
 
 def choose(
@@ -84,19 +39,21 @@ def choose(
     sinks: bool = False,
     channels: int = FLEX_CHANNELS,
 ) -> tuple[str, str]:
-    """The implementation ("causal", "masked", "flex" or "math") and the reason for it.
+    """The implementation ("causal", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
     """
-    if dropout > 0.0:
-        return "math", "attention dropout is drawn by key, which fused kernels cannot do"
     windowed = pattern.window is not None and pattern.window < keys
-    plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks)
+    plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
-    if device == "cuda" and square and channels >= FLEX_CHANNELS:
+    if device == "cuda" and square and channels >= FLEX_CHANNELS and dropout == 0.0:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
+    if square and keys > LONG:
+        return "pieces", "memory does not grow with pairs of tokens, and pieces that are masked are skipped"
+    if dropout > 0.0:
+        return "math", "attention dropout is drawn by key, which fused kernels cannot do"
     if pattern.softcap or sinks:
         return "math", "softcap and sinks need the logits"
     return "masked", "torch SDPA with an explicit mask"
@@ -138,6 +95,8 @@ def attend(
     )
     if kind == "causal":
         return _fused(q, k, v, pattern, None)
+    if kind == "pieces":
+        return attend_in_pieces(q, k, v, pattern, documents_BS, dropout, sinks_n, remember)
     mask = _remembered(kind, pattern, q.shape[2], k.shape[2], documents_BS, q.device, q.dtype, remember)
     if kind == "flex":
         return _flex(q, k, v, pattern, mask, sinks_n)
@@ -188,7 +147,7 @@ def prepare(
         sinks=sinks,
         channels=channels,
     )
-    if kind != "causal":
+    if kind not in ("causal", "pieces"):
         _remembered(kind, pattern, length, length, documents_BS, device, like.dtype, remember)
 
 

@@ -19,7 +19,8 @@ from megatron.model.options import kind_of
 from megatron.model.stream import Stream
 from megatron.parallel.context import ContextGroup
 
-from .attend import Dropped, Pattern, Remember, attend
+from .attend import Remember, attend
+from .attention_pattern import Dropped, Pattern
 from .ring import ring_attention
 
 

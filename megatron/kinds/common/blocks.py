@@ -10,6 +10,7 @@ and of a value.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.random import uniform
 
-from .attend import Dropped, Pattern
+from .attention_pattern import Dropped, Pattern
 
 CHUNK = 1 << 24  # logits that are written out at once
+LEAST_ROWS = 256  # of a window's queries
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -47,11 +49,27 @@ class Rectangle:
         plain = self.mask != "some" and not self.pattern.softcap and self.pattern.slopes is None and not self.dropout
         return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
-    def rows(self, begin: int, stop: int) -> Rectangle:
-        """The same keys for a part of the queries."""
-        documents = None if self.documents is None else (self.documents[0][:, begin:stop], self.documents[1])
-        mask = "some" if self.mask == "causal" else self.mask
-        return Rectangle(self.pattern, self.first_query + begin, self.first_key, mask, documents, self.dropout)
+    def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Rectangle]]:
+        """Rows of queries, the keys that any of them may see (none, perhaps), and the rectangle of both.
+
+        Places and the window narrow the keys, documents do not.
+        """
+        Q, K, window = q.shape[2], k.shape[2], self.pattern.window
+        rows = max(1, CHUNK // max(1, q.shape[0] * q.shape[1] * K))
+        if window is not None:
+            rows = min(rows, max(window, LEAST_ROWS))  # more would read many keys that most of them do not see
+        for begin in range(0, Q, rows):
+            stop = min(begin + rows, Q)
+            first, behind = 0, self.first_query + stop - self.first_key
+            if window is not None:
+                first = self.first_query + begin - window + 1 - self.first_key
+            keys = slice(min(max(first, 0), K), min(max(behind, 0), K))
+            mask = "some" if self.mask == "causal" else self.mask
+            documents = None
+            if self.documents is not None:
+                documents = self.documents[0][:, begin:stop], self.documents[1][:, keys]
+            place, key = self.first_query + begin, self.first_key + keys.start
+            yield slice(begin, stop), keys, Rectangle(self.pattern, place, key, mask, documents, self.dropout)
 
     def places(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Places in the sequence [Q, 1] and [K]."""
@@ -114,11 +132,6 @@ def _logits(q: Tensor, k: Tensor, at: Rectangle) -> tuple[Tensor, Tensor | None]
     return (logits if hidden is None else logits.masked_fill(hidden, float("-inf"))), bent
 
 
-def _chunks(q: Tensor, keys: int) -> list[tuple[int, int]]:
-    rows = max(1, CHUNK // max(1, q.shape[0] * q.shape[1] * keys))
-    return [(begin, min(begin + rows, q.shape[2])) for begin in range(0, q.shape[2], rows)]
-
-
 def part(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
     """The output of the rectangle alone [B, n, Q, E], and the log-sum-exp of its logits [B, n, Q], at least fp32.
 
@@ -132,8 +145,13 @@ def part(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         y, normalizer = _flash(q, k, v, 0.0, at.mask == "causal", scale=at.pattern.scale)
         return at_least_fp32(y), at_least_fp32(normalizer)
-    found = [_written(q[:, :, a:b], k, v, at.rows(a, b)) for a, b in _chunks(q, k.shape[2])]
-    return torch.cat([each[0] for each in found], 2), torch.cat([each[1] for each in found], 2)
+    wide = at_least_fp32(q.new_empty(0)).dtype
+    y = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=wide)
+    normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+    for rows, keys, piece in at.pieces(q, k):
+        if keys.start < keys.stop:
+            y[:, :, rows], normalizer[:, :, rows] = _written(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
+    return y, normalizer
 
 
 def _written(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
@@ -169,13 +187,17 @@ def gradients(
         )
         of_q, of_k, of_v = (at_least_fp32(each) for each in found)
         return of_q, of_k.unflatten(1, (m, group)).sum(2), of_v.unflatten(1, (m, group)).sum(2)
-    of_k, of_v, parts = torch.zeros_like(k, dtype=shared.dtype), torch.zeros_like(v, dtype=shared.dtype), []
-    for a, b in _chunks(q, k.shape[2]):
-        own = [each[:, :, a:b] for each in (of_y, q, normalizer, shared)]
-        of_q, more_k, more_v = _written_gradients(own[0], own[1], own[2], own[3], k, v, at.rows(a, b))
-        parts.append(of_q)
-        of_k, of_v = of_k + more_k, of_v + more_v
-    return torch.cat(parts, 2), of_k, of_v
+    of_q, of_k, of_v = (torch.zeros_like(each, dtype=shared.dtype) for each in (q, k, v))
+    for rows, keys, piece in at.pieces(q, k):
+        if keys.start == keys.stop:
+            continue
+        own = [each[:, :, rows] for each in (of_y, q, normalizer, shared)]
+        seen = [each[:, :, keys] for each in (k, v)]
+        more_q, more_k, more_v = _written_gradients(own[0], own[1], own[2], own[3], seen[0], seen[1], piece)
+        of_q[:, :, rows] = more_q
+        of_k[:, :, keys] += more_k
+        of_v[:, :, keys] += more_v
+    return of_q, of_k, of_v
 
 
 def _written_gradients(

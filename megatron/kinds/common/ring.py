@@ -18,15 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.model.recompute import kept
 from megatron.parallel.account import here
 from megatron.parallel.context import ContextGroup, Run
+from megatron.parallel.mesh import Axis
 from megatron.parallel.precision import at_least_fp32
 
-from .attend import Dropped, Pattern
+from .attention_pattern import Dropped, Pattern
 from .blocks import Rectangle, finite, gradients, part
 
+PIECE, PIECES = 1024, 256  # tokens of a piece where one rank has all, at least; pieces of a sequence, at most
 Range = tuple[int, int]  # the lowest and the highest document of a run's tokens
 
 
@@ -91,6 +94,19 @@ class Ring:
                 hops[owner] = step
         members = tuple(place * together + context.rank % together for place in range(count))
         return cls(context, members, context.rank // together, runs, masks, tuple(hops))
+
+    @classmethod
+    def alone(cls, length: int, window: int | None, documents_BS: Tensor | None) -> Ring:
+        """One rank that has the whole sequence, in pieces of which those that are masked are left out."""
+        size = max(PIECE, -(-length // PIECES))
+        runs = tuple(Run(begin, begin, min(size, length - begin)) for begin in range(0, length, size))
+        ranges = {} if documents_BS is None else _ranges(documents_BS, runs)
+        masks = {}
+        for queries, keys in product(runs, repeat=2):
+            documents = list(zip(ranges.get(queries.first, ()), ranges.get(keys.first, ())))
+            if (mask := mask_of(queries, keys, window, documents)) is not None:
+                masks[queries.first, keys.first] = mask
+        return cls(ContextGroup(Axis(0, 1)), (0,), 0, (runs,), masks, (0,))
 
     def at(self, place: int) -> int:
         """The rank of the member at a place, counted around."""
@@ -284,6 +300,26 @@ def ring_attention(
     return _RingAttention.apply(q, k, v, sinks_n, Task(ring, pattern, documents_BS, dropout))
 
 
+@torch.compiler.disable
+def attend_in_pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    documents_BS: Tensor | None,
+    dropout: Dropped | None,
+    sinks_n: Tensor | None,
+    remember: Callable[[Any, Callable[[], Any]], Any],
+) -> Tensor:
+    """Causal attention of a sequence that this rank has whole, in memory that grows with its length alone; arguments
+    and result as those of `attend`, with as many queries as keys."""
+    length = q.shape[2]
+    ring = remember(("pieces", length, pattern.window), lambda: Ring.alone(length, pattern.window, documents_BS))
+    if dropout is not None and dropout.length is None:
+        dropout = replace(dropout, length=length)
+    return _RingAttention.apply(q, k, v, sinks_n, Task(ring, pattern, documents_BS, dropout))
+
+
 def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[tuple[Run, ...], ...]:
     """The runs of each `together` neighbours, which have `length` tokens in all."""
     places = range(context.size // together)
@@ -292,5 +328,7 @@ def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[t
 
 def _ranges(documents_BS: Tensor, runs: Sequence[Run]) -> dict[int, list[Range]]:
     """The lowest and the highest document of each run, by its first place; one pair per sample."""
+    if is_fake(documents_BS):  # a rehearsal: they may be anything
+        return {run.first: [(0, 1)] for run in runs}
     both = torch.stack([torch.stack(documents_BS[:, run.there].aminmax(dim=1), -1) for run in runs])
     return {run.first: [(low, high) for low, high in pairs] for run, pairs in zip(runs, both.cpu().tolist())}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import Dropped, Pattern, attend
+from megatron.kinds.common.attend import LONG, attend
 from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attention_pattern import Dropped, Pattern
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.counts import Counts
@@ -139,7 +140,7 @@ class MLA(nn.Module):
         products = rank + queries + R + P + n * both + n * options.value_dim + n  # the last: log-sum-exp
         saved = products + n * key_width  # keys, which are put together
         saved += (rank + 1 if rank else 0) + R + 1  # normed vectors and their scales
-        if options.dropout > 0.0:
+        if options.dropout > 0.0 and sequence_length <= LONG:
             saved += 3 * n * sequence_length  # attention written out: probabilities and what is dropped
         return Counts(
             parameters=matrices + biases + rank + R,

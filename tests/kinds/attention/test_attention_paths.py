@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.kinds.common import attend as paths
-from megatron.kinds.common.attend import Pattern, alibi_slopes, attend, choose
+from megatron.kinds.common.attend import attend, choose
+from megatron.kinds.common.attention_pattern import Pattern, alibi_slopes
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import relative
 

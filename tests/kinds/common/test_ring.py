@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.kinds.common import blocks
-from megatron.kinds.common.attend import Dropped, Pattern, alibi_slopes
+from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
 from megatron.kinds.common.blocks import Rectangle, gradients, part
 from megatron.kinds.common.ring import Ring, mask_of, neighbourhoods, ring_attention
 from megatron.parallel.account import Recorder

@@ -1,0 +1,54 @@
+"""What attention is asked for beside queries, keys and values: who attends to whom, what changes logits, dropout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Who attends to whom, beyond causality, and what happens to the logits.
+
+    Attributes:
+        window: a token sees itself and the window - 1 before it.
+        softcap: logits c become softcap * tanh(c / softcap).
+        slopes: ALiBi slope of each local query head; the logit of key k at query q gets slope * (k - q).
+        scale: multiplier of query-key products.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Dropout of probabilities, drawn by key.
+
+    Attributes:
+        rate: of what is dropped.
+        key: of the draws, from `site_key`.
+        samples_B: int64 [B], global sample numbers.
+        first_head: number of the first query head in the model.
+        length: positions of the whole sequence; None where the keys are all of them. The keys are its first ones.
+    """
+
+    rate: float
+    key: int
+    samples_B: Tensor
+    first_head: int = 0
+    length: int | None = None
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of Press et al. 2021: geometric for powers of two, interleaved with the next power otherwise."""
+
+    def powers(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (index + 1) / count) for index in range(count)]
+
+    base = 1 << int(math.log2(heads))
+    return powers(base) + powers(2 * base)[0::2][: heads - base]
