@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from megatron.checkpoint.fragment import Fragment
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 
@@ -69,12 +70,23 @@ class StepDropped(Exception):
         self.requests, self.done, self.left = requests, done, left
 
 
+class RunState(Protocol):
+    """What an engine keeps of a run: masters, optimizer states, buffers."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank saves of it: each element is in the fragments of one rank alone."""
+
+
 class Engine(Protocol):
     """Runs the model on this rank's part of a batch; every method is called by all ranks together."""
 
     @property
     def module(self) -> torch.nn.Module:
         """This rank's layers."""
+
+    @property
+    def state(self) -> RunState:
+        """This rank's part of what checkpoints keep."""
 
     def step(self, batch: StepBatch, lr: float, look: Callable[[int, int], None] | None = None) -> StepResult:
         """Forward, backward and update on a `StepBatch`, with `lr` as the rate of `optimizer.lr`.

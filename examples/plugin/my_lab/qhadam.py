@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from megatron.config import Config
 from megatron.config.problems import UserError
@@ -22,7 +23,7 @@ class QHAdam(torch.optim.Optimizer):
     with both 1 it is AdamW.
     """
 
-    def __init__(self, params, betas: tuple[float, float], epsilon: float, nu1: float, nu2: float):
+    def __init__(self, params: ParamsT, betas: tuple[float, float], epsilon: float, nu1: float, nu2: float):
         wrong = [f"{name} must be from 0 to 1" for name, nu in (("nu1", nu1), ("nu2", nu2)) if not 0 <= nu <= 1]
         if not all(0 <= beta < 1 for beta in betas):
             wrong.append("optimizer.betas must be at least 0 and below 1")
@@ -49,7 +50,7 @@ class QHAdam(torch.optim.Optimizer):
         return ("step", "mean", "mean_square")
 
     @torch.no_grad()
-    def step(self, closure=None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -57,11 +58,11 @@ class QHAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, parameter.grad.to(parameter.dtype), group)
         return loss
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        gradient, state = parameter.grad.to(parameter.dtype), self.state[parameter]
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
         if not state:  # the engine makes the states before the first step; plain torch does not
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {name: torch.zeros_like(parameter) for name in self.state_names(group) if name != "step"}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.fragment import MASTER
 from megatron.config.problems import UserError
+from megatron.training.exchange import StepReport
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 
@@ -34,7 +35,7 @@ class Weights(Hook):
         if not self.sizes(trainer):
             raise UserError(f"hooks: a parameter's name must match one of {', '.join(self.parameters)}: none does")
 
-    def after_step(self, trainer: Trainer, step: int, report) -> None:
+    def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         if trainer.completed % self.every and not trainer.last:
             return
         with trainer.clock.pause():  # not part of the time of a step

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
 from megatron.config.kind import LayerKind, Use
-from megatron.config.sections.base import Derived, Section, key
+from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
@@ -19,8 +19,8 @@ def _head_dim(own: dict[str, Any], at: View) -> int | None:
 
 
 class RetentionOptions(Section):
-    heads: int | None = key(None, "Number of heads, each with a decay of its own.", gt=0)
-    head_dim: int | None = key(
+    heads: Needed[int] = key(None, "Number of heads, each with a decay of its own.", gt=0)
+    head_dim: Derivable[int] = key(
         None,
         "Channels per head.",
         unit="channels",
