@@ -131,7 +131,8 @@ def _fitted(name: str, device: Device) -> dict[str, float]:
     shares = device.efficiency.model_dump()
     for _ in range(ROUNDS):
         for part in ("matrix", "attention"):
-            shares[part] = min(GRID, key=lambda share, part=part: loss({**shares, part: share}))  # type: ignore[misc]
+            losses = {share: loss({**shares, part: share}) for share in GRID}
+            shares[part] = min(GRID, key=losses.__getitem__)
     return shares
 
 

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron.config import Config
@@ -121,7 +122,8 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
     finally:
         alone.close()
     size = sum(path.stat().st_size for path in alone.checkpoint(arena.steps).rglob("*") if path.is_file())
-    draw, number, bag = random.Random(seed), 0, []  # type: ignore[var-annotated]
+    draw, number = random.Random(seed), 0
+    bag: list[str] = []
     while number == 0 or not until():
         number += 1
         job, found = arena.job(f"round_{number}"), Round(number)
@@ -142,6 +144,10 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
             shutil.rmtree(job.folder)
 
 
+def _has_come_to(job: Job, step: int) -> bool:
+    return job.step() >= step
+
+
 def _round(
     arena: Arena, job: Job, found: Round, faults: list[Fault], draw: random.Random, until: Callable[[], bool],
     bag: list[str],
@@ -153,7 +159,7 @@ def _round(
     furthest = 0
     while True:
         target = furthest + arena.every + draw.randrange(arena.every)
-        if not job.wait(lambda target=target: job.step() >= target, f"step {target}"):  # type: ignore[misc]
+        if not job.wait(partial(_has_come_to, job, target), f"step {target}"):
             break
         if until():
             job.finish()

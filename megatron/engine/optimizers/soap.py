@@ -84,10 +84,10 @@ class SOAP(MatrixOptimizer):
                 if length <= self.largest:
                     begin, end = place[side], place[side] + length**2
                     place[side] = end
-                    both = (
+                    factor, basis = (
                         states[name][:, begin:end].unflatten(1, (length, length)) for name in (side, f"{side}_basis")
                     )
-                    factors[side] = tuple(both)  # type: ignore[assignment]
+                    factors[side] = factor, basis
             steps.append(self._block(group, gradient, average, square, factors, done))
         return torch.cat(steps, dim=1).view(unit.shape)
 
