@@ -5,8 +5,8 @@
     python tools/report.py runs/a runs/b --output ab.html
 
 It has the curves of training, validation and benchmarks over steps, tokens or hours, with abandoned steps in grey,
-norms by layer, the time and memory of the steps, the sources of the data, the load of experts, generated samples, the ledger, and the
-configurations with their differences.
+norms by layer, the time and memory of the steps, the sources of the data, the load of experts, generated samples, the
+ledger, and the configurations with their differences.
 
 Exit status 2: a run has no metrics, or its files are damaged.
 """
