@@ -77,7 +77,8 @@ def show(result: dict) -> None:
         print(f"note: {note}")
     for problem in result["problems"]:
         print(f"problem: {problem}")
-    print("no problems found" if not result["problems"] else f"{len(result['problems'])} problems")
+    count = len(result["problems"])
+    print("no problems found" if not count else f"{count} problem{'s' * (count > 1)}")
 
 
 if __name__ == "__main__":
