@@ -73,6 +73,23 @@ def test_blocks_of_a_kind_share_one_compilation(model, kinds):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == kinds
 
 
+@pytest.mark.slow
+def test_what_clips_logits_is_compiled_with_its_block():
+    """Each layer has a tensor of its own for them; all share one compilation."""
+    model = {"layers": "(attention/mlp) x3", "attention": {"heads": 2, "qk_clip": 0.01}}
+    torch._dynamo.reset()
+    plain, fast = build_model(settings("off", model=model)), build_model(settings("layer", "full", model=model))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for each in (plain, fast):
+        gradients(each)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for one, other in zip(plain.blocks, fast.blocks):
+        wanted = one.mixer.logit_clip.largest
+        assert (wanted > 0).all()
+        torch.testing.assert_close(other.mixer.logit_clip.largest, wanted)
+
+
 @pytest.mark.parametrize(
     "config, device, chosen, word",
     [

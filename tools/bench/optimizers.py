@@ -18,12 +18,16 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron.config.optimizer_options import SCHEDULE_FREE
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARMUP, BATCH, LENGTH, LOOK = 60, 6, 8, 64, 10
@@ -37,14 +41,17 @@ MODEL = {
 }
 # Peak rates, and what else differs. Those of matrices where an optimizer leaves the rest to AdamW at 3e-3.
 CONTENDERS: dict[str, tuple[list[float], dict[str, Any]]] = {
-    "adamw": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
-    "lion": ([1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3], {"betas": [0.9, 0.99]}),
+    "adamw": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
+    "lion": ([2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3], {"betas": [0.9, 0.99]}),
     "sgd": ([0.05, 0.1, 0.2, 0.4, 0.8], {}),
-    "muon": ([0.005, 0.01, 0.02, 0.04, 0.08], {"lr": 3e-3}),
+    "muon": ([0.01, 0.02, 0.04, 0.08, 0.16], {"lr": 3e-3}),
     "soap": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
-    "jorge": ([0.03, 0.1, 0.3, 1.0, 3.0], {"lr": 3e-3}),
+    "jorge": ([0.003, 0.01, 0.03, 0.1, 0.3], {"lr": 3e-3}),
     "adafactor": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {}),
+    "adamw_8bit": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
+    "adam_mini": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
     "ademamix": ([1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2], {"options": {"slow": 0.99, "alpha": 2.0}}),
+    "schedule_free_adamw": ([2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], {}),
 }
 
 
@@ -72,7 +79,28 @@ def settings(kind: str, rate: float, seed: int) -> dict[str, Any]:
     if kind == "jorge":
         optimizer["options"] = {"lr": rate}
     training = {"steps": STEPS, "sequence_length": LENGTH, "micro_batch_size": BATCH, "seed": seed}
-    return {"model": MODEL, "training": training, "optimizer": optimizer, "data": {"synthetic": "copy"}}
+    schedule = {"type": "constant" if kind in SCHEDULE_FREE else "cosine"}
+    whole: dict[str, Any] = {"model": MODEL, "training": training, "optimizer": optimizer, "schedule": schedule}
+    return whole | {"data": {"synthetic": "copy"}}
+
+
+def rate_at(kind: str, step: int) -> float:
+    """The share of the peak rate: a warmup, and then a cosine to a tenth, or all of it."""
+    fall = 0.45 * (1 + math.cos(math.pi * max(step - WARMUP, 0) / (STEPS - WARMUP)))
+    return min((step + 1) / WARMUP, 1.0 if kind in SCHEDULE_FREE else 0.1 + fall)
+
+
+@contextlib.contextmanager
+def evaluating(optimizer: Any) -> Iterator[None]:
+    """With the weights that the optimizer evaluates, where they are others than those that it trains."""
+    find: Any = getattr(optimizer, "evaluation_weights", None)
+    pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]] if find else []
+    trained = [p.detach().clone() for _, p in pairs]
+    for group, p in pairs:
+        p.data.copy_(find(group, p, optimizer.state[p]))
+    yield
+    for (_, p), weights in zip(pairs, trained):
+        p.data.copy_(weights)
 
 
 def run(kind: str, rate: float, seed: int, data: tuple[Any, Any]) -> dict[str, Any]:
@@ -95,19 +123,16 @@ def run(kind: str, rate: float, seed: int, data: tuple[Any, Any]) -> dict[str, A
 
     held, spent, curve = drawn(data[1], 0, 64), 0.0, []
     for step in range(STEPS):
-        share = min(
-            (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * max(step - WARMUP, 0) / (STEPS - WARMUP)))
-        )
         tokens = drawn(data[0], seed * 1_000_003 + step, BATCH)
         begin = time.process_time()
-        set_learning_rate(optimizer, config.optimizer.lr * share)
+        set_learning_rate(optimizer, config.optimizer.lr * rate_at(kind, step))
         optimizer.zero_grad()
         loss(tokens).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         spent += time.process_time() - begin
         if (step + 1) % LOOK == 0:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(optimizer):
                 curve.append([step + 1, spent, float(loss(held))])
     return {"optimizer": kind, "rate": rate, "seed": seed, "curve": curve}
 
@@ -155,14 +180,15 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     _, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    colours = plt.get_cmap("tab20")
     for number, kind in enumerate(dict.fromkeys(r["optimizer"] for r in results)):
         own = [r for r in results if r["optimizer"] == kind]
         rates = sorted({r["rate"] for r in own})
         means = [statistics.mean(finite(r["curve"][-1][2]) for r in own if r["rate"] == rate) for rate in rates]
-        left.plot(rates, means, "o-", color=f"C{number}", label=kind)
+        left.plot(rates, means, "o-", color=colours(number), label=kind)
         best = rates[means.index(min(means))]
         for r in (r for r in own if r["rate"] == best):
-            right.plot([p[1] for p in r["curve"]], [p[2] for p in r["curve"]], color=f"C{number}", linewidth=0.9)
+            right.plot([p[1] for p in r["curve"]], [p[2] for p in r["curve"]], color=colours(number), linewidth=0.9)
     left.set(xscale="log", xlabel="peak rate", ylabel="validation loss (nats per byte)")
     right.set(xlabel="processor time (s)", ylim=left.get_ylim())
     left.legend(fontsize=8)
