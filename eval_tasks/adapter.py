@@ -20,14 +20,11 @@ from megatron.engine.scoring import Text
 from megatron.model.generate import Sampling
 
 from .chorus import Leader
+from .errors import TaskError
 
 # What a task may ask of a generation, beside stops, length and whether to sample. Other words are refused.
 SAMPLING_WORDS = ("temperature", "top_k", "top_p")
 SILENT_WORDS = ("use_cache", "early_stopping", "num_beams")  # as the defaults, or without effect here
-
-
-class TaskError(ValueError):
-    """A task asks for what this model or its tokenizer cannot do."""
 
 
 class HarnessModel(TemplateLM):

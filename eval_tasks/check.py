@@ -35,7 +35,12 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
 
 def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[str]:
     """What is wrong with `--checkpoint`, which may name one of `kinds`, or with what stands in for it."""
-    if named is not None and not named.isdigit() and "://" not in named and not Path(named).exists():
+    if named is not None and "://" in named:
+        from megatron.config.rules.output import protocol_problem
+
+        wrong = protocol_problem(named)
+        return [f"--checkpoint {named}: {wrong[0]}; {wrong[1]}"] if wrong else []
+    if named is not None and not named.isdigit() and not Path(named).exists():
         return [f"--checkpoint {named} does not exist; give {kinds}"]
     if named is None and not Path(config.checkpoint.dir).is_dir():
         return [f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint"]

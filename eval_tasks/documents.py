@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .harness import undisturbed
-from .select import Request, manager_for
+from .select import Request, manager_for, names
 
 
 def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Names and texts of the documents that tasks are scored on: the prompt without examples, and the right answer."""
     with undisturbed():
-        found = manager_for(requests, folders).load([request.name for request in requests])
+        index = manager_for(requests, folders)
+        found = index.load(list(dict.fromkeys(name for request in requests for name in names(request, index))))
         for name, task in found["tasks"].items():
             for number, document in enumerate(task.eval_docs):
                 yield f"{name}:{number}", text_of(task, document)

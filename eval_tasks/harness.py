@@ -21,7 +21,8 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.engine.scoring import Scorer
 
 from .chorus import Leader, follow
-from .select import Request, manager_for
+from .errors import TaskError
+from .select import Request, manager_for, names
 
 if TYPE_CHECKING:
     from .adapter import HarnessModel
@@ -85,15 +86,23 @@ def _evaluate(
 
     whole: dict[str, Any] = {}
     for alike in _alike(requests):
-        results = simple_evaluate(
-            model=model,
-            tasks=[request.name for request in alike],
-            num_fewshot=alike[0].few_shot,
-            limit=alike[0].limit,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=samples,
-            task_manager=manager_for(alike, folders),
-        )
+        index = manager_for(alike, folders)
+        try:
+            results = simple_evaluate(
+                model=model,
+                tasks=list(dict.fromkeys(name for request in alike for name in names(request, index))),
+                num_fewshot=alike[0].few_shot,
+                limit=alike[0].limit,
+                bootstrap_iters=BOOTSTRAPS,
+                log_samples=samples,
+                task_manager=index,
+            )
+        except (ConnectionError, FileNotFoundError) as error:  # of the library that loads the tasks' data
+            named = ", ".join(request.name for request in alike)
+            raise TaskError(
+                f"the data of {named} cannot be loaded: {error}\nfix: check the network and the task's data files; "
+                "without a network, tools/benchmarks.py unpacks real benchmarks, and the tasks deepy_* need nothing"
+            ) from error
         _merge(whole, results)
     whole["config"] = {**whole["config"], "model": "deepy", "model_args": facts}
     return whole

@@ -24,6 +24,7 @@ from megatron.worker.place import StartError
 from . import results
 from .arguments import OptionError, Options, parse
 from .checkpoints import named_checkpoints
+from .errors import TaskError
 from .harness import run_tasks
 from .select import problems
 
@@ -43,7 +44,7 @@ def evaluate() -> int:
     world = join(config, place)
     try:
         run(config, options, world)
-    except CheckpointError as error:
+    except (CheckpointError, TaskError) as error:
         raise StartError(str(error)) from error
     finally:
         leave()

@@ -52,8 +52,30 @@ def manager(folders: tuple[str, ...] = (), defaults: bool = True) -> TaskManager
 
 
 def manager_for(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> TaskManager:
-    """The smallest index that has these tasks."""
-    return manager(folders, defaults=not all(request.name in own_tasks() for request in requests))
+    """The smallest index that has these tasks. Groups and tags may have members among the harness's own."""
+    small = manager(folders, defaults=False)
+    known = small.task_index
+    alone = all(request.name in known and known[request.name].kind.name == "TASK" for request in requests)
+    return small if alone else manager(folders)
+
+
+def names(request: Request, index: TaskManager) -> list[str]:
+    """The tasks that a request stands for: itself, or what its pattern matches, without what groups among them have."""
+    if request.name in index.task_index or "*" not in request.name:
+        return [request.name]
+    found = fnmatch.filter(index.task_index, request.name)
+    inner = {each for name in found for each in _members(name, index)}
+    return sorted(set(found) - inner)
+
+
+def _members(name: str, index: TaskManager) -> set[str]:
+    """The names below a group or tag, at any depth."""
+    entry = index.task_index.get(name)
+    if entry is None or entry.kind.name not in ("GROUP", "TAG"):
+        return set()
+    listed = entry.tags if entry.kind.name == "TAG" else (entry.cfg or {}).get("task") or []
+    own = {each if isinstance(each, str) else str(each.get("task") or each.get("group")) for each in listed}
+    return own | {deeper for each in own for deeper in _members(each, index)}
 
 
 def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list[str]:

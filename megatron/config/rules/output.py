@@ -69,19 +69,21 @@ def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
     """Before the first save finds out: is there anything that speaks the protocol?"""
     for name in ("upload", "resume", "initialize_from"):
         url = getattr(context.config.checkpoint, name)
-        protocol = url.partition("://")[0] if url is not None and "://" in url else None
-        if protocol is None:
-            continue
-        from fsspec import get_filesystem_class
+        wrong = protocol_problem(url) if url is not None and "://" in url else None
+        if wrong is not None:
+            yield context.problem(f"checkpoint.{name}", rule=wrong[0], fix=wrong[1])
 
-        try:
-            get_filesystem_class(protocol.partition("::")[0])
-        except (ImportError, ValueError) as error:
-            yield context.problem(
-                f"checkpoint.{name}",
-                rule=f"the package for the URL's protocol must be installed: {error}",
-                fix="install it on all hosts (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or mend the URL",
-            )
+
+def protocol_problem(url: str) -> tuple[str, str] | None:
+    """Rule and fix if nothing here speaks the protocol of a URL."""
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(url.partition("://")[0].partition("::")[0])
+    except (ImportError, ValueError) as error:
+        rule = f"the package for the URL's protocol must be installed: {error}"
+        return rule, "install it on all hosts (s3:// s3fs, gs:// gcsfs, abfs:// adlfs), or mend the URL"
+    return None
 
 
 def kept_checkpoints_are_saved(context: RuleContext) -> Iterator[Problem]:
