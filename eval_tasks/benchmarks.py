@@ -89,7 +89,13 @@ BENCHMARKS = {
         "arc/arc_easy.yaml", 2376, "test", requests=("arc_easy/test_rc_5shot", _arc), changes={"fewshot_split": "test"}
     ),
     "hellaswag": _arrow("hellaswag/hellaswag.yaml", 10042, "hellaswag/none"),
-    "lambada_openai": Benchmark("lambada/lambada_openai.yaml", 5153, "test", requests=("lambada/bpb_0shot", _lambada)),
+    "lambada_openai": Benchmark(
+        "lambada/lambada_openai.yaml",
+        5153,
+        "test",
+        requests=("lambada/bpb_0shot", _lambada),
+        changes={"fewshot_split": "test"},
+    ),
     "openbookqa_validation": _arrow("openbookqa/openbookqa.yaml", 500, "openbookqa/main", test_split=None),
     "piqa": _arrow("piqa/piqa.yaml", 1838, "piqa/plain_text"),
     "sciq_validation": _arrow("sciq/sciq.yaml", 1000, "sciq/none", test_split=None),
