@@ -122,12 +122,17 @@ def test_no_layout_changes_them(alone, tmp_path, ranks):
             compare(line["statistics"], other["statistics"], name)
 
 
+# What is looked for is a shard that is missed or counted twice, which changes a norm by some percent. Adam makes much of
+# the rounding of gradients near its epsilon, so updates differ by more than fp32 rounds.
+APART = 1e-3
+
+
 def compare(found: dict, expected: dict, name: str = "") -> None:
     assert not found or list(found) == list(expected)
     for layer, numbers in found.items():
         assert set(numbers) == set(expected[layer])
         for kind, value in numbers.items():
-            assert value == pytest.approx(expected[layer][kind], rel=1e-3), (name, layer, kind)
+            assert value == pytest.approx(expected[layer][kind], rel=APART), (name, layer, kind)
 
 
 def test_names_in_tensorboard():
