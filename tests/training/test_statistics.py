@@ -122,8 +122,8 @@ def test_no_layout_changes_them(alone, tmp_path, ranks):
             compare(line["statistics"], other["statistics"], name)
 
 
-# What is looked for is a shard that is missed or counted twice, which changes a norm by some percent. Adam makes much of
-# the rounding of gradients near its epsilon, so updates differ by more than fp32 rounds.
+# What is looked for is a shard that is missed or counted twice, which changes a norm by some percent. Adam makes much
+# of the rounding of gradients near its epsilon, so updates differ by more than fp32 rounds.
 APART = 1e-3
 
 
