@@ -25,6 +25,8 @@ from .errors import TaskError
 from .select import Request, manager_for, names
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
     from .adapter import HarnessModel
 
 BOOTSTRAPS = (
@@ -79,6 +81,35 @@ def run_tasks(
         leader.dismiss()
 
 
+def load_tasks(requests: Sequence[Request]) -> None:
+    """Load the tasks and their data, so that what is missing is known before anything is computed.
+
+    Raises:
+        TaskError: data cannot be had.
+    """
+    with undisturbed():
+        for alike in _alike(requests):
+            index = manager_for(alike)
+            with _data_of(alike):
+                index.load(_named(alike, index))
+
+
+def _named(requests: Sequence[Request], index: TaskManager) -> list[str | dict[str, Any]]:
+    return list(dict.fromkeys(name for request in requests for name in names(request, index)))
+
+
+@contextlib.contextmanager
+def _data_of(requests: Sequence[Request]) -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, FileNotFoundError) as error:  # of the library that loads the tasks' data
+        raise TaskError(
+            f"the data of {', '.join(request.name for request in requests)} cannot be loaded: {error}\nfix: check the "
+            "network and the task's data files; without a network, tools/benchmarks.py unpacks real benchmarks, and "
+            "the tasks deepy_* need nothing"
+        ) from error
+
+
 def _evaluate(
     model: HarnessModel, requests: Sequence[Request], folders: tuple[str, ...], samples: bool, facts: dict[str, Any]
 ) -> dict[str, Any]:
@@ -87,22 +118,16 @@ def _evaluate(
     whole: dict[str, Any] = {}
     for alike in _alike(requests):
         index = manager_for(alike, folders)
-        try:
+        with _data_of(alike):
             results = simple_evaluate(
                 model=model,
-                tasks=list(dict.fromkeys(name for request in alike for name in names(request, index))),
+                tasks=_named(alike, index),
                 num_fewshot=alike[0].few_shot,
                 limit=alike[0].limit,
                 bootstrap_iters=BOOTSTRAPS,
                 log_samples=samples,
                 task_manager=index,
             )
-        except (ConnectionError, FileNotFoundError) as error:  # of the library that loads the tasks' data
-            named = ", ".join(request.name for request in alike)
-            raise TaskError(
-                f"the data of {named} cannot be loaded: {error}\nfix: check the network and the task's data files; "
-                "without a network, tools/benchmarks.py unpacks real benchmarks, and the tasks deepy_* need nothing"
-            ) from error
         _merge(whole, results)
     whole["config"] = {**whole["config"], "model": "deepy", "model_args": facts}
     return whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config import Config
 from megatron.config.sections.output import TaskOptions
 from megatron.data.tokenizer import build_tokenizer
@@ -12,9 +14,11 @@ from megatron.training.hook import Hook, Parts
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import EVALUATE
+from megatron.worker.place import StartError
 
 from .check import during_training
-from .harness import run_tasks
+from .errors import TaskError
+from .harness import load_tasks, run_tasks
 from .results import numbers
 from .select import Request
 
@@ -34,16 +38,30 @@ class TasksHook(Hook):
             return None
         return cls(parts.config, parts.engine, parts.world)
 
+    def on_start(self, trainer: Trainer) -> None:
+        """Have rank 0 load all tasks, so that a run ends here and not at the first step that has some."""
+        failure = None
+        if self._communicator.rank == 0:
+            try:
+                load_tasks(self._requests(self._tasks))
+            except TaskError as error:
+                failure = str(error)
+        if failure := self._communicator.broadcast(failure):
+            raise StartError(f"evaluation.tasks: {failure}")
+
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         due = [task for task in self._tasks if self._due(task, trainer)]
         if not due:
             return
         trainer.settle()
-        requests = [Request(task.name, task.few_shot, task.limit) for task in due]
         with trainer.aside(EVALUATE, "tasks"):
-            results = run_tasks(requests, self._scorer, self._communicator, self._tokenizer, progress=False)
+            results = run_tasks(self._requests(due), self._scorer, self._communicator, self._tokenizer, progress=False)
         if results is not None:
             self._record(trainer, report, numbers(results))
+
+    @staticmethod
+    def _requests(tasks: Sequence[TaskOptions]) -> list[Request]:
+        return [Request(task.name, task.few_shot, task.limit) for task in tasks]
 
     @staticmethod
     def _due(task: TaskOptions, trainer: Trainer) -> bool:

@@ -105,6 +105,30 @@ def test_every_checkpoint_on_another_layout_scores_what_the_run_did(runs):
     assert again.returncode == 0 and "2 of 2 checkpoints have their results already" in again.stdout + again.stderr
 
 
+def test_data_that_are_missing_are_said_before_the_first_step(tmp_path):
+    """Of a task that is due after the last step, given by its file."""
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "nowhere.jsonl")},
+        "output_type": "multiple_choice",
+        "test_split": "train",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": 0,
+        "doc_to_choice": ["a", "b"],
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task))
+    tasks = [{"name": str(tmp_path / "mine.yaml")}]
+    configuration(tmp_path, evaluation={"tasks": tasks}, run={"dir": str(tmp_path / "run")}).rename(
+        tmp_path / "tiny.yml"
+    )
+    with pytest.raises(RuntimeError, match="StartError: evaluation.tasks: the data of .*mine.yaml cannot be loaded"):
+        on_ranks(2, job, str(tmp_path), 2)
+    assert (
+        not (tmp_path / "run" / "metrics.jsonl").exists() or "loss" not in (tmp_path / "run/metrics.jsonl").read_text()
+    )
+
+
 def test_tasks_of_the_configuration():
     """What evaluate.py runs without --tasks; the command line's options count."""
     tasks = [TaskOptions(**each) for each in TASKS]
