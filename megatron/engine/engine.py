@@ -348,6 +348,9 @@ class PlainEngine(BaseEngine):
             return Model(self.plan)
         import deepspeed
 
+        # zero.Init changes how classes of modules are made, and a generic one fails in it: none is imported there.
+        for _, kind, _ in used(self.config.model):
+            kind.module  # noqa: B018
         # Each parameter is cut as soon as its module exists, so that no rank ever holds the whole model. It keeps the
         # type that it was made with: an override of types would be one for all.
         overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]

@@ -328,6 +328,24 @@ def test_selective_recomputation_is_wrong_at_zero_3():
     assert first == pytest.approx(plain[0], rel=1e-5) and second != pytest.approx(plain[1], rel=1e-4)
 
 
+def with_layers_not_yet_imported(values: dict[str, Any]) -> list[float]:
+    """As in a process of its own, which a run's ranks are."""
+    import sys
+
+    names = [name for name in sys.modules if name.startswith(("megatron.kinds.rwkv5.", "megatron.kinds.rwkv6."))]
+    before = {name: sys.modules.pop(name) for name in names if name.endswith(".layer")}
+    try:
+        config, engine = runs.start(values, 2)
+        return runs.steps(config, engine, 0, 1)[0]
+    finally:
+        sys.modules.update(before)
+
+
+def test_layers_are_imported_before_zero_3_changes_how_classes_are_made():
+    """RWKV-6's class is made of a generic one."""
+    assert run(2, with_layers_not_yet_imported, values_of("rwkv6", zero={"stage": 3}))[0][0] > 0
+
+
 def plain_losses() -> list[float]:
     config, engine = runs.start(values_of("neox"), 1)
     return runs.steps(config, engine, 0, 2)[0]
