@@ -135,7 +135,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron.engine.engine import prepare_deepspeed
+
     faulthandler.enable()
+    prepare_deepspeed(torch.device("cpu"))
     torch.set_num_threads(1)
     linear = torch.nn.functional.linear
     while True:

@@ -38,11 +38,13 @@ def choose(
     device: str,
     sinks: bool = False,
     channels: int = FLEX_CHANNELS,
+    compiled: bool = False,
 ) -> tuple[str, str]:
     """The implementation ("causal", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
+        compiled: whether it is part of a compiled block, where each piece would be compiled by itself.
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
@@ -50,7 +52,7 @@ def choose(
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
     if device == "cuda" and square and channels >= FLEX_CHANNELS and dropout == 0.0:
         return "flex", "a mask or a change of logits: FlexAttention skips what is masked"
-    if square and keys > LONG:
+    if square and keys > LONG and not compiled:
         return "pieces", "memory does not grow with pairs of tokens, and pieces that are masked are skipped"
     if dropout > 0.0:
         return "math", "attention dropout is drawn by key, which fused kernels cannot do"
@@ -92,6 +94,7 @@ def attend(
         device=q.device.type,
         sinks=sinks_n is not None,
         channels=min(q.shape[-1], v.shape[-1]),
+        compiled=torch.compiler.is_compiling(),
     )
     if kind == "causal":
         return _fused(q, k, v, pattern, None)
@@ -146,8 +149,9 @@ def prepare(
         device=device.type,
         sinks=sinks,
         channels=channels,
+        compiled=True,
     )
-    if kind not in ("causal", "pieces"):
+    if kind != "causal":
         _remembered(kind, pattern, length, length, documents_BS, device, like.dtype, remember)
 
 

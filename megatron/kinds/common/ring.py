@@ -300,7 +300,6 @@ def ring_attention(
     return _RingAttention.apply(q, k, v, sinks_n, Task(ring, pattern, documents_BS, dropout))
 
 
-@torch.compiler.disable
 def attend_in_pieces(
     q: Tensor,
     k: Tensor,

@@ -54,6 +54,8 @@ def test_long_sequences_are_computed_so():
     many = 1 << 20
     assert choose(Pattern(1.0), documents=False, keys=many, square=True, dropout=0.0, device="cpu")[0] == "causal"
     assert choose(Pattern(1.0), documents=True, keys=many, square=True, dropout=0.0, device="cuda")[0] == "flex"
+    long = {"documents": True, "keys": many, "square": True, "dropout": 0.0, "device": "cpu"}
+    assert choose(Pattern(1.0), **long, compiled=True)[0] == "masked"
     assert choose(Pattern(1.0), documents=True, keys=many, square=False, dropout=0.0, device="cpu")[0] == "masked"
     assert choose(Pattern(1.0), documents=False, keys=many, square=True, dropout=0.1, device="cuda")[0] == "pieces"
 
