@@ -52,6 +52,7 @@ from .protocol import LabelGroups, StepResult
 from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
 from .state import EngineState
 from .statistics import UpdateStatistics
+from .zero_init import cut_as_they_are_made
 
 
 def prepare_deepspeed(device: torch.device) -> None:
@@ -346,20 +347,7 @@ class PlainEngine(BaseEngine):
     def _build(self, mpu: ModelParallelUnit) -> Model:
         if self.config.zero.stage < 3:
             return Model(self.plan)
-        import deepspeed
-
-        # zero.Init changes how classes of modules are made, and a generic one fails in it: none is imported there.
-        for _, kind, _ in used(self.config.model):
-            kind.module  # noqa: B018
-        # Each parameter is cut as soon as its module exists, so that no rank ever holds the whole model. It keeps the
-        # type that it was made with: an override of types would be one for all.
-        overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
-        with deepspeed.zero.Init(
-            data_parallel_group=mpu.get_data_parallel_group(),
-            config_dict_or_path=self.options,
-            mpu=mpu,
-            tensor_overrides=overrides,
-        ):
+        with cut_as_they_are_made(self.config, self.options, mpu):
             return Model(self.plan)
 
     @phase("exchange")
