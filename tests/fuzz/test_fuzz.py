@@ -2,8 +2,10 @@
 
 The seed of each pair is its number, so a miss can be run again:
 `pytest -m "" "tests/fuzz/test_fuzz.py::test_pair[17]"`.
-A miss is followed by a control: the same configuration in one process with other micro-batches. Where that differs as
-much, the model is sensitive, and the layout is not to blame.
+How far a layout may be off follows from what rounding does to one process. Some models turn half a last digit of a
+weight into a thousandth of a gradient norm two steps later; so a miss is followed by runs of one process with such
+weights, and a layout that is off by no more than ten times as much as these, in each step, is not to blame. What is
+reported then still has a control beside it: the same configuration in one process with other micro-batches.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tests.training.test_resume_layouts import identical, together
 from tests.workers import run
 
 QUICK, ALL = 20, 200
+SHAKEN = 6  # runs of one process with weights that differ in their last digit
 LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
 
 
@@ -32,6 +35,19 @@ def pairs() -> list:
 
 def worst(found, expected) -> Measured:
     return Measured(np.max(np.abs(np.array(found) / np.array(expected) - 1.0)))
+
+
+def within_the_spread(values: dict[str, Any], one, exact, losses, norms) -> bool:
+    """Whether each step is off by at most ten times what it is off in one process with weights that are shaken."""
+    others = [exact, *(runs.plainly(values, shaken=seed) for seed in range(SHAKEN))]
+
+    def near(found, expected: list[float], of_others: list[list[float]], bound: float) -> bool:
+        spread = np.max(np.abs(np.array(of_others) / np.array(expected) - 1.0), axis=0)
+        return bool(np.all(np.abs(np.array(found) / np.array(expected) - 1.0) < bound + 10 * spread))
+
+    return near(losses, one.losses, [each.losses for each in others], LOSS) and near(
+        norms, one.norms, [each.norms for each in others], NORM
+    )
 
 
 @pytest.mark.parametrize("seed", pairs())
@@ -54,7 +70,7 @@ def test_pair(seed: int, tmp_path: Path):
     losses, norms = first.losses + second.losses, first.norms + second.norms
     near = worst(losses, one.losses) < LOSS + 10 * worst(one.losses, exact.losses)
     near &= worst(norms, one.norms) < NORM + 10 * worst(one.norms, exact.norms)
-    if not near:
+    if not near and not within_the_spread(values, one, exact, losses, norms):
         other = runs.plainly(merged(values, {"training": {"micro_batch_size": 1}}))
         pytest.fail(
             f"losses off by {worst(losses, one.losses):.1e}, norms by {worst(norms, one.norms):.1e}; the control by "

@@ -30,6 +30,7 @@ from tests.checkpoint.brute import local_shard
 from tests.training.plain_averages import PlainScheduleFree
 from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainMatrices
 
+HALF_A_DIGIT = torch.finfo(torch.float32).eps / 2
 EVALUATION = 1000  # the step whose batch is for evaluation
 
 
@@ -152,12 +153,14 @@ def assemble(ranks: list[list[tuple]]) -> dict[tuple[str, str], np.ndarray]:
     return values
 
 
-def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
+def plainly(values: dict[str, Any], exact: bool = False, shaken: int | None = None) -> Outcome:
     """The same run in one process of plain PyTorch, without engine or DeepSpeed.
 
     Args:
         exact: compute in float64 (a bf16 run in fp32, from the same rounded weights): what `plainly` differs from it is
             the rounding of one process, which tells how far the roundings of layouts may be apart.
+        shaken: seed of changes to the initial weights of half a last digit of fp32, which are what any rounding is to
+            the steps after it: how far these runs are apart is how sensitive the model is.
     """
     from megatron.model.stack import DTYPES, build_model
 
@@ -170,6 +173,10 @@ def plainly(values: dict[str, Any], exact: bool = False) -> Outcome:
         (each.detach().float() + torch.from_numpy(noise(p.logical))).to(wide_type(dtype))
         for each, p in zip(dict.fromkeys(begun.parameters()), parameters)
     ]
+    if shaken is not None:
+        draw = torch.Generator().manual_seed(shaken)
+        for master in masters:
+            master *= 1.0 + HALF_A_DIGIT * torch.randn(master.shape, generator=draw, dtype=torch.float64)
     optimizer = PlainOptimizer(config, [p.logical for p in parameters], masters)
     corrections = buffers_of(model)
     for tensor in corrections:
