@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as it grows, up to the first of some strings, which is left out.
+    """The text of tokens as it grows, up to the one of some strings that is complete first, which is left out.
 
     A character of several tokens comes when it is whole, and what may turn out to begin a stop string when that is
     decided.
