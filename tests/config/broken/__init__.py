@@ -5,7 +5,8 @@ from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
 from tests.config.broken.layout import DEEPSPEED, LAYOUT
 from tests.config.broken.model import MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
-from tests.config.broken.recipe import DATA, LAUNCH, OUTPUT, RECIPE, SCHEDULE
+from tests.config.broken.output import LAUNCH, OUTPUT
+from tests.config.broken.recipe import DATA, RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 

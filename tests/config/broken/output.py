@@ -1,0 +1,177 @@
+"""Launches, checkpoints and outputs that cannot be."""
+
+from tests.config.broken.case import case
+
+LAUNCH = [
+    case(
+        "interpreter missing",
+        "launch: {python: /opt/none/bin/python}",
+        "a.yml:2: launch.python = '/opt/none/bin/python'",
+        "must be a program that can be started",
+    ),
+    case(
+        "folder to start in missing",
+        "launch: {working_directory: /nowhere/at/all}",
+        "a.yml:2: launch.working_directory = '/nowhere/at/all'",
+        "must be a folder that exists",
+    ),
+    case(
+        "name of a variable with an equals sign",
+        "launch:\n  environment: {A=B: x}",
+        "a.yml:3: launch.environment.A=B",
+        "must not be empty, nor have '=' or a NUL",
+    ),
+    case(
+        "NUL in a variable",
+        'launch:\n  environment: {A: "x\\0y"}',
+        "a.yml:3: launch.environment.A",
+        "values of variables must not have a NUL",
+    ),
+    case("no GPU", "launch: {device: cuda}", "a.yml:2: launch.device = 'cuda'", "must have an NVIDIA or AMD GPU"),
+    case(
+        "hosts in and out",
+        "launch: {include: a, exclude: b}",
+        "a.yml:2: launch.exclude = 'b'",
+        "launch.include = 'a' (a.yml:2)",
+        "keep one of them",
+    ),
+    case(
+        "secrets",
+        "launch:\n  environment: {TOKENIZERS_PARALLELISM: '1', HF_TOKEN: x1}",
+        "a.yml:3: launch.environment.HF_TOKEN\n    rule",
+        "put it into a file that launch.environment_file names",
+    ),
+    case("line break in a name", 'run: {name: "a\\nb", dir: runs/x}', "run.name", "without line breaks", "remove them"),
+    case(
+        "no image",
+        "launch: {container: apptainer, python: python3}",
+        "launch.container = 'apptainer'",
+        "must be TOOL:IMAGE",
+    ),
+    case("two words", "launch:\n  batch: {account: a b}", "launch.batch.account = 'a b'", "must be one word"),
+    case("no resource", "launch:\n  batch: {resources: {a b: 1}}", "launch.batch.resources", "such as rdma/hca"),
+    case("ssh without hosts", "launch: {runner: ssh}", "a.yml:2: launch.runner = 'ssh'", "give launch.hostfile"),
+    case(
+        "hosts of the local runner",
+        "launch:\n  runner: local\n  hostfile: half.bin",
+        "a.yml:4: launch.hostfile = 'half.bin'",
+        "this machine only",
+    ),
+    case(
+        "hostfile missing", "launch: {hostfile: hosts}", "a.yml:2: launch.hostfile = 'hosts'", "there is no file hosts"
+    ),
+]
+
+OUTPUT = [
+    case(
+        "run inside a file",
+        "run: {dir: whole.bin/run}",
+        "a.yml:2: run.dir = 'whole.bin/run'",
+        "must be a folder that the run can write into",
+        "whole.bin is not a folder",
+    ),
+    case("checkpoints inside a file", "checkpoint: {dir: whole.bin}", "a.yml:2: checkpoint.dir", "is not a folder"),
+    case(
+        "resume missing",
+        "checkpoint: {resume: runs/old}",
+        "a.yml:2: checkpoint.resume = 'runs/old'",
+        "there is no checkpoint runs/old",
+    ),
+    case(
+        "a protocol that nothing speaks",
+        "checkpoint: {upload: 'nosuch://bucket/run'}",
+        "a.yml:2: checkpoint.upload = 'nosuch://bucket/run'",
+        "Protocol not known: nosuch",
+        "s3:// s3fs",
+    ),
+    case(
+        "GPT-NeoX's folder to save into",
+        "checkpoint: {dir: neox}",
+        "a.yml:2: checkpoint.dir = 'neox'",
+        "must not hold GPT-NeoX checkpoints: neox has global_step20",
+        "tools/checkpoint/from_neox.py neox/global_step20",
+    ),
+    case(
+        "no source counts",
+        "data:\n  synthetic: none\n  train: [{path: whole, loss: false}]\n"
+        "  validation: {v: [{path: whole, loss: false}]}",
+        "a.yml:4: data.train.0.loss = false",
+        "a.yml:5: data.validation.v.0.loss = false",
+        "at least one source must count in the loss",
+        problems=2,
+    ),
+    case("resume: no", "checkpoint: {resume: no}", "a.yml:2: checkpoint.resume = 'no'", "write none to start anew"),
+    case(
+        "weights missing",
+        "checkpoint: {initialize_from: hf/model}",
+        "checkpoint.initialize_from = 'hf/model'",
+        "there is no checkpoint or folder",
+    ),
+    case(
+        "resumed and initialised",
+        "checkpoint: {initialize_from: ., resume: ./}",
+        "a.yml:2: checkpoint.initialize_from = '.'",
+        "not both",
+    ),
+    case("negative step", "checkpoint: {steps: [-1]}", "steps must be at least 0"),
+    case(
+        "profile of a rank that is not there",
+        "logging: {profile: {start: 2, ranks: [2]}}",
+        "ranks of the run, 0 to 1, and 2 is not",
+    ),
+    case(
+        "statistics between logged lines",
+        "logging: {every: 10, statistics: 25}",
+        "a.yml:2: logging.statistics = 25",
+        "must be a multiple of logging.every",
+        "use 30",
+    ),
+    case(
+        "rollback without checkpoints",
+        "spikes: {action: rollback}",
+        "a.yml:2: spikes.action = 'rollback'",
+        "must have checkpoints to go back to",
+        "give checkpoint.every",
+    ),
+    case(
+        "rollback to weights alone",
+        "spikes: {non_finite: rollback}\ncheckpoint: {every: 10, optimizer_state: false}",
+        "a.yml:2: spikes.non_finite = 'rollback'",
+        "checkpoint.optimizer_state = false (a.yml:3)",
+        "must have checkpoints that can be resumed",
+    ),
+    case(
+        "checkpoints that are gone when a rollback needs them",
+        "spikes: {action: rollback}\ncheckpoint: {every: 10, keep_last: 3}",
+        "a.yml:3: checkpoint.keep_last = 3",
+        "must be at least 11",
+        "spikes.back of at most 20",
+    ),
+    case(
+        "a rollback that does not reach the spike",
+        "spikes: {action: rollback, back: 300}\ncheckpoint: {every: 10}",
+        "spikes.leave_out = 200",
+        "spikes.back = 300 (a.yml:2)",
+        "leave_out must be above back",
+        "use spikes.leave_out=600",
+    ),
+    case(
+        "clipping that looks at the loss",
+        "spikes: {action: clip, watch: loss}",
+        "a.yml:2: spikes.watch = 'loss'",
+        "clip must watch the gradient norm",
+    ),
+    case(
+        "hashes of what is offloaded",
+        "training: {hashes: 10}\nzero: {stage: 2, offload_optimizer: {device: cpu}}",
+        "a.yml:2: training.hashes = 10",
+        "zero.offload_optimizer.device = 'cpu' (a.yml:3)",
+        "must be off with offloading",
+    ),
+    case(
+        "confirmation of spikes about which nothing is done",
+        "spikes: {confirm: true, action: report}",
+        "a.yml:2: spikes.confirm = true",
+        "confirm must go with skip or rollback",
+    ),
+]
