@@ -41,13 +41,14 @@ def read_fully(handle: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Create a file with this content and wait until the disk has it."""
+def write_file(path: Path, data: bytes, *, wait: bool = True) -> None:
+    """Create a file with this content, and unless told otherwise wait until the disk has it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         with naming(path):
             write_fully(handle, memoryview(data))
-            os.fsync(handle)
+            if wait:
+                os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -83,8 +83,10 @@ def write_rank_file(
     rank: int,
     items: Iterable[tuple[FragmentSpec, torch.dtype]],
     values: Callable[[int], Iterable[torch.Tensor]],
+    *,
+    wait: bool = True,
 ) -> FileRecord | None:
-    """Write the file of `rank` under `root` and wait until the disk has it.
+    """Write the file of `rank` under `root` and, unless told otherwise, wait until the disk has it.
 
     Args:
         items: what is written, with its types.
@@ -115,7 +117,8 @@ def write_rank_file(
                 row["checksum"] = _write_values(handle, spec, dtype, values(number))
             table = rows.tobytes()
             write_fully(handle, memoryview(table))
-            os.fsync(handle)
+            if wait:
+                os.fsync(handle)
     finally:
         os.close(handle)
     place = entries[TABLE_NAME]

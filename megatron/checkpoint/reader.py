@@ -94,6 +94,14 @@ class Checkpoint:
     def step(self) -> int:
         return self.meta.step
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return str(self.path)
+
+    def release(self) -> None:
+        """Nobody reads it any more; all ranks call it."""
+
     @cached_property
     def tensors(self) -> dict[str, LogicalTensor]:
         """The logical tensors, by name."""
@@ -131,10 +139,11 @@ class Checkpoint:
         """
         mine = range(share[0], len(self.records), share[1])
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            found = pool.map(lambda number: self._file_damage(number, checksums), mine)
+            found = pool.map(lambda number: self.file_damage(number, checksums), mine)
             return [problem for problems in found for problem in problems]
 
-    def _file_damage(self, number: int, checksums: bool) -> list[str]:
+    def file_damage(self, number: int, checksums: bool = True) -> list[str]:
+        """What is wrong with one rank's file; empty if nothing is."""
         record = self.records[number]
         try:
             path = record.under(self.path)

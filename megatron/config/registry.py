@@ -95,6 +95,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "probes": "eval_tasks.probes_hook:ProbesHook",
         "samples": "megatron.training.hooks.samples:SamplesHook",
         "slow": "megatron.training.hooks.slow:SlowRanksHook",
+        "levels": "megatron.training.hooks.levels:LevelsHook",
         "checkpoint": "megatron.training.hooks.checkpoint:CheckpointHook",
     },
     METRIC: {  # see megatron.report.sink

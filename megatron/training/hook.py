@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint import Fragment, Meta
 from megatron.checkpoint.finite import faults
+from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.saver import Saved
 from megatron.config import Config
 from megatron.config.sections.output import SampleOptions
@@ -58,6 +59,7 @@ class Parts:
         facts: for the ledger's first line.
         engine, world: of the run; None where it has none of ours.
         prediction: what the run was said to need; None where nobody can say, and on other ranks than the first.
+        levels: copies of the state that are nearer than its checkpoints; None where there are none.
     """
 
     config: Config
@@ -71,6 +73,7 @@ class Parts:
     engine: Engine | None = None
     world: World | None = None
     prediction: Prediction | None = None
+    levels: Levels | None = None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.config import Config
+from megatron.config.sections.output import LevelSection
 from megatron.report.goodput import best_interval, goodput
 from megatron.report.ledger import read_ledger
 
@@ -13,6 +16,7 @@ from megatron.report.ledger import read_ledger
 DEVICE_HOURS = 50_700.0
 FIRST = 300.0  # seconds until the first save of a run, which then tells what one costs
 LEAST = 60.0  # seconds between two saves
+RANK, HOST = "rank", "host"  # what a failure takes with it
 
 
 class Interval:
@@ -24,15 +28,21 @@ class Interval:
     Args:
         config: of the run, whose ledger tells of earlier starts.
         devices: ranks.
+        kinds: failures after which the run would begin from what is saved here; None is all.
     """
 
-    def __init__(self, config: Config, devices: int) -> None:
+    def __init__(self, config: Config, devices: int, kinds: Collection[str] | None = None) -> None:
         file = Path(config.run.dir) / "ledger.jsonl"
         entries = read_ledger(file) if file.exists() else []
         account = goodput(entries)
         self._prior = 3600 * DEVICE_HOURS / devices
-        self._wall, self._failures = account.wall, account.failures
-        self._costs = [float(each["stall_seconds"]) for each in entries if each["event"] == "checkpoint"]
+        self._wall = account.wall
+        self._failures = account.failures if kinds is None else failures(entries, kinds)
+        self._costs = (
+            []
+            if kinds is not None
+            else [float(each["stall_seconds"]) for each in entries if each["event"] == "checkpoint"]
+        )
 
     def saved(self, stall: float) -> None:
         """Training has stood still for a save."""
@@ -44,7 +54,25 @@ class Interval:
 
     def seconds(self, now: float) -> float:
         """Between two saves, `now` seconds after this start."""
-        if not self._costs:
-            return FIRST
+        return max(self.least_waste(now), LEAST) if self._costs else FIRST
+
+    def least_waste(self, now: float) -> float:
+        """The same where saves may follow each other as fast as they like; something must have been saved."""
         recent = self._costs[-10:]
-        return max(best_interval(sum(recent) / len(recent), self.between(now)), LEAST)
+        return best_interval(sum(recent) / len(recent), self.between(now))
+
+
+def failures(entries: Iterable[Mapping[str, Any]], kinds: Collection[str]) -> int:
+    """How many failures in a ledger are of these kinds: a host that is lost fails without a rank."""
+    told = (entry for entry in entries if entry["event"] in ("restart", "given_up"))
+    return sum((HOST if entry.get("rank") is None else RANK) in kinds for entry in told)
+
+
+def answered(sections: Sequence[LevelSection], number: int) -> set[str]:
+    """The kinds of failures after which a run begins from level `number`, since no nearer one would do."""
+
+    def survived(section: LevelSection) -> set[str]:
+        return {RANK, HOST} if section.neighbours else {RANK}
+
+    nearer = set[str]().union(*(survived(section) for section in sections[:number]))
+    return survived(sections[number]) - nearer

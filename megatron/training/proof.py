@@ -81,12 +81,12 @@ def check(
     """
     told = checkpoint.meta.extra.get(KEY)
     if told is None or told["loss"] is None:
-        log(f"checkpoint.prove: {checkpoint.path} was saved without a proof, so nothing is compared")
+        log(f"checkpoint.prove: {checkpoint.title} was saved without a proof, so nothing is compared")
         return {}
     now = measure(config, world, engine, loader, checkpoint.step)
     if now["batch_hash"] != told["batch_hash"]:
         raise StartError(
-            f"checkpoint.prove: batch {told['step']} is another one than when {checkpoint.path} was saved "
+            f"checkpoint.prove: batch {told['step']} is another one than when {checkpoint.title} was saved "
             f"({told['batch_hash']}, now {now['batch_hash']}): data.*, the files or the batch size have changed. If "
             "that is meant, resume with checkpoint.prove=false"
         )
@@ -96,7 +96,7 @@ def check(
     if not gap <= allowed:
         why = "" if exact else f", and {allowed:g} is allowed on another layout or machine"
         raise StartError(
-            f"checkpoint.prove: the weights of {checkpoint.path} had a loss of {told['loss']!r} on batch "
+            f"checkpoint.prove: the weights of {checkpoint.title} had a loss of {told['loss']!r} on batch "
             f"{told['step']} when they were saved, and have {now['loss']!r} now (relative difference {gap:.2g}{why}). "
             "Something between the files and the forward pass differs: the code, a kernel that does not repeat itself "
             "(training.deterministic), a device. Nothing was trained"

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron.checkpoint import Checkpoint, CheckpointError, Fragment, FragmentSpec, Meta
 from megatron.checkpoint.fragment import MASTER, WEIGHT
+from megatron.checkpoint.levels import Levels
+from megatron.checkpoint.names import number_of
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.origins import Origin
@@ -71,7 +73,9 @@ class StartPoint:
         return self.checkpoint is None and self.weights is None
 
 
-def find(config: Config, world: World, log: Callable[[str], None], attempt: int = 0) -> StartPoint:
+def find(
+    config: Config, world: World, log: Callable[[str], None], attempt: int = 0, levels: Levels | None = None
+) -> StartPoint:
     """What `checkpoint.resume` and `checkpoint.initialize_from` ask for, before anything is built.
 
     A run that goes back, to a checkpoint that was named or to its beginning, puts later checkpoints of its folder
@@ -91,23 +95,24 @@ def find(config: Config, world: World, log: Callable[[str], None], attempt: int 
     if how not in ("auto", "none"):
         how = local_path(how, store.directory, world.communicator)
     diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
-    found = _further_back(store, *diverged) if diverged else _chosen(store, how, attempt)
+    found = _further_back(store, *diverged) if diverged else _chosen(store, how, attempt, levels)
     log(found.reason)
     if how != "auto" or diverged:
-        for line in store.set_aside(after=found.checkpoint.step if found.checkpoint else -1):
+        after = found.checkpoint.step if found.checkpoint else -1
+        for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
             log(line)
     if found.checkpoint is not None:
         changed = changes(found.checkpoint.meta.config, config)
         for line in changed:
             log(f"changed since the checkpoint: {line}")
-        refuse_other_runs(found.checkpoint.path, changed, config)
+        refuse_other_runs(found.checkpoint.title, changed, config)
         if found.checkpoint.step >= config.training.steps:
             log(
                 f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
                 f"{config.training.steps}"
             )
         facts = {
-            "checkpoint": str(found.checkpoint.path),
+            "checkpoint": found.checkpoint.title,
             "skipped": [str(path) for path, _ in found.skipped],
             "changed": changed,
             "ledger": found.checkpoint.meta.ledger,
@@ -146,14 +151,46 @@ def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
     return LeftOut.given(config) if told is None else LeftOut.of(told)
 
 
-def _chosen(store: Store, how: str, attempt: int) -> Resume:
+def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:
     """What the first start was told, or on a later one the newest checkpoint that was saved since."""
-    if how == "auto" or not attempt:
+    if how == "auto":
+        return _nearest(store, levels)
+    if not attempt:
         return store.resume(how)
-    begin, own = store.resume(how), store.resume("auto")
+    begin, own = store.resume(how), _nearest(store, levels)
     if own.checkpoint is None or (begin.checkpoint is not None and own.checkpoint.step < begin.checkpoint.step):
         return begin
     return own
+
+
+def _nearest(store: Store, levels: Levels | None) -> Resume:
+    """The newest state that is whole and undamaged: of the nearest level that has it, else of the run's folder.
+
+    Raises:
+        CheckpointError: there is something, but nothing that can be used.
+    """
+    if levels is None:
+        return store.resume("auto")
+    paths = store.paths() if store.communicator.rank == 0 else []
+    newest = store.communicator.broadcast(number_of(paths[-1]) if paths else -1)
+    near, skipped = levels.newest(max(newest, 0))
+    if near is None:
+        failure, own = None, Resume(None)
+        try:
+            own = store.resume("auto")
+        except CheckpointError as error:
+            failure = error
+        step = own.checkpoint.step if own.checkpoint else -1
+        if step < newest:  # newer ones were damaged
+            near, more = levels.newest(step + 1)
+            skipped += more
+        if near is None and failure is not None:
+            raise failure
+        if near is None:
+            note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
+            return replace(own, skipped=[*skipped, *own.skipped], reason=f"{own.reason}{note}")
+    note = "".join(f"; passed over: {bad}: {why}" for bad, why in skipped)
+    return Resume(near, skipped, f"resumed from the {near.title}, the newest whole one{note}")
 
 
 def _further_back(store: Store, step: int, starts: list[int], error: str) -> Resume:
@@ -328,7 +365,7 @@ _IDENTITY = ("training.seed", "tokenizer", "model")
 _RECIPE = re.compile(r"model\.(kernels|dropout|.*\blosses|.*\bjitter|.*\bcorrection_rate|.*capacity.*)(\.|$)")
 
 
-def refuse_other_runs(path: Path, changed: list[str], config: Config) -> None:
+def refuse_other_runs(subject: object, changed: list[str], config: Config) -> None:
     """A checkpoint whose run had another seed, model or tokenizer is not this run's to go on from.
 
     Args:
@@ -348,7 +385,7 @@ def refuse_other_runs(path: Path, changed: list[str], config: Config) -> None:
     if keys:
         names = ", ".join(key for key, _ in keys)
         raise CheckpointError(
-            path,
+            subject,
             [
                 "it is of another run: what decides over its weights has changed",
                 *(line for _, line in keys),

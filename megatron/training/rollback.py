@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.store import Store
 from megatron.config import Config
 from megatron.data.left_out import LeftOut
@@ -28,7 +29,12 @@ class CannotRollBack(RuntimeError):
 
 
 def roll_back(
-    config: Config, world: World, back: RollBack, left_out: LeftOut, log: Callable[[str], None]
+    config: Config,
+    world: World,
+    back: RollBack,
+    left_out: LeftOut,
+    log: Callable[[str], None],
+    levels: Levels | None = None,
 ) -> StartPoint:
     """Where the run goes on; all ranks call it. Later checkpoints are put aside, then the ledger has an entry.
 
@@ -57,7 +63,7 @@ def roll_back(
             "checkpoint.steps=[0])",
             back.step,
         )
-    for line in store.set_aside(after=found.step):
+    for line in [*(levels.drop(found.step) if levels else ()), *store.set_aside(after=found.step)]:
         log(line)
     pair = (max(found.step, wanted), options.leave_out)
     left_out = left_out + LeftOut((pair,))

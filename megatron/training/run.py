@@ -14,6 +14,7 @@ import torch
 
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.finite import faults
+from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
@@ -80,7 +81,8 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, log)
     with _mistakes(place):
-        source = find(config, world, log, place.attempt)
+        levels = Levels.of(config.checkpoint.levels, config.checkpoint.dir, world.communicator, world.device)
+        source = find(config, world, log, place.attempt, levels)
     changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
     for line in changed:
         log(line)
@@ -104,11 +106,13 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             if source.checkpoint is not None and config.checkpoint.prove:
                 with _mistakes(place):
                     source.facts.update(check(source.checkpoint, config, world, engine, loader, log))
-            outcome = _train(config, place, world, engine, loader, validation, source, log, prediction)
+            if source.checkpoint is not None:
+                source.checkpoint.release()
+            outcome = _train(config, place, world, engine, loader, validation, source, log, prediction, levels)
             if outcome.back is None:
                 return outcome
             tell(detail=b"going back to a checkpoint")
-            source = roll_back(config, world, outcome.back, source.left_out, log)
+            source = roll_back(config, world, outcome.back, source.left_out, log, levels)
             load(source, world, engine)
     finally:
         for each in (loader, *(which.loader for which in validation)):
@@ -156,6 +160,7 @@ def _train(
     source: StartPoint,
     log: Callable[[str], Any],
     prediction: Prediction | None,
+    levels: Levels | None,
 ) -> Outcome:
     """From where a run starts, or has gone back to, on."""
     first = source.checkpoint.step if source.checkpoint else 0
@@ -179,6 +184,7 @@ def _train(
             engine=engine,
             world=world,
             prediction=prediction,
+            levels=levels,
         )
     )
     try:

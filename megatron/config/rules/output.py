@@ -202,7 +202,57 @@ def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:
         yield context.problem("checkpoint.dir", rule=rule, fix=fix)
 
 
+def levels_are_complete(context: RuleContext) -> Iterator[Problem]:
+    checkpoint, seen = context.config.checkpoint, dict[tuple[str, str | None], int]()
+    for number, level in enumerate(checkpoint.levels):
+        at = f"checkpoint.levels.{number}"
+        if level.place == "disk" and level.path is None:
+            yield context.problem(
+                f"{at}.path", f"{at}.place", rule="a disk must have a path", fix="give a folder of each host's own disk"
+            )
+        if level.path is not None and not level.path.startswith("/"):
+            yield context.problem(
+                f"{at}.path",
+                rule="must be an absolute path: ranks start in one folder that all hosts share",
+                fix="begin it with /; {host} in it stands for the host's name",
+            )
+        if level.every != "auto" and level.every < 1:
+            yield context.problem(f"{at}.every", rule="must be at least 1, or auto", fix="use 1")
+        if level.every != "auto" and checkpoint.every and level.every >= checkpoint.every:
+            yield context.warning(
+                f"{at}.every",
+                "checkpoint.every",
+                rule="must be below checkpoint.every: what is saved less often is never the newest",
+                fix=f"use {max(checkpoint.every // 10, 1)}",
+            )
+        if (level.title, level.path) in seen:
+            yield context.problem(
+                f"{at}.path",
+                rule=f"must not be the folder of another level, {seen[level.title, level.path]}",
+                fix="remove one of them, or give it another path",
+            )
+        seen[level.title, level.path] = number
+    if checkpoint.levels and not checkpoint.optimizer_state:
+        yield context.problem(
+            "checkpoint.optimizer_state",
+            rule="must be true with checkpoint.levels: a restart begins from them",
+            fix="use optimizer_state: true, or leave the levels out",
+        )
+
+
+def neighbours_are_there(context: RuleContext) -> Iterator[Problem]:
+    """Where the hosts are not known yet, the run itself looks."""
+    for number, level in enumerate(context.config.checkpoint.levels):
+        if level.neighbours and context.starts_here:
+            yield context.problem(
+                f"checkpoint.levels.{number}.neighbours",
+                rule="must be fewer than the hosts, and this run has one",
+                fix="use neighbours: 0, or start it on several hosts (launch.hostfile)",
+            )
+
+
 RULES = (
+    levels_are_complete,
     one_way_to_start,
     map_has_its_source,
     kept_checkpoints_are_saved,
@@ -215,5 +265,6 @@ INPUT_RULES = (
     other_programs_checkpoints_are_recognised,
     initial_weights_exist,
     urls_can_be_opened,
+    neighbours_are_there,
     folders_can_be_written,
 )

@@ -30,6 +30,30 @@ class RunSection(Section):
     notes: str = key("", "Free text kept with the run.")
 
 
+class LevelSection(Section):
+    place: Literal["memory", "disk"] = key(
+        ...,
+        "Where each host keeps what its ranks own. memory: a file system in memory (/dev/shm), which outlives ranks "
+        "and agents; disk: a folder of its own (path).",
+    )
+    path: str | None = key(None, "Folder on each host; {host} stands for the host's name.")
+    every: int | Literal["auto"] = key(
+        ...,
+        "Save every n steps. auto: as often as loses least time, by what a save here costs and by the failures after "
+        "which a run would begin from here (Young/Daly).",
+        unit="steps",
+    )
+    keep: int = key(2, "Keep the newest k saves.", ge=1)
+    neighbours: int = key(
+        0, "So many hosts after each have its files too: as many may be lost side by side.", unit="hosts", ge=0
+    )
+
+    @property
+    def title(self) -> str:
+        """What messages and folders call the level."""
+        return f"{self.place} of {self.neighbours + 1} hosts" if self.neighbours else self.place
+
+
 class CheckpointSection(Section):
     dir: Derivable[str] = key(
         None, "Folder of checkpoints.", derived=Derived("<run.dir>/checkpoints", _checkpoints, ("run.dir",))
@@ -84,6 +108,9 @@ class CheckpointSection(Section):
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
+    levels: list[LevelSection] = key(
+        list, "Nearer copies, on the hosts themselves, that a restart begins from; the nearest first."
+    )
 
 
 class SampleOptions(Section):

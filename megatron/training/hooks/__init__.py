@@ -7,7 +7,7 @@ from megatron.config.registry import HOOK, INSIDE, load
 
 from ..hook import Hook, Parts
 
-LAST = "checkpoint"  # saves, after all others have seen and said what they have to
+LAST = "levels"  # from here on the state is saved, after all others have seen and said what they have to
 
 
 def hooks_of(parts: Parts) -> list[Hook]:

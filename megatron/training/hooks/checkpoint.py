@@ -112,7 +112,7 @@ class CheckpointHook(Hook):
         with trainer.aside(SAVE):
             fragments, meta = self._contents(trainer.completed)
             fragments = list(fragments)
-            self._refuse_broken(trainer, fragments)
+            refuse_broken(trainer, fragments, self._inspect)
             stall = self._saver.save(trainer.completed, fragments, meta)
         if self._interval is not None:
             self._interval.saved(stall)
@@ -120,24 +120,6 @@ class CheckpointHook(Hook):
         self._saved_step, self._saved_at, self._time_is_up = trainer.completed, trainer.clock.total, False
         facts = {"reason": reason, "stall_seconds": stall, "spent": trainer.spent()}
         trainer.record("checkpoint", step=trainer.completed, **facts)
-
-    def _refuse_broken(self, trainer: Trainer, fragments: list[Fragment]) -> None:
-        found = self._inspect(fragments)
-        ranks = int(trainer.exchange.sum([float(bool(found))])[0])
-        if not ranks:
-            return
-        here = "; ".join(found) or "those of this rank are in order"
-        before = (
-            "the values that the run started from"
-            if not trainer.completed
-            else (f"update {trainer.completed - 1}, the last one of them")
-        )
-        raise NonFinite(
-            f"the state after {trainer.completed} updates is broken on {ranks} of {trainer.mesh.layout.world_size} "
-            f"rank(s) and was not saved: {here}. What was saved before is in order. Look at {before}: its learning "
-            "rate (optimizer.lr and its groups), and grad_norm in metrics.jsonl",
-            step=max(trainer.completed - 1, 0),
-        )
 
     def _tell(self, trainer: Trainer, ended: list[Saved], goes_on: bool = True) -> None:
         again = f"\nthe run goes on, and tries again within {AGAIN:.0f} s of training" if goes_on else ""
@@ -158,3 +140,27 @@ class CheckpointHook(Hook):
             trainer.log(f"saved {saved.path} in {saved.seconds:.1f} s")
             if saved.upload_problem:
                 trainer.log(f"it was not uploaded, and will be tried again: {saved.upload_problem}")
+
+
+def refuse_broken(trainer: Trainer, fragments: list[Fragment], inspect: Callable[[list[Fragment]], list[str]]) -> None:
+    """Look at what is about to be saved; all ranks call it.
+
+    Raises:
+        NonFinite: on every rank, if it is broken on any.
+    """
+    found = inspect(fragments)
+    ranks = int(trainer.exchange.sum([float(bool(found))])[0])
+    if not ranks:
+        return
+    here = "; ".join(found) or "those of this rank are in order"
+    before = (
+        "the values that the run started from"
+        if not trainer.completed
+        else (f"update {trainer.completed - 1}, the last one of them")
+    )
+    raise NonFinite(
+        f"the state after {trainer.completed} updates is broken on {ranks} of {trainer.mesh.layout.world_size} "
+        f"rank(s) and was not saved: {here}. What was saved before is in order. Look at {before}: its learning "
+        "rate (optimizer.lr and its groups), and grad_norm in metrics.jsonl",
+        step=max(trainer.completed - 1, 0),
+    )

@@ -92,6 +92,26 @@ OUTPUT = [
         "tools/checkpoint/from_neox.py neox/global_step20",
     ),
     case(
+        "levels without a place, too often, and twice",
+        "checkpoint:\n  optimizer_state: false\n  levels:\n    - {place: disk, every: 0}\n"
+        "    - {place: memory, every: 1, path: tmp}\n    - {place: memory, every: auto, path: tmp}",
+        "a disk must have a path",
+        "a.yml:5: checkpoint.levels.0.every = 0",
+        "must be at least 1, or auto",
+        "a.yml:6: checkpoint.levels.1.path = 'tmp'",
+        "must be an absolute path",
+        "must not be the folder of another level, 1",
+        "a.yml:3: checkpoint.optimizer_state = false",
+        "must be true with checkpoint.levels",
+        problems=6,
+    ),
+    case(
+        "neighbours of the only host",
+        "checkpoint: {levels: [{place: memory, every: 5, neighbours: 1}]}",
+        "a.yml:2: checkpoint.levels.0.neighbours = 1",
+        "must be fewer than the hosts, and this run has one",
+    ),
+    case(
         "no source counts",
         "data:\n  synthetic: none\n  train: [{path: whole, loss: false}]\n"
         "  validation: {v: [{path: whole, loss: false}]}",

@@ -1,0 +1,87 @@
+"""Which ranks share a machine, and a folder there that nobody else can read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..communicator import Communicator
+from ..errors import CheckpointError
+
+
+def host_name() -> str:
+    """This machine's name."""
+    return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The machines of a run.
+
+    Attributes:
+        names: of each rank's machine, by rank.
+        rank: this one.
+    """
+
+    names: tuple[str, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, communicator: Communicator) -> Hosts:
+        """All ranks call it."""
+        return cls(tuple(communicator.gather(host_name())), communicator.rank)
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """The ranks of each host, in the order of their first ranks."""
+        found: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.names):
+            found.setdefault(name, []).append(rank)
+        return list(found.values())
+
+    @cached_property
+    def number_of(self) -> dict[int, int]:
+        """The number of each rank's host."""
+        return {rank: number for number, ranks in enumerate(self.members) for rank in ranks}
+
+    @property
+    def own(self) -> int:
+        """The number of this rank's host."""
+        return self.number_of[self.rank]
+
+    @property
+    def name(self) -> str:
+        return self.names[self.rank]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(this rank among those of its host, their number)."""
+        ranks = self.members[self.own]
+        return ranks.index(self.rank), len(ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once on each host."""
+        return self.place[0] == 0
+
+
+def private(folder: Path) -> Path:
+    """Make a folder for this user alone.
+
+    Raises:
+        CheckpointError: somebody else has made it, or others may read it: its content is not to be trusted.
+        OSError: it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise CheckpointError(folder, "it must be a folder of this user's that nobody else can read; remove it")
+    return folder

@@ -1,0 +1,194 @@
+"""One level: a folder on each host, in which a checkpoint is what the ranks of that host own.
+
+A host's part is a checkpoint like any other, with an index and a manifest of the files that are there; that they are
+not all, its meta data say. With neighbours a host has the files of the hosts before it, too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..communicator import Communicator
+from ..durable import move, remove, write_file
+from ..errors import CheckpointError, StoreRefuses, refused
+from ..fragment import Fragment
+from ..index import INDEX_NAME, Index
+from ..meta import Meta
+from ..names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
+from ..rankfile import FileRecord, host_chunks, read_table, write_rank_file
+from ..store import Store
+from ..writer import describe, manifest_bytes, part_of, read_manifest
+from .courier import Courier, Parcel
+from .hosts import Hosts
+
+KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many files that had in all
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a host has of a save.
+
+    Attributes:
+        step: completed updates.
+        save: tells saves of one step apart.
+        total: files of all hosts.
+        names: those that are here, not looked at yet.
+    """
+
+    step: int
+    save: str
+    total: int
+    names: tuple[str, ...]
+
+
+class Level:
+    """See the module.
+
+    Args:
+        name: in messages.
+        folder: on this host.
+        keep: how many saves stay.
+        neighbours: so many hosts after this one have its files too.
+        hosts, communicator, courier: of all ranks, which call every method together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        keep: int,
+        neighbours: int,
+        hosts: Hosts,
+        communicator: Communicator,
+        courier: Courier | None,
+    ) -> None:
+        self.name, self.folder, self.keep = name, folder, keep
+        self._neighbours, self._hosts, self._communicator, self._courier = neighbours, hosts, communicator, courier
+
+    # ---- writing
+
+    def save(self, step: int, fragments: Iterable[Fragment], meta: Meta) -> None:
+        """Write a step. Nobody waits for a disk: what its host has lost with it is seen by its checksums.
+
+        Raises:
+            StoreRefuses: on every rank, if a disk or a memory is full, or refuses.
+            CheckpointError: on every rank, if it could not be written for another reason.
+        """
+        save, ledger = self._communicator.broadcast([uuid.uuid4().hex[:12], meta.ledger])
+        path = self.folder / step_name(step)
+        draft = leftover_name(path, "tmp", save)
+        written: list[FileRecord] = []
+
+        def write() -> None:
+            record = _write(draft, self._hosts.rank, list(fragments))
+            written.extend([record] if record else [])
+
+        records = self._together(draft, write, lambda: [record.to_dict() for record in written])
+        files = [[FileRecord.from_dict(each) for each in found] for found in records]
+        total = sum(len(each) for each in files)
+        meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: {"save": save, "files": total}})
+        parcels = self._parcels(files) if self._courier is not None else []
+        self._together(draft, lambda: self._carry(draft, parcels))
+        self._together(draft, lambda: self._commit(draft, files, parcels, meta))
+        self._together(draft, lambda: self._take_name(draft, path))
+        if self._hosts.leads:
+            self._retain()
+
+    def _together(self, draft: Path, work: Callable[[], None], result: Callable[[], Any] = lambda: None) -> list[Any]:
+        """Do something on every rank; what it gave on each, or the error of any on all, after the draft is gone."""
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:  # the other ranks are waiting to hear of it
+            failure = error
+        told = [None if failure else result(), failure and describe(failure), refused(failure)]
+        reports = self._communicator.gather(told)
+        problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(reports) if text]
+        if not problems:
+            return [each for each, _, _ in reports]
+        if self._hosts.leads:
+            shutil.rmtree(draft, ignore_errors=True)
+        full = all(room for _, text, room in reports if text)
+        subject = f"{self.name}: {step_name(number_of(Path(draft.name.partition('.')[0])))}"
+        raise (StoreRefuses if full else CheckpointError)(subject, ["it was not saved", *problems]) from failure
+
+    def _carry(self, draft: Path, parcels: list[Parcel]) -> None:
+        problems = self._courier.carry(parcels, draft, draft) if self._courier is not None else {}
+        if problems:
+            raise next(iter(problems.values()))
+
+    def _commit(self, draft: Path, files: list[list[FileRecord]], parcels: list[Parcel], meta: Meta) -> None:
+        """Once on each host: what makes its files a checkpoint."""
+        if not self._hosts.leads:
+            return
+        mine = self._hosts.members[self._hosts.own]
+        here = [record for rank in mine for record in files[rank]]
+        known = {record.path: record for each in files for record in each}
+        here += [known[parcel.name] for parcel in parcels if parcel.receiver in mine]
+        if not here:
+            shutil.rmtree(draft, ignore_errors=True)
+            return
+        index = Index.merge([read_table(draft, record) for record in here])
+        contents = {INDEX_NAME: index.to_bytes(), META_NAME: meta.to_bytes()}
+        for name, content in {**contents, MANIFEST_NAME: manifest_bytes(here, contents)}.items():
+            write_file(draft / name, content, wait=False)
+
+    def _parcels(self, files: list[list[FileRecord]]) -> list[Parcel]:
+        members, found = self._hosts.members, []
+        for distance in range(1, self._neighbours + 1):
+            for number, ranks in enumerate(members):
+                there = members[(number + distance) % len(members)]
+                for place, rank in enumerate(ranks):
+                    to = there[place % len(there)]
+                    found += [Parcel(record.path, record.size, rank, to) for record in files[rank]]
+        return found
+
+    def _take_name(self, draft: Path, path: Path) -> None:
+        if self._hosts.leads and draft.exists():
+            if path.exists():  # of another branch, or of a start that died before the others had theirs
+                remove(path, uuid.uuid4().hex[:12])
+            move(draft, path)
+
+    def _retain(self) -> None:
+        for path in Store(self.folder).paths()[: -self.keep]:
+            remove(path, uuid.uuid4().hex[:12])
+
+    # ---- what is there
+
+    def parts(self) -> list[Part]:
+        """What this host has, as its manifests say; what cannot be read is left out."""
+        found = []
+        for path in Store(self.folder).paths():
+            try:
+                records, _ = read_manifest(path)
+                meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
+                facts = meta.extra[KEY]
+                names = tuple(record.path for record in records)
+                found.append(Part(meta.step, str(facts["save"]), int(facts["files"]), names))
+            except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+                continue
+        return found
+
+    def clean(self) -> None:
+        """Delete what killed starts have left on this host."""
+        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if leftover_of(path) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def drop(self, after: int = -1) -> list[str]:
+        """Delete this host's saves of later steps; their names."""
+        gone = [path for path in Store(self.folder).paths() if number_of(path) > after]
+        for path in gone:
+            remove(path, uuid.uuid4().hex[:12])
+        return [path.name for path in gone]
+
+
+def _write(draft: Path, rank: int, fragments: list[Fragment]) -> FileRecord | None:
+    draft.mkdir(parents=True, exist_ok=True)
+    items = [(fragment.spec, fragment.data.dtype) for fragment in fragments]
+    return write_rank_file(draft, rank, items, lambda number: host_chunks(fragments[number].data), wait=False)

@@ -1,0 +1,167 @@
+"""The levels of a run: where they are on this host, and the newest save that is whole in any."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...config.sections.output import LevelSection
+from ..communicator import Communicator
+from ..durable import write_file
+from ..errors import CheckpointError, StoreRefuses, brief, refused
+from ..fragment import Fragment
+from ..meta import Meta
+from ..reader import Checkpoint
+from .courier import Courier, GroupCourier
+from .gathered import Found, gather
+from .hosts import Hosts, private
+from .level import KEY, Level
+
+MEMORY = "/dev/shm"  # noqa: S108  (a file system in memory; folders in it are made private)
+TOKEN = ".levels"  # in the folder of checkpoints: which folders on hosts belong to it
+
+
+class Levels:
+    """All levels of a run; every rank calls every method together.
+
+    Args:
+        sections: `checkpoint.levels`, the nearest first.
+        directory: the run's folder of checkpoints, which all hosts see.
+        communicator: of all ranks, for the main thread.
+        courier: brings files from host to host; None in a run of one process.
+
+    Raises:
+        CheckpointError: on every rank: a folder cannot be had on some host, or there are too few hosts.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[LevelSection],
+        directory: str | Path,
+        communicator: Communicator,
+        courier: Courier | None,
+    ) -> None:
+        self._communicator, self._courier = communicator, courier
+        self.hosts = Hosts.of(communicator)
+        self._folders: list[Path] = []
+        token = self._token(Path(directory))
+        problem = ""
+        try:
+            self.levels = [self._level(section, token) for section in sections]
+        except (OSError, CheckpointError) as error:
+            problem = f"{self.hosts.name}: {error}"
+        problems = list(dict.fromkeys(each for each in communicator.gather(problem) if each))
+        most = max((section.neighbours for section in sections), default=0)
+        if not problems and most >= len(self.hosts.members):
+            problems = [
+                f"neighbours must be fewer than the hosts: {most} of {len(self.hosts.members)} (set it to "
+                f"{len(self.hosts.members) - 1}, or start the run on more hosts)"
+            ]
+        if problems:
+            raise CheckpointError("checkpoint.levels", problems)
+        if self.hosts.leads:
+            for level in self.levels:
+                level.clean()
+        communicator.barrier()
+
+    @classmethod
+    def of(
+        cls,
+        sections: Sequence[LevelSection],
+        directory: str | Path,
+        communicator: Communicator,
+        device: torch.device | str = "cpu",
+    ) -> Levels | None:
+        """Those of a run, None if it has none."""
+        if not sections:
+            return None
+        courier = GroupCourier(communicator.rank, device) if communicator.size > 1 else None
+        return cls(sections, directory, communicator, courier)
+
+    def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
+        """Save a step at a level. Returns why that was not possible: a run goes on without a level."""
+        try:
+            self.levels[number].save(step, fragments, meta)
+        except StoreRefuses as error:
+            return str(error)
+        return None
+
+    def newest(self, least: int) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+        """The newest save of at least `least` updates that is whole and undamaged, of the nearest level that has it;
+        and those that were passed over, with the reason."""
+        skipped: list[tuple[Path, str]] = []
+        for found in self._candidates(least):
+            level = self.levels[found.level]
+            try:
+                checkpoint = gather(found, level.name, level.folder, KEY, self.hosts, self._communicator, self._courier)
+                return checkpoint, skipped
+            except CheckpointError as error:
+                skipped.append((Path(error.subject), brief(error.problems)))
+        return None, skipped
+
+    def drop(self, after: int) -> list[str]:
+        """Delete saves of later steps, which are of a branch that the run leaves."""
+        gone = [level.drop(after) for level in self.levels] if self.hosts.leads else []
+        told = self._communicator.gather(sorted({name for names in gone for name in names}))
+        names = sorted({name for each in told for name in each})
+        return [f"{', '.join(names)} deleted from checkpoint.levels: this run leaves that branch"] if names else []
+
+    def remove(self) -> None:
+        """Delete everything: the run has ended, and its folder of checkpoints has its end."""
+        if self.hosts.leads:
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._communicator.barrier()
+
+    def _candidates(self, least: int) -> list[Found]:
+        own: list[Any] = []
+        if self.hosts.leads:
+            for number, level in enumerate(self.levels):
+                parts = (part for part in level.parts() if part.step >= least)
+                own += [[number, part.step, part.save, part.total, part.names] for part in parts]
+        everything = self._communicator.collect(own)
+        answer = None
+        if everything is not None:
+            names: dict[tuple[int, int, str, int], set[str]] = {}
+            for number, step, save, total, paths in (each for found in everything for each in found):
+                names.setdefault((number, step, save, total), set()).update(paths)
+            whole = [key for key, paths in names.items() if len(paths) == key[3]]
+            answer = sorted(whole, key=lambda key: (-key[1], key[0], key[2]))
+        return [Found(*each) for each in self._communicator.broadcast(answer)]
+
+    def _level(self, section: LevelSection, token: str) -> Level:
+        base = MEMORY if section.path is None else section.path.replace("{host}", self.hosts.name)
+        folder = Path(base) / f"deepy-{os.geteuid()}-{token}-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.hosts.name)}"
+        private(folder)
+        self._folders.append(folder)
+        name = section.title
+        return Level(
+            name, folder / name.replace(" ", "_"), section.keep, section.neighbours, self.hosts, self._communicator,
+            self._courier if section.neighbours else None,
+        )  # fmt: skip
+
+    def _token(self, directory: Path) -> str:
+        """What tells this run's folders on the hosts from those of others, and from those of a run that was deleted and
+        begun anew in the same place."""
+        answer = None
+        if self._communicator.rank == 0:
+            try:
+                path = directory / TOKEN
+                directory.mkdir(parents=True, exist_ok=True)
+                if not path.exists():
+                    write_file(path, uuid.uuid4().hex[:16].encode())
+                text = path.read_text(errors="replace").strip()
+                answer = [text, "" if re.fullmatch(r"[0-9a-f]{16}", text) else f"{path} is damaged; remove it"]
+            except OSError as error:
+                answer = ["", str(error) + (" (checkpoint.dir)" if refused(error) else "")]
+        token, problem = self._communicator.broadcast(answer)
+        if problem:
+            raise CheckpointError("checkpoint.levels", problem)
+        return token

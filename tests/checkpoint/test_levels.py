@@ -1,0 +1,212 @@
+"""Copies of a run's state on its own hosts: written by real ranks over gloo, lost in every way, and read on any layout.
+
+Hosts are pretended: two ranks each, with a name and a folder of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.checkpoint import CheckpointError, Fragment, GroupCommunicator, open_checkpoint
+from megatron.checkpoint.levels import Levels, courier, hosts, level
+from megatron.checkpoint.levels.hosts import private
+from megatron.config.sections.output import LevelSection
+from megatron.parallel.layout import Layout
+from tests.checkpoint.model import Model, fragments, meta
+from tests.workers import run
+
+RANKS = 4
+ZERO_1 = Layout(data=4, zero_stage=1)
+OTHERS = [Layout(data=4, zero_stage=0), Layout(tensor=2, pipeline=2), Layout(data=4, zero_stage=3)]
+NEXT = LevelSection(place="memory", path="{folder}/{host}", every=1, neighbours=1, keep=2)
+ALONE = LevelSection(place="disk", path="{folder}/{host}", every=1, keep=2)
+
+
+def as_host(rank: int, name: str | None = None) -> None:
+    hosts.host_name = lambda: name or f"host{rank // 2}"
+
+
+def levels_at(folder: str, *sections: LevelSection) -> Levels:
+    found = [each.model_copy(update={"path": str(each.path).replace("{folder}", folder)}) for each in sections]
+    levels = Levels.of(found, f"{folder}/checkpoints", GroupCommunicator())
+    assert levels is not None
+    return levels
+
+
+def host_folder(folder: str, host: int) -> Path:
+    (found,) = Path(folder, f"host{host}").iterdir()
+    return found
+
+
+def read(levels: Levels, model: Model, layout: Layout, rank: int, least: int = 0) -> tuple[int | None, list[str]]:
+    """The step that is found, after everything that a rank of a layout needs was compared bit by bit; what was passed
+    over."""
+    found, skipped = levels.newest(least)
+    told = [why for _, why in skipped]
+    if found is None:
+        return None, told
+    expected = fragments(model, layout, rank, replicas=True)
+    filled = [Fragment.empty(each.spec, each.data.dtype) for each in expected]
+    for each in filled:
+        each.data.view(torch.uint8).fill_(0xAB)
+    found.read_into(filled, communicator=GroupCommunicator())
+    for want, have in zip(expected, filled, strict=True):
+        assert torch.equal(want.data.view(torch.uint8), have.data.view(torch.uint8)), want.spec.label
+    assert found.meta.data == {"samples": found.step * 8} and found.meta.ledger == {"bytes": 7}
+    found.release()
+    assert not list(Path(found.path).parent.glob("*.tmp-*"))
+    return found.step, told
+
+
+def together(rank: int, work: Callable[[], None]) -> None:
+    """Something that one rank does while the others wait."""
+    torch.distributed.barrier()
+    if rank == 0:
+        work()
+    torch.distributed.barrier()
+
+
+def write(levels: Levels, number: int, model: Model, step: int, rank: int) -> str | None:
+    ledger = {"bytes": 7} if rank == 0 else {}
+    return levels.save(number, step, fragments(model, ZERO_1, rank), meta(step, ledger=ledger))
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def rank_of_hosts(folder: str) -> dict[str, object]:
+    rank = torch.distributed.get_rank()
+    as_host(rank)
+    model, older, seen = Model(seed=1), Model(seed=2), {}
+    levels = levels_at(folder, NEXT, ALONE)
+    for step, values in ((5, older), (10, older), (15, model)):
+        assert write(levels, 0, values, step, rank) is None
+    assert write(levels, 1, model, 15, rank) is None
+    part = host_folder(folder, rank // 2)
+    seen["kept"] = sorted(path.name for path in (part / "memory_of_2_hosts").iterdir())
+    seen["files"] = len(list((part / "memory_of_2_hosts/step_00000015").rglob("rank_*")))
+    opened = open_checkpoint(part / "disk/step_00000015", verify="checksums")
+    seen["part"] = sorted(record.path[-9:-12:-1] for record in opened.records) and len(opened.records)
+    seen["whole"] = read(levels, model, ZERO_1, rank)
+    seen["layouts"] = [read(levels, model, layout, rank) for layout in OTHERS]
+    seen["least"] = levels.newest(16)[0] is None
+
+    # A host is lost, and another one with another name has come in its place.
+    keep = Path(folder, "kept")
+    together(rank, lambda: (shutil.copytree(f"{folder}/host1", keep), shutil.rmtree(f"{folder}/host1"), None)[-1])
+    as_host(rank, f"new{rank // 2}" if rank >= 2 else None)
+    new = levels_at(folder, NEXT, ALONE)
+    seen["neighbour"] = [read(new, model, layout, rank) for layout in (ZERO_1, OTHERS[1])]
+    alone = levels_at(folder, ALONE)
+    seen["alone"] = read(alone, model, ZERO_1, rank)
+    together(rank, lambda: (shutil.rmtree(f"{folder}/host1", True), shutil.copytree(keep, f"{folder}/host1"), None)[-1])
+
+    # A bit flips: in one copy, then in both; the older save is whole, and no file system is asked to be right.
+    as_host(rank)
+    levels = levels_at(folder, NEXT)
+    one, two = (host_folder(folder, host) / "memory_of_2_hosts/step_00000015" for host in (0, 1))
+    name = "data/0000/rank_00001.safetensors"
+    together(rank, lambda: flip(one / name, 5000))
+    seen["one damaged"] = read(levels, model, ZERO_1, rank)
+    before = (one / name).read_bytes()
+    together(rank, lambda: flip(two / name, 5001))
+    seen["both damaged"] = read(levels, older, ZERO_1, rank)
+    seen["untouched"] = before == (one / name).read_bytes() != (two / name).read_bytes()
+    together(rank, lambda: (one / "manifest.json").unlink())
+    seen["manifest lost"] = read(levels, older, ZERO_1, rank)[0]
+    seen["dropped"] = levels.drop(10), read(levels, older, ZERO_1, rank)[0]
+    levels.remove()
+    seen["removed"] = levels.newest(0)[0] is None
+    return seen
+
+
+def test_a_lost_host_is_replaced_by_its_neighbours_copy(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run(RANKS, rank_of_hosts, str(tmp_path))):
+        assert seen["kept"] == ["step_00000010", "step_00000015"], "two, and nothing half-written"
+        assert seen["files"] == 4 and seen["part"] == 2, "a host's own files, and with neighbours those of the other"
+        assert seen["whole"] == (15, []) and seen["layouts"] == [(15, [])] * 3 and seen["least"]
+        assert seen["neighbour"] == [(15, [])] * 2
+        assert seen["alone"] == (None, []), "without copies a lost host takes its part with it"
+        assert seen["one damaged"] == (15, []), "the neighbour's copy is read"
+        step, told = seen["both damaged"]
+        assert step == 10 and "1 of 4 files are on no host, or damaged" in told[0] and "rank_00001" in told[0], told
+        assert seen["untouched"] and seen["manifest lost"] == 10
+        lines, step = seen["dropped"]
+        assert step == 10 and "step_00000015 deleted" in lines[0]
+        assert seen["removed"], rank
+
+
+def rank_that_is_refused(folder: str) -> dict[str, object]:
+    rank = torch.distributed.get_rank()
+    as_host(rank)
+    model, seen, really = Model(seed=1), {}, level._write
+    levels = levels_at(folder, NEXT)
+    assert write(levels, 0, model, 10, rank) is None
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "/dev/shm")
+
+    try:
+        if rank == 3:
+            level._write = full  # type: ignore[assignment]
+        seen["full"] = write(levels, 0, model, 20, rank)
+        seen["after"] = read(levels, model, ZERO_1, rank)
+        if rank == 3:
+            level._write = really
+        send = courier.os.open
+
+        def no_room(path: object, flags: int, *mode: int) -> int:  # a receiver whose disk is full
+            if flags & os.O_CREAT:
+                raise OSError(28, "No space left on device", str(path))
+            return send(path, flags, *mode)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(courier, "os", SimpleNamespace(**{**vars(os), "open": no_room}))
+            seen["receiver full"] = write(levels, 0, model, 20, rank), read(levels, model, ZERO_1, rank)[0]
+        seen["again"] = write(levels, 0, model, 20, rank), read(levels, model, ZERO_1, rank)[0]
+    finally:
+        level._write = really
+    try:
+        levels_at(folder, NEXT.model_copy(update={"neighbours": 2}))
+    except CheckpointError as error:
+        seen["too few"] = str(error)
+    # Two halves of two saves of one step are not one.
+    levels, own = levels_at(folder, ALONE), host_folder(folder, 0)
+    assert write(levels, 0, model, 30, rank) is None
+    together(rank, lambda: os.rename(own / "disk", own / "first"))
+    assert write(levels, 0, model, 30, rank) is None
+    together(rank, lambda: (shutil.rmtree(own / "disk"), os.rename(own / "first", own / "disk"), None)[-1])
+    seen["halves"] = levels.newest(30)[0] is None
+    return seen
+
+
+def test_a_full_memory_harms_nothing(tmp_path: Path) -> None:
+    for seen in run(RANKS, rank_that_is_refused, str(tmp_path)):
+        assert "rank 3" in seen["full"] and "No space left" in seen["full"] and "it was not saved" in seen["full"]
+        assert seen["after"] == (10, []), "the save before is as it was"
+        said, step = seen["receiver full"]
+        assert "rank 0" in said and "No space left" in said and step == 10, "what was sent is taken: nobody hangs"
+        assert seen["again"] == (None, 20)
+        assert "neighbours must be fewer than the hosts: 2 of 2" in seen["too few"]
+        assert seen["halves"]
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    assert private(tmp_path / "a/own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(CheckpointError, match="nobody else can read"):
+        private(tmp_path / "open")
+    os.symlink(tmp_path / "a/own", tmp_path / "link")
+    with pytest.raises(CheckpointError, match="nobody else can read"):
+        private(tmp_path / "link")
