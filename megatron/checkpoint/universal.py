@@ -313,27 +313,7 @@ def restore(
     if out.exists():
         raise CheckpointError(out, "it exists already")
     theirs = {name: name for name in tensors} if names is None else dict(names)
-    problems = [
-        f"missing: {name} ({theirs.get(name, 'no name in the mapping')})"
-        for name in tensors
-        if theirs.get(name) not in source.names
-    ]
-    problems += [
-        f"left over: {name}"
-        for name in source.names
-        if name not in {theirs[each] for each in tensors if each in theirs}
-    ]
-    problems += _doubled({name: theirs[name] for name in tensors if name in theirs})
-    if problems:
-        raise CheckpointError(source.folder, problems)
-    problems = [
-        f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
-        for name, tensor in tensors.items()
-        for state in source.states(theirs[name])
-        if tuple(found := source.read(theirs[name], state).shape) != tensor.shape
-    ]
-    if problems:
-        raise CheckpointError(source.folder, problems)
+    _check_tensors(source, tensors, theirs)
     updates = source.step()
     done = updates if step is None else step
     whole = all(len(source.states(theirs[name])) > 1 for name in tensors)
@@ -353,6 +333,27 @@ def restore(
     ]
     write_tensors(out, items, _values(source, theirs, items), meta)
     return meta
+
+
+def _check_tensors(source: Universal, tensors: Mapping[str, LogicalTensor], theirs: Mapping[str, str]) -> None:
+    """That the checkpoint has the model's parameters, no others, and each in its shape."""
+    problems = [
+        f"missing: {name} ({theirs.get(name, 'no name in the mapping')})"
+        for name in tensors
+        if theirs.get(name) not in source.names
+    ]
+    known = {theirs[name] for name in tensors if name in theirs}
+    problems += [f"left over: {name}" for name in source.names if name not in known]
+    problems += _doubled({name: theirs[name] for name in tensors if name in theirs})
+    if not problems:
+        problems = [
+            f"{theirs[name]} ({state}) is {tuple(found)}, the model has {tensor.shape}"
+            for name, tensor in tensors.items()
+            for state in source.states(theirs[name])
+            if tuple(found := source.read(theirs[name], state).shape) != tensor.shape
+        ]
+    if problems:
+        raise CheckpointError(source.folder, problems)
 
 
 def _values(

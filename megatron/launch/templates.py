@@ -136,29 +136,22 @@ def kubernetes(plan: JobPlan) -> str:
     """An Indexed Job with a headless Service: one pod per host, torchrun in each, pod 0 is where they meet."""
     batch, config = plan.launch.batch, plan.resolved.config
     name = _service_name(config.run.name)
-    ranks, gpus = len(plan.choice.hosts[0].slots), _gpus(plan)
-    script = " ".join(shlex.quote(word) for word in (os.path.relpath(plan.script, plan.job.directory), *plan.words))
-    command = (
-        f"exec torchrun --nnodes={batch.nodes} --nproc-per-node={ranks} --node-rank=$JOB_COMPLETION_INDEX "
-        f"--master-addr={name}-0.{name} --master-port=29500 {script}"
-    )
     variables = "".join(
         f"            - {{name: {_yaml(key)}, value: {_yaml(value)}}}\n"
         for key, value in config.launch.environment.items()
     )
-    notes, secret = "", ""
+    notes = secret = ""
     if config.launch.environment_file:  # what is in it may be secret, so it does not belong here
         file = shlex.quote(config.launch.environment_file)
         notes = f"# kubectl create secret generic {name}-environment --from-env-file={file}\n"
         secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
-    wanted = ({f"{batch.gpus}.com/gpu": gpus} if gpus else {}) | batch.resources
+    wanted = ({f"{batch.gpus}.com/gpu": _gpus(plan)} if _gpus(plan) else {}) | batch.resources
     limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
     # Cards that read memory by themselves need it locked, which a pod may do with this capability.
-    security = (
-        ' {capabilities: {add: ["IPC_LOCK"]}}' if any("rdma" in each or "efa" in each for each in wanted) else " {}"
-    )
+    locks = any("rdma" in each or "efa" in each for each in wanted)
+    security = ' {capabilities: {add: ["IPC_LOCK"]}}' if locks else " {}"
     # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
-    failures = max(config.launch.restarts, LOST_PODS) * batch.nodes
+    pods, failures = batch.nodes, max(config.launch.restarts, LOST_PODS) * batch.nodes
     return f"""{notes}apiVersion: v1
 kind: Service
 metadata: {{name: {name}}}
@@ -172,8 +165,8 @@ kind: Job
 metadata: {{name: {name}}}
 spec:
   completionMode: Indexed
-  completions: {batch.nodes}
-  parallelism: {batch.nodes}
+  completions: {pods}
+  parallelism: {pods}
   backoffLimit: {failures}
   podFailurePolicy:
     rules:
@@ -190,7 +183,7 @@ spec:
         - name: ranks
           image: {_yaml(batch.image)}
           workingDir: {_yaml(plan.job.directory)}
-          command: ["/bin/sh", "-c", {_yaml(command)}]
+          command: ["/bin/sh", "-c", {_yaml(_command_of_a_pod(plan, name))}]
           env:
             - {{name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE, value: "1"}}
 {variables}{secret}          securityContext:{security}
@@ -202,6 +195,15 @@ spec:
         - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
         - {{name: work, persistentVolumeClaim: {{claimName: {name}}}}}
 """
+
+
+def _command_of_a_pod(plan: JobPlan, service: str) -> str:
+    """torchrun with this pod's ranks; pod 0 is where all meet."""
+    script = shlex.join([os.path.relpath(plan.script, plan.job.directory), *plan.words])
+    return (
+        f"exec torchrun --nnodes={plan.launch.batch.nodes} --nproc-per-node={len(plan.choice.hosts[0].slots)} "
+        f"--node-rank=$JOB_COMPLETION_INDEX --master-addr={service}-0.{service} --master-port=29500 {script}"
+    )
 
 
 def _service_name(name: str) -> str:

@@ -13,8 +13,8 @@ from megatron.checkpoint.hf.config import architecture_of, hf_config, model_valu
 from megatron.config import resolve
 from megatron.model.stack import build_model
 from tests.float64 import FP32
-from tests.model.parity import named, randomise, relative, settings_of, stored, twin
-from tests.model.test_parity import CASES, LLAMA_LIKE, TINY
+from tests.model.parity import LLAMA_LIKE, TINY, named, randomise, relative, settings_of, stored, twin
+from tests.model.test_parity import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

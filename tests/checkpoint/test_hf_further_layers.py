@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.hf.importer import import_model
-from tests.model.test_parity import CASES, LLAMA_LIKE
+from tests.model.parity import LLAMA_LIKE
+from tests.model.test_parity import CASES
 
 
 def saved(config: hf.PreTrainedConfig, folder, **more: torch.Tensor) -> None:

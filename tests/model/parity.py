@@ -14,6 +14,10 @@ from megatron.parallel.parameters import stored_tensors
 from tests.float64 import DOUBLE, EXACT, wider
 from tests.margins import Measured
 
+# Shapes of tiny configurations of transformers.
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA_LIKE = {**TINY, "num_key_value_heads": 2, "intermediate_size": 40}
+
 
 def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
     """Every parameter, those that start at 0 or 1 included: otherwise a comparison is blind to them.
