@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron.config import Config
 from megatron.config.sections.output import TaskOptions
+from megatron.config.stages import stage_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import Engine
 from megatron.engine.scoring import Scorer
@@ -55,7 +56,14 @@ class TasksHook(Hook):
             return
         trainer.settle()
         with trainer.aside(EVALUATE, "tasks"):
-            results = run_tasks(self._requests(due), self._scorer, self._communicator, self._tokenizer, progress=False)
+            results = run_tasks(
+                self._requests(due),
+                self._scorer,
+                self._communicator,
+                self._tokenizer,
+                max_length=stage_of(trainer.config, trainer.completed).length,
+                progress=False,
+            )
         if results is not None:
             self._record(trainer, report, numbers(results))
 

@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
-from megatron.training.resume import initialize
+from megatron.training.resume import initialize, made_in
 from megatron.training.world import World, join, leave
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError
@@ -71,8 +71,9 @@ def run(config: Config, options: Options, world: World) -> None:
         if engine is None:  # one for all
             engine = build_engine(config, world.mesh, world.device, values=False)
         initialize(checkpoint, world, engine)
+        engine.stages.enter(made_in(checkpoint, config))
         scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
-        found = _tasks(options, scorer, world, tokenizer, checkpoint)
+        found = _tasks(options, scorer, world, tokenizer, checkpoint, engine.stages.now.length)
         if found is not None:
             _report(config, options, found, checkpoint, log)
     if options.every and world.is_main:
@@ -80,14 +81,14 @@ def run(config: Config, options: Options, world: World) -> None:
 
 
 def _tasks(
-    options: Options, scorer: Scorer, world: World, tokenizer: Tokenizer, checkpoint: Checkpoint
+    options: Options, scorer: Scorer, world: World, tokenizer: Tokenizer, checkpoint: Checkpoint, length: int
 ) -> dict[str, Any] | None:
     return run_tasks(
         options.requests,
         scorer,
         world.communicator,
         tokenizer,
-        max_length=options.max_length,
+        max_length=options.max_length or length,
         folders=options.folders,
         samples=options.samples,
         facts=facts(checkpoint, options),

@@ -22,7 +22,7 @@ from megatron.data.sample import Sample
 from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
 from megatron.report.ledger import left_out
-from megatron.training.resume import data_changes, initialize
+from megatron.training.resume import data_changes, initialize, made_in
 from megatron.training.world import World, join, leave
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError
@@ -76,6 +76,7 @@ def run(config: Config, options: Options, world: World) -> None:
         checkpoint = open_checkpoint(path, verify="sizes")
         _same_data(checkpoint, config, data)
         initialize(checkpoint, world, engine)
+        engine.stages.enter(made_in(checkpoint, config))
         log(f"reciting with {path}")
         scorer = Scorer(
             config, engine, world.mesh, world.device, texts=options.texts or config.training.micro_batch_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint import Fragment, open_checkpoint
+from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.fragment import WEIGHT
 from megatron.checkpoint.store import find_checkpoint
-from megatron.config import Config, read_resolved
+from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.model.stack import DTYPES as COMPUTE_TYPES
 from megatron.model.stack import Model, build_model
@@ -75,10 +75,7 @@ class OpenModel:
             CheckpointError: there is none, or it is damaged.
         """
         checkpoint = open_checkpoint(find_checkpoint(path), verify="sizes")
-        with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
-            file.write(checkpoint.meta.config)
-            file.flush()
-            config = read_resolved(file.name)
+        config = config_of(checkpoint)
         model = build_model(_plain(config), device=device, dtype=DTYPES[dtype], values=False)
         targets = [
             Fragment(logical_of(each), WEIGHT, 0, 1, 0, each.detach().view(-1)) for each in stored_tensors(model)

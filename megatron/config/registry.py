@@ -87,6 +87,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "communication": "megatron.training.hooks.communication:CommunicationHook",
         "prediction": "megatron.training.hooks.prediction:PredictionHook",
         "statistics": "megatron.training.hooks.statistics:StatisticsHook",
+        "lengths": "megatron.training.hooks.lengths:LengthsHook",
         "log": "megatron.training.hooks.log:LogHook",
         "experts": "megatron.training.hooks.experts:DeadExpertsHook",
         "average": "megatron.training.hooks.average:AverageHook",

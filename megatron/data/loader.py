@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from megatron.config.stages import stage_at
+
 from .batch import StepBatch
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .left_out import LeftOut
+from .pieces import cut
 from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample, documents_and_positions
 
@@ -40,7 +45,9 @@ class Loader:
         data_ranks: int,
         workers: int = 1,
         prefetch: int = 2,
+        length: Callable[[int], int] | None = None,
     ):
+        """`length`: tokens of the samples that a step's own are cut into (`pieces.cut`); None leaves them whole."""
         per_pass = micro_batch_size * data_ranks
         if plan.batch % per_pass:
             raise DataError(
@@ -51,7 +58,7 @@ class Loader:
             )
         self.plan, self.steps, self.left_out = plan, plan.steps, LeftOut()
         self.micro_batch_size, self.accumulation = micro_batch_size, plan.batch // per_pass
-        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.data_rank, self.data_ranks, self._length = data_rank, data_ranks, length
         self._prefetch = prefetch if workers else 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="loader") if self._prefetch else None
         self._ready: dict[int, Future[StepBatch]] = {}
@@ -93,7 +100,7 @@ class Loader:
         hashes = [sample_hash(int(index), sample.tokens) for index, sample in zip(indices.flat, samples)]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).reshape(*numbers.shape, -1)
         documents, positions = _boundaries(samples, numbers.shape)
-        return StepBatch(
+        batch = StepBatch(
             step,
             tokens,
             torch.from_numpy(numbers),
@@ -102,6 +109,7 @@ class Loader:
             documents,
             positions,
         )
+        return batch if self._length is None else cut(batch, self._length(step), self.plan.batch)
 
     def close(self) -> None:
         """Stop the threads; the loader is not used afterwards."""
@@ -128,6 +136,10 @@ def _boundaries(samples: list[Sample], shape: tuple[int, ...]) -> tuple[torch.Te
     return documents, positions
 
 
+def _length(config: Config, step: int) -> int:
+    return stage_at(config, step).length
+
+
 def build_loader(
     config: Config, *, data_rank: int, data_ranks: int, split: str = "train", name: str | None = None
 ) -> Loader:
@@ -149,6 +161,7 @@ def build_loader(
         data_ranks=data_ranks,
         workers=config.data.workers,
         prefetch=config.data.prefetch,
+        length=partial(_length, config) if split == "train" and config.training.sequence_schedule else None,
     )
     if split == "train":
         loader.leave_out(LeftOut.given(config))

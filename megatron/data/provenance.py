@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from megatron.config.stages import stage_at
 
 from .corpus.files import read_origin
 from .errors import DataError
@@ -18,7 +21,6 @@ from .left_out import LeftOut
 from .manifest import read_manifest
 from .order import TokenRange
 from .plan import SyntheticPlan, build_plan
-from .sample import Sample
 from .token_file import TokenFile
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ class Provenance:
     ) -> None:
         self.config, self.plan = config, build_plan(config, split, name)
         found = LeftOut.given(config) if left_out is None else left_out
-        self.left_out = found if split == "train" else LeftOut()
+        self.left_out, self._trains = found if split == "train" else LeftOut(), split == "train"
         training = config.training
         self.data_ranks = training.global_batch_size // (training.micro_batch_size * (training.accumulation or 1))
         self._origins = lru_cache(None)(lambda source: Origins(self.plan.sources[source].file))
@@ -147,34 +149,51 @@ class Provenance:
                 f"there is no data parallel rank {rank}; the run has {self.data_ranks}",
                 f"give 0 ... {self.data_ranks - 1}",
             )
-        micro = self.config.training.micro_batch_size
+        micro, (pieces, length) = self.config.training.micro_batch_size, self._cut(step)
         found = []
         for index in range(self.plan.batch):
             own, pass_number = index // micro % self.data_ranks, index // micro // self.data_ranks
-            if rank in (None, own):
-                number = self.left_out.batch(step) * self.plan.batch + index
-                sample = self.plan.sample(number)
+            if rank not in (None, own):
+                continue
+            number = self.left_out.batch(step) * self.plan.batch + index
+            sample = self.plan.sample(number)
+            for piece in range(pieces):
+                place, tokens = index * pieces + piece, sample.tokens[piece * length : (piece + 1) * length + 1]
+                spans = sample.spans if self._moved else tuple(_part(sample.spans, piece * length, length + 1))
                 found.append(
                     Sequence(
-                        index,
-                        number,
+                        place,
+                        number * pieces + piece,
                         own,
                         pass_number,
-                        sample_hash(index, sample.tokens),
-                        self._pieces(sample),
-                        sample.tokens,
+                        sample_hash(place, tokens),
+                        self._pieces(sample.source, spans),
+                        tokens,
                     )
                 )
         return found
 
-    def _pieces(self, sample: Sample) -> list[TextPiece]:
-        pieces = []
-        for span in sample.spans:
-            source = self.plan.sources[sample.source]
-            pieces.append(
-                TextPiece(source.name, str(source.file.prefix), *span, **self._origins(sample.source).of(span.document))
+    def _cut(self, step: int) -> tuple[int, int]:
+        """How many pieces a step cuts each sample into, and their length: see `data.pieces`."""
+        longest = self.config.training.sequence_length
+        if not self._trains:
+            return 1, longest
+        stage = stage_at(self.config, step)
+        return stage.pieces, stage.length
+
+    @property
+    def _moved(self) -> bool:
+        """Whether tokens do not stand in a sample as in its documents, so that nobody can say in which piece of it."""
+        return self.config.data.fim.rate > 0
+
+    def _pieces(self, source: int, spans: tuple[TokenRange, ...]) -> list[TextPiece]:
+        found = []
+        for span in spans:
+            opened = self.plan.sources[source]
+            found.append(
+                TextPiece(opened.name, str(opened.file.prefix), *span, **self._origins(source).of(span.document))
             )
-        return pieces
+        return found
 
     def source(self, name: str) -> int:
         """The number of the source with a name.
@@ -211,32 +230,55 @@ class Provenance:
                 "--document", f"{file.prefix} has documents 0 ... {len(file) - 1}, not {document}", "give one of these"
             )
         end = start + (int(file.sizes[document]) - start if length is None else length)
-        numbers = dict.fromkeys(number for number, _ in self._readings(source, document, start, end))
-        steps = ((self._step(number), number % self.plan.batch) for number in numbers)
-        return sorted((step, index) for step, index in steps if step is not None)
+        places = self._places(source, document, start, end)
+        return sorted({(step, index) for step, index, _ in places})
 
     def readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, TokenRange]]:
         """What the run's steps read of tokens start ... end-1 of a document and around them, in no order."""
-        for number, span in self._readings(source, document, start, end):
-            if (step := self._step(number)) is not None:
-                yield step, span
+        for step, _, span in self._places(source, document, start, end):
+            yield step, span
+
+    def _places(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
+        """The step, the place in the global batch and the piece of the document of each sequence that has some of these
+        tokens."""
+        for number, begin, span in self._readings(source, document, start, end):
+            if (step := self._step(number)) is None:
+                continue
+            pieces, length = self._cut(step)
+            for piece in range(pieces):
+                place = number % self.plan.batch * pieces + piece
+                own = [span] if self._moved else _part([span], piece * length - begin, length + 1)
+                yield from ((step, place, each) for each in own if _overlaps(each, document, start, end))
 
     def _step(self, number: int) -> int | None:
         """The step that reads sample n; None if the run ends before."""
         step = self.left_out.step(number // self.plan.batch)
         return step if step is not None and step < self.plan.steps else None
 
-    def _readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, TokenRange]]:
-        """Samples that have some of these tokens, with the pieces of the document that have them."""
+    def _readings(self, source: int, document: int, start: int, end: int) -> Iterator[tuple[int, int, TokenRange]]:
+        """Samples that have some of these tokens, with the pieces of the document that have them and their places in
+        the sample."""
         plan = self.plan
         if isinstance(plan, SyntheticPlan):
             return
         below = (plan.steps + self.left_out.total) * plan.batch
         order = plan.sources[source].order
         for sample in order.find(document, plan.highest(source, below)):
-            spans = [span for span in order.spans(sample) if _overlaps(span, document, start, end)]
+            whole = order.spans(sample)
+            begins = accumulate((span.length for span in whole), initial=0)
+            spans = [each for each in zip(begins, whole) if _overlaps(each[1], document, start, end)]
             if spans:
-                yield from ((number, span) for number in plan.numbers(source, sample, below) for span in spans)
+                yield from ((number, *each) for number in plan.numbers(source, sample, below) for each in spans)
+
+
+def _part(spans: Iterable[TokenRange], begin: int, length: int) -> Iterator[TokenRange]:
+    """What of pieces, one after the other, are tokens begin ... begin + length - 1; `begin` may be below 0."""
+    at = 0
+    for span in spans:
+        first, last = max(begin, at), min(begin + length, at + span.length)
+        if first < last:
+            yield TokenRange(span.document, span.start + first - at, last - first)
+        at += span.length
 
 
 def _overlaps(span: TokenRange, document: int, start: int, end: int) -> bool:

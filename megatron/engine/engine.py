@@ -45,6 +45,7 @@ from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
+from .lengths import SequenceStages
 from .logit_clipping import LogitClipping
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
@@ -79,6 +80,10 @@ def prepare_deepspeed(device: torch.device) -> None:
 
 
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
+
+
+def _nothing() -> None:
+    """What an engine without pipeline stages does where samples get another length."""
 
 
 @dataclass
@@ -194,6 +199,7 @@ class BaseEngine:
         if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
             reduce_nothing(self.deepspeed, stage)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
+        self.stages = SequenceStages(self.config, module, getattr(self.deepspeed, "reset_activation_shape", _nothing))
         self._tell_of_reductions()
         sum_large_gradients_in_place(self.deepspeed)
         clear_sums_once(self.deepspeed.optimizer)
@@ -219,7 +225,8 @@ class BaseEngine:
         losses = (lambda: self.losses) if self.reports else (lambda: None)
         return StepGate(self.config, self.mesh, self.device, losses, norm, self.clipping)
 
-    def _begin(self, lr: float) -> None:
+    def _begin(self, step: int, lr: float) -> None:
+        self.stages.enter(step)
         self.state.for_training()
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
@@ -353,7 +360,7 @@ class PlainEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
-        self._begin(lr)
+        self._begin(batch.step, lr)
         self.model.train()
         scale = self._scale(batch)
         if scale is None:
@@ -424,7 +431,7 @@ class PipelinedEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
-        self._begin(lr)
+        self._begin(batch.step, lr)
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS

@@ -105,6 +105,11 @@ class Block(nn.Module):
         if self.pattern.ffn is not None and self.ffn is not None:
             yield self.pattern.ffn, self.ffn
 
+    def turning(self) -> Iterator[tuple[Kind, nn.Module]]:
+        """All layers that positions may turn, those beside the mixer too, each with its kind."""
+        yield from self.layers()
+        yield from zip(self.pattern.side, self.side_layers or ())
+
     @staticmethod
     def shares_norm(model: ModelSection, pattern: BlockPattern) -> bool:
         residual, both = model.residual, pattern.mixer is not None and pattern.ffn is not None

@@ -100,8 +100,12 @@ class Rotary:
     """Turns queries and keys by their positions. Holds no parameters; tables are fp32 and made once per length."""
 
     def __init__(self, options: RotaryOptions, head_dim: int):
-        self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
         self.rotated = rotated_channels(options, head_dim)
+        self.use(options)
+
+    def use(self, options: RotaryOptions) -> None:
+        """Turn by other frequencies from now on; the share of channels stays."""
+        self.options, self.name = options, repr(options)  # the name is a key that torch.compile can follow
 
     def angles(self, length: int, positions_BS: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [1 or B, S, 1, rotated/2], of positions (None: 0 ... length - 1; else all are < length).

@@ -50,7 +50,8 @@ class BySource:
     def of(self, batch: StepBatch) -> torch.Tensor:
         if not isinstance(self.plan, SamplePlan):
             return torch.zeros_like(batch.labels)
-        sources = [self._source(self.plan, number) for number in batch.sample_ids.flatten().tolist()]
+        pieces = self.plan.options.sequence_length // batch.labels.shape[-1]  # of a sample of the plan: `pieces.cut`
+        sources = [self._source(self.plan, number // pieces) for number in batch.sample_ids.flatten().tolist()]
         return torch.tensor(sources).view(*batch.sample_ids.shape, 1).expand(batch.labels.shape)
 
     @staticmethod

@@ -51,7 +51,7 @@ class Parts:
 
     Attributes:
         config: of the run.
-        flops_per_token: operations of forward and backward per token, over the whole model.
+        flops_per_token: operations of forward and backward per token, over the whole model, in an update.
         validation: the sets to evaluate.
         saver, contents: how to save, and (completed updates) -> what; None in a run without checkpoints.
         inspect: what is wrong with the values of fragments, in sentences.
@@ -63,7 +63,7 @@ class Parts:
     """
 
     config: Config
-    flops_per_token: float | None = None
+    flops_per_token: Callable[[int], float] | None = None
     validation: Sequence[ValidationSet] = ()
     saver: SaverProtocol | None = None
     contents: Callable[[int], tuple[Iterable[Fragment], Meta]] | None = None

@@ -16,6 +16,7 @@ from megatron.checkpoint.names import number_of
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.origins import Origin
+from megatron.config.stages import staged, stages_of
 from megatron.config.yaml_source import parse
 from megatron.data.hashing import sample_hash
 from megatron.data.left_out import LeftOut
@@ -102,7 +103,7 @@ def find(
         for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
             log(line)
     if found.checkpoint is not None:
-        changed = changes(found.checkpoint.meta.config, config)
+        changed = changes(found.checkpoint.meta.config, config, found.checkpoint.step)
         for line in changed:
             log(f"changed since the checkpoint: {line}")
         refuse_other_runs(found.checkpoint.title, changed, config)
@@ -125,7 +126,7 @@ def find(
         weights = found.checkpoint
         assert weights is not None  # one was named
         log(f"{found.reason}; optimizer, schedule and data start anew")
-        changed = changes(weights.meta.config, config)
+        changed = changes(weights.meta.config, config, weights.step, start=0)
         known = not any(
             line.startswith("tokenizer.type: 'none'") for line in changed
         )  # many models come without theirs
@@ -220,10 +221,23 @@ def load(source: StartPoint, world: World, engine: BaseEngine) -> int:
     """
     if source.checkpoint is not None:
         resume(source.checkpoint, world, engine)
+        engine.stages.enter(max(source.checkpoint.step - 1, 0))  # what evaluates before the next update
         return source.checkpoint.step
     if source.weights is not None:
         initialize(source.weights, world, engine, engine.config.checkpoint.initialize_map, engine.config)
+    engine.stages.enter(0)
     return 0
+
+
+def made_in(checkpoint: Checkpoint, config: Config) -> int:
+    """An update of the stage of sequence length that a checkpoint was made in.
+
+    One of another run, such as an imported model, is taken for what the configuration says that the model becomes.
+    """
+    values, _, _ = parse(checkpoint.meta.config, lambda _line: Origin("values"))
+    own = values["training"].get("sequence_schedule") or []
+    known = own == config.model_dump(mode="json")["training"]["sequence_schedule"]
+    return max(checkpoint.step - 1, 0) if known else stages_of(config)[-1].begin
 
 
 def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
@@ -304,6 +318,7 @@ def contents(
             data={
                 "samples": samples,
                 "tokens": tokens(step),
+                "sequence_length": config.training.sequence_length,
                 "last_sample": last_sample(plan, samples, left_out),
                 **_fact(left_out),
             },
@@ -315,13 +330,20 @@ def contents(
     return at
 
 
-def last_sample(plan: SampleSet, samples: int, left_out: LeftOut | None = None) -> str | None:
-    """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen."""
+def last_sample(
+    plan: SampleSet, samples: int, left_out: LeftOut | None = None, length: int | None = None
+) -> str | None:
+    """Hash of the last of the first `samples` samples of a run, by which another order of the data is seen.
+
+    Args:
+        length: of the last so many tokens of it; None takes all.
+    """
     if not samples:
         return None
     step, index = divmod(samples - 1, plan.batch)
     number = (left_out or LeftOut()).batch(step) * plan.batch + index
-    return hash_text(sample_hash(0, plan.sample(number).tokens))
+    tokens = plan.sample(number).tokens
+    return hash_text(sample_hash(0, tokens if length is None else tokens[-length - 1 :]))
 
 
 def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut | None = None) -> list[str]:
@@ -330,6 +352,9 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
     before, now = meta.data.get("samples"), meta.step * config.training.global_batch_size
     if before is None:
         return []
+    length, longest = meta.data.get("sequence_length", config.training.sequence_length), config.training.sequence_length
+    if length != longest and before * length == now * longest:  # as many tokens, in samples of another length
+        before = now
     if before != now:
         return [
             f"warning: the data go on at sample {now:,} (step * training.global_batch_size), and the checkpoint has "
@@ -337,7 +362,7 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
             f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
         ]
     told = meta.data.get("last_sample")
-    if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out):
+    if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out, length):
         return []
     return [
         "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "
@@ -345,12 +370,23 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
     ]
 
 
-def changes(before: str, config: Config) -> list[str]:
+def changes(before: str, config: Config, completed: int = 0, start: int | None = None) -> list[str]:
     """`key: old -> new` for each key that matters to what is trained and differs from the checkpoint's
     configuration.
+
+    Lengths and rotary options are those of the stage of sequence length that the checkpoint was made in: a run may get
+    further stages, and goes on with what it was.
+
+    Args:
+        completed: updates of the checkpoint.
+        start: updates after which this run takes it up; by default as many.
     """
     values, _, _ = parse(before, lambda _line: Origin("values"))
-    old, new = _leaves(values), _leaves(config.model_dump(mode="json"))
+    now = config.model_dump(mode="json")
+    schedules = [values["training"].get("sequence_schedule") or [], now["training"]["sequence_schedule"]]
+    old, new = _leaves(_as_of(values, completed)), _leaves(_as_of(now, completed if start is None else start))
+    for key in () if schedules[0] == schedules[1] else ("sequence_schedule", "sequence_length"):
+        old[f"training.{key}"], new[f"training.{key}"] = values["training"].get(key), now["training"][key]
     keys = [
         key
         for key in sorted(old.keys() & new.keys())
@@ -399,6 +435,13 @@ def _same_name(line: str) -> bool:
     """Whether a tokenizer's file has only moved, as from one cluster to another: same name, two places."""
     before, _, after = line.partition(": ")[2].partition(" -> ")
     return Path(before.strip("'\"")).name == Path(after.strip("'\"")).name
+
+
+def _as_of(values: dict[str, Any], completed: int) -> dict[str, Any]:
+    """Plain values as of the stage that the last of these updates was in."""
+    ends = [each["until"] for each in values["training"].get("sequence_schedule") or []]
+    number = sum(end <= max(completed - 1, 0) for end in ends)
+    return staged(values, number)
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
+from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
@@ -150,6 +151,12 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
         log(line)
 
 
+def _operations(config: Config) -> Callable[[int], float]:
+    """Operations of forward and backward per token in an update; shorter sequences have fewer."""
+    by_stage = [totals(as_stage(config, stage)).training_flops for stage in stages_of(config)]
+    return lambda step: by_stage[stage_at(config, step).number]
+
+
 def _train(
     config: Config,
     place: WorkerEnvironment,
@@ -174,7 +181,7 @@ def _train(
     hooks = hooks_of(
         Parts(
             config,
-            flops_per_token=totals(config).training_flops,
+            flops_per_token=_operations(config),
             validation=validation,
             saver=saver,
             contents=saves,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from megatron.checkpoint import Fragment, open_checkpoint
+from megatron.checkpoint.configuration import config_of
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.fragment import WEIGHT
 from megatron.checkpoint.store import find_checkpoint
-from megatron.config import Config, read_resolved
+from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, room
 from megatron.model.stack import DTYPES, Model, build_model
@@ -25,10 +25,7 @@ from megatron.parallel.parameters import logical_of, stored_tensors
 def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:
     """The model of a checkpoint, whole, in the run's compute type (or `dtype`)."""
     checkpoint = open_checkpoint(path, verify="sizes")
-    with tempfile.NamedTemporaryFile("w", suffix=".yml") as file:
-        file.write(checkpoint.meta.config)
-        file.flush()
-        config = read_resolved(file.name)
+    config = config_of(checkpoint)
     dtype = dtype or (DTYPES[config.precision.compute] if device.type == "cuda" else torch.float32)
     model = build_model(config, device=device, dtype=dtype, values=False)
     checkpoint.read_into([_target(tensor) for tensor in stored_tensors(model)], cast={WEIGHT})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import cast
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from megatron.config import Config, read_resolved
+from megatron.config import Config
 from megatron.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
+from ..configuration import config_of
 from ..errors import CheckpointError
 from ..fragment import MASTER, WEIGHT, FragmentSpec
 from ..reader import Checkpoint
@@ -28,14 +28,6 @@ from .written import shapes_of, write_tensors
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GIBIBYTE = 2**30
-
-
-def config_of(checkpoint: Checkpoint) -> Config:
-    """The configuration of the run that wrote a checkpoint."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
-        file.write(checkpoint.meta.config)
-        file.flush()
-        return read_resolved(file.name)
 
 
 def reader(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Callable[[str], torch.Tensor]:

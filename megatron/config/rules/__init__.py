@@ -22,6 +22,7 @@ from . import (
     schedule,
     sequences,
     spikes,
+    stages,
 )
 
 MODULES = (
@@ -30,6 +31,7 @@ MODULES = (
     parametrization,
     layout,
     sequences,
+    stages,
     recipe,
     optimizers,
     schedule,

@@ -8,6 +8,7 @@ from ..epochs import Uncounted, steps_of_epochs
 from ..registry import OBJECTIVE, OPTIMIZER, SCHEDULE
 from .base import Derivable, Derived, Section, key
 from .layout import ActivationCheckpointing
+from .rotary import RotaryScaling
 
 
 def _steps(own: dict[str, Any], at: Any) -> int:
@@ -45,6 +46,23 @@ def _decay_steps(own: dict[str, Any], at: Any) -> int | None:
     return max(own["steps"] // 10, 1) if own["type"] in ("wsd", "infinite") else None
 
 
+class StageRotary(Section):
+    base: float = key(..., "Base of the rotary frequencies in the stage.", gt=0)
+    scaling: RotaryScaling = key(RotaryScaling, "Frequency scaling in the stage.")
+
+
+class SequenceStage(Section):
+    until: int = key(..., "Updates that are done when the stage ends.", unit="steps", gt=0)
+    sequence_length: int = key(
+        ..., "Tokens per sample in the stage; divides training.sequence_length.", unit="tokens", gt=0, le=2**31 - 1
+    )
+    rotary: dict[str, StageRotary] = key(
+        dict,
+        "Rotary options of the stage by kind of layer (`attention`), or kind and variant (`attention@far`); kinds that "
+        "are not named have those of the model.",
+    )
+
+
 class TrainingSection(Section):
     steps: Derivable[int] = key(
         None,
@@ -60,6 +78,11 @@ class TrainingSection(Section):
     )
     seed: int = key(1234, "Seed of the initial weights, of dropout and of the data order.", ge=0)
     sequence_length: int = key(..., "Tokens per sample that the model reads.", unit="tokens", gt=0, le=2**31 - 1)
+    sequence_schedule: list[SequenceStage] = key(
+        list,
+        "Stages of shorter sequences before the steps with training.sequence_length; a batch has the same tokens in "
+        "all of them (docs/long_context.md).",
+    )
     micro_batch_size: int = key(
         1, "Samples in one forward pass of one data parallel rank.", unit="samples", gt=0, le=2**20
     )

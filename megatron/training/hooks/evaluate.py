@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron.config.stages import stage_of
 from megatron.data.batch import StepBatch
+from megatron.data.pieces import cut
 from megatron.engine.protocol import Engine
 from megatron.worker.beacon import EVALUATE
 
@@ -59,9 +61,12 @@ class Measures:
 
 
 def evaluate(
-    engine: Engine, exchange: Exchange, which: ValidationSet, measures: Measures = Measures()
+    engine: Engine, exchange: Exchange, which: ValidationSet, measures: Measures = Measures(), length: int | None = None
 ) -> dict[str, Any]:
     """Loss of a set: the mean over its labels, however they fall into batches and ranks. All ranks call it.
+
+    Args:
+        length: tokens of the samples that the set's own are cut into; None leaves them whole.
 
     Returns:
         loss in nats per token, perplexity, and the number (weight) of tokens; loss nan where there were no labels.
@@ -74,6 +79,8 @@ def evaluate(
     sums = torch.zeros(2, breakdown.size, dtype=torch.float64, device=exchange.device) if breakdown else None
     for index in range(which.batches):
         batch = which.loader.step(index)
+        if length is not None:
+            batch = cut(batch, length, which.loader.plan.batch)
         if breakdown is not None and sums is not None:
             loss, count = engine.evaluate(batch, breakdown.labels(batch, sums))
         else:
@@ -140,17 +147,10 @@ class EvaluateHook(Hook):
         if not self._sets:
             return
         trainer.settle()
-        found = {}
-        for each in self._sets:
-            with trainer.aside(EVALUATE, each.name):
-                found[each.name] = evaluate(trainer.engine, trainer.exchange, each, self._of(trainer, each))
+        found = self._losses(trainer, "")
         if self._average:
             with trainer.engine.averaged():
-                for each in self._sets:
-                    with trainer.aside(EVALUATE, each.name):
-                        found[f"{each.name} (average)"] = evaluate(
-                            trainer.engine, trainer.exchange, each, self._of(trainer, each)
-                        )
+                found |= self._losses(trainer, " (average)")
         if trainer.is_main:
             trainer.sinks.write({"step": trainer.completed, "validation": found})
         for name, values in found.items():
@@ -159,6 +159,17 @@ class EvaluateHook(Hook):
                     f"the validation loss of {name} after {trainer.completed} steps is {values['loss']}: "
                     f"the set has {values['tokens']:g} labels; look at evaluation.batches and the data"
                 )
+
+    def _losses(self, trainer: Trainer, note: str) -> dict[str, dict[str, Any]]:
+        """Of each set, named with the note. In a stage of shorter sequences the sets' samples are cut as its own."""
+        found, stage = {}, stage_of(trainer.config, trainer.completed)
+        for each in self._sets:
+            with trainer.aside(EVALUATE, each.name):
+                measures = self._of(trainer, each)
+                found[each.name + note] = evaluate(trainer.engine, trainer.exchange, each, measures, stage.length)
+                if trainer.config.training.sequence_schedule:
+                    found[each.name + note]["sequence_length"] = stage.length
+        return found
 
     def _of(self, trainer: Trainer, which: ValidationSet) -> Measures:
         """What is told of a set; what that needs is computed once."""

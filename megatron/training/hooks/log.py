@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -39,17 +40,22 @@ class LogHook(Hook):
 
     Args:
         every: n.
-        flops_per_token: of forward and backward, over the whole model; None shows no TFLOP/s.
+        flops_per_token: of forward and backward, over the whole model, in an update; None shows no TFLOP/s.
         compute: fp32, bf16 or fp16, the type whose peak MFU is a share of.
         peak_tflops: `logging.peak_tflops`, if given.
     """
 
     def __init__(
-        self, every: int, *, flops_per_token: float | None, compute: str, peak_tflops: float | None = None
+        self,
+        every: int,
+        *,
+        flops_per_token: Callable[[int], float] | None,
+        compute: str,
+        peak_tflops: float | None = None,
     ) -> None:
         self._every, self._flops = every, flops_per_token
         self._compute, self._given = compute, peak_tflops
-        self._steps = 0
+        self._steps, self._operations = 0, 0.0  # since the last record; the latter per token, summed over steps
         self._pace: float | None = None
         self._peak: Peak | None = None
 
@@ -71,12 +77,14 @@ class LogHook(Hook):
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         self._steps += 1
+        self._operations += 0.0 if self._flops is None else self._flops(step)
         if step % self._every and not trainer.last:
             return
         trainer.settle()
         loss = report.loss  # waits for the device, so that the lap ends when the step does
         seconds, data_seconds = trainer.clock.lap()
         steps, self._steps = self._steps, 0
+        operations, self._operations = self._operations / steps, 0.0
         if trainer.is_main:
             trainer.sinks.write({
                 "step": step,
@@ -84,7 +92,7 @@ class LogHook(Hook):
                 "lr": report.lr,
                 "grad_norm": report.grad_norm,
                 "tokens": trainer.tokens(step + 1),
-                **self._speeds(trainer, seconds / steps),
+                **self._speeds(trainer, seconds / steps, operations),
                 "step_seconds": seconds / steps,
                 "data_seconds": data_seconds / steps,
                 "batch_hash": hash_text(report.batch_hash),
@@ -96,12 +104,12 @@ class LogHook(Hook):
                 **trainer.extra_metrics,
             })
 
-    def _speeds(self, trainer: Trainer, seconds: float) -> dict[str, float]:
+    def _speeds(self, trainer: Trainer, seconds: float, operations: float) -> dict[str, float]:
         training = trainer.config.training
         rate = training.global_batch_size * training.sequence_length / max(seconds, 1e-9)
         speeds = {"tokens_per_second": rate}
         if self._flops is not None:
-            speeds["tflops"] = rate * self._flops / trainer.mesh.layout.world_size / 1e12
+            speeds["tflops"] = rate * operations / trainer.mesh.layout.world_size / 1e12
             if self._peak is not None and self._peak.tflops is not None:
                 speeds["mfu"] = speeds["tflops"] / self._peak.tflops
                 speeds["peak_tflops"] = self._peak.tflops

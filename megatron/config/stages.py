@@ -1,0 +1,94 @@
+"""Stages of sequence length (`training.sequence_schedule`): what a run is at each of its steps. No torch.
+
+The configuration describes the last stage, and so the model that comes out: its sequences are the longest, and its
+rotary options are those that are exported. The schedule says what earlier steps have instead. In every stage a step
+reads the tokens that it would read without a schedule; a shorter stage cuts each sample into equal pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from .frozen import thaw
+from .sections.base import Section
+from .tree import get
+
+C = TypeVar("C", bound=Section)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps `begin` ... `end` - 1 of a run; the last stage has no end.
+
+    Attributes:
+        number: its place in the schedule; the last stage, which no entry describes, has the next number.
+        length: tokens of a sample.
+        pieces: that a sample of `training.sequence_length` tokens is cut into.
+    """
+
+    number: int
+    begin: int
+    end: int | None
+    length: int
+    pieces: int
+
+
+def stages_of(config: Any) -> list[Stage]:
+    """The stages of a run, one after the other; a run without a schedule is one stage."""
+    longest, found, begin = config.training.sequence_length, list[Stage](), 0
+    for number, entry in enumerate(config.training.sequence_schedule):
+        length = entry.sequence_length
+        found.append(Stage(number, begin, entry.until, length, longest // length))
+        begin = entry.until
+    return [*found, Stage(len(found), begin, None, longest, 1)]
+
+
+def stage_at(config: Any, step: int) -> Stage:
+    """The stage of update `step`, from 0."""
+    return next(stage for stage in stages_of(config) if stage.end is None or step < stage.end)
+
+
+def stage_of(config: Any, completed: int) -> Stage:
+    """The stage of what a run has made after so many updates: that of the last one."""
+    return stage_at(config, max(completed - 1, 0))
+
+
+def as_stage(config: C, stage: Stage) -> C:
+    """The configuration of a run that is nothing but this stage: its lengths, batches and rotary options."""
+    training: Any = config.training  # type: ignore[attr-defined]
+    if not training.sequence_schedule:
+        return config
+    return type(config).model_validate(staged(config.model_dump(), stage.number))
+
+
+def as_of(config: C, completed: int) -> C:
+    """The configuration of what a run has made after so many updates, such as a checkpoint."""
+    return as_stage(config, stage_of(config, completed))
+
+
+def staged(values: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """`as_stage` on the plain values of a resolved configuration."""
+    found = cast(dict[str, Any], thaw(values))
+    training, model = found["training"], found["model"]
+    schedule, training["sequence_schedule"] = training.get("sequence_schedule") or [], []
+    if number >= len(schedule):
+        return found
+    entry = schedule[number]
+    pieces = training["sequence_length"] // entry["sequence_length"]
+    training["sequence_length"] = entry["sequence_length"]
+    for name in ("micro_batch_size", "global_batch_size"):
+        if training[name] is not None:
+            training[name] *= pieces
+    for name, rotary in entry["rotary"].items():
+        put_rotary(model, name, rotary)
+    return found
+
+
+def put_rotary(model: dict[str, Any], name: str, rotary: Mapping[str, Any]) -> None:
+    """Give a kind of layer, or `kind@variant`, other rotary options, in place."""
+    kind, _, variant = name.partition("@")
+    options = model["variants"].get(variant) if variant else model.get(kind)
+    if options is not None:
+        options["rotary"] = {**(get(model, (kind, "rotary"), None) or {}), **(options.get("rotary") or {}), **rotary}

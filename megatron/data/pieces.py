@@ -1,0 +1,46 @@
+"""A batch in shorter samples: the same tokens and labels, with less text before each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .batch import StepBatch
+from .hashing import batch_hash, sample_hash
+
+
+def cut(batch: StepBatch, length: int, samples: int) -> StepBatch:
+    """Cut each sample into pieces of `length` tokens, which become samples of their own; each label stays one label.
+
+    Piece k of sample n is sample n * pieces + k of a batch with as many times more samples, so numbers, hashes,
+    documents and positions are those of a batch that was read with samples of this length.
+
+    Args:
+        length: divides the tokens of a sample.
+        samples: B, of the whole global batch as it is.
+    """
+    pieces = batch.inputs.shape[-1] // length
+    if pieces == 1:
+        return batch
+    shape = (batch.tokens.shape[0], -1, length)
+
+    def parts(whole: torch.Tensor | None) -> torch.Tensor | None:
+        return None if whole is None else whole.reshape(shape)
+
+    tokens = batch.tokens.unfold(-1, length + 1, length).reshape(*shape[:2], length + 1)
+    numbers = (batch.sample_ids[..., None] * pieces + torch.arange(pieces)).flatten(1)
+    hashes = map(sample_hash, (numbers % (samples * pieces)).flatten().tolist(), tokens.flatten(0, 1).numpy())
+    documents, positions = parts(batch.documents), parts(batch.positions)
+    if documents is not None and positions is not None:
+        documents = documents - documents[..., :1]
+        positions = positions - positions[..., :1] * (documents == 0)
+    return replace(
+        batch,
+        tokens=tokens,
+        sample_ids=numbers,
+        hash=batch_hash(hashes),
+        loss_mask=parts(batch.loss_mask),
+        documents=documents,
+        positions=positions,
+    )
