@@ -28,7 +28,7 @@ from tests.paths import ROOT
 
 CONFIG = """
 model: {layers: "(attention/mlp) x1", hidden_size: 16, vocab_size: 257, attention: {heads: 2}}
-training: {steps: 25, sequence_length: 48, global_batch_size: 12, micro_batch_size: 2}
+training: {steps: 25, sequence_length: 48, global_batch_size: 12, micro_batch_size: 2, sequence_schedule: STAGES}
 tokenizer: {type: bytes}
 data:
   train: [{path: PATH/a, weight: 0.75}, {path: PATH/b, weight: 0.25}]
@@ -38,7 +38,7 @@ run: {dir: PATH/run}
 """
 
 
-@pytest.fixture(scope="module", params=["pythia", "stream"])
+@pytest.fixture(scope="module", params=["pythia", "stream", "stream, in stages"])
 def run(request, tmp_path_factory):
     """Two corpora (one compressed) tokenized, and the resolved configuration of a run on 3 ranks."""
     import gzip
@@ -57,7 +57,11 @@ def run(request, tmp_path_factory):
         path = folder / (f"{name}.jsonl" if name == "a" else f"{name}.jsonl.gz")
         path.write_bytes(content if name == "a" else gzip.compress(content))
         tokenize(Job(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
-    (folder / "run.yml").write_text(CONFIG.replace("PATH", str(folder)).replace("ORDER", request.param))
+    order, _, stages = request.param.partition(", ")
+    stages = "[{until: 6, sequence_length: 16}, {until: 20, sequence_length: 24}]" if stages else "[]"
+    (folder / "run.yml").write_text(
+        CONFIG.replace("PATH", str(folder)).replace("ORDER", order).replace("STAGES", stages)
+    )
     save_resolved(load([folder / "run.yml"], ranks=3), folder / "run" / "config.yml")
     return folder
 
@@ -74,7 +78,7 @@ def test_a_step_traced_to_the_very_bytes(run):
     provenance = Provenance(run_config(run / "run"))
     tokenizer = build_tokenizer(provenance.config.tokenizer)
     loaders = [build_loader(provenance.config, data_rank=rank, data_ranks=3) for rank in range(3)]
-    sources = set()
+    sources, lengths = set(), set()
     for step in (0, 7, 24):
         batches = [loader.step(step) for loader in loaders]
         rows = {
@@ -83,7 +87,9 @@ def test_a_step_traced_to_the_very_bytes(run):
             for number, tokens in zip(batch.sample_ids.flatten().tolist(), batch.tokens.flatten(0, 1).tolist())
         }
         sequences = provenance.step(step)
-        assert [each.number for each in sequences] == list(range(step * 12, step * 12 + 12))
+        size = sum(len(batch.sample_ids.flatten()) for batch in batches)
+        assert [each.number for each in sequences] == list(range(step * size, step * size + size))
+        lengths.add(len(sequences[0].tokens) - 1)
         for each in sequences:
             built = []
             for piece in each.pieces:
@@ -97,6 +103,7 @@ def test_a_step_traced_to_the_very_bytes(run):
             assert step_hash(provenance.step(step, rank)) == batches[rank].hash
             assert [each.number for each in provenance.step(step, rank)] == batches[rank].sample_ids.flatten().tolist()
     assert sources == {"a", "b"}
+    assert lengths == ({16, 24, 48} if provenance.config.training.sequence_schedule else {48})
 
 
 def test_the_hash_by_the_documentation(run):
@@ -156,7 +163,11 @@ def test_tools(run, tmp_path):
     step = json.loads(done.stdout)["steps"][0]
     tokenizer = build_tokenizer(TokenizerSection(type="bytes"))
     array = np.load(tmp_path / "x.npy")
-    assert array.shape == (1, 12, 49)
+    schedule = run_config(run / "run").training.sequence_schedule
+    assert array.shape == ((1, 24, 25) if schedule else (1, 12, 49))
+    if schedule:
+        done = tool("batch.py", str(run / "run"), "--step", "4", "--to", "7", "--export", str(tmp_path / "y.npy"))
+        assert done.returncode == 2 and "sequences of several lengths" in done.stderr
     assert [each["text"] for each in step["sequences"]] == [tokenizer.decode(row.tolist()) for row in array[0]]
     assert int(step["hash"], 16) == sum(sample_hash(index, row) for index, row in enumerate(array[0])) % MODULUS
     piece = step["sequences"][0]["pieces"][0]

@@ -44,6 +44,7 @@ def main(given: argparse.Namespace) -> dict:
 
     from megatron.config.file_access import keep_inputs
     from megatron.data.corpus.files import pair_files
+    from megatron.data.errors import DataError
     from megatron.data.provenance import Provenance, config_file, run_config, step_hash
     from megatron.data.tokenizer import build_tokenizer
 
@@ -77,6 +78,12 @@ def main(given: argparse.Namespace) -> dict:
         if given.export:
             arrays.append(np.stack([each.tokens for each in sequences]))
     if given.export:
+        if len({each.shape for each in arrays}) > 1:
+            raise DataError(
+                "--export",
+                f"steps {given.step} to {last} have sequences of several lengths (training.sequence_schedule)",
+                "export the steps of one stage at a time",
+            )
         stacked = np.stack(arrays)
         np.save(given.export, stacked.astype(np.uint16) if stacked.max() < 2**16 else stacked.astype(np.int32))
     return {"run": given.run, "split": given.split, "rank": given.rank, "steps": steps, "export": given.export}

@@ -85,7 +85,7 @@ def stages_turn_layers_that_turn(context: RuleContext) -> Iterator[Problem]:
                     fix=nearest(name, kinds) or "remove it",
                 )
             for use in able.values():
-                if use.kind == name.partition("@")[0] and getattr(use.options, "mscale_all_dim", 0):
+                if use.kind == name.partition("@")[0] and getattr(use.options, "mscale_all_dim", None):
                     if own.scaling != use.options.rotary.scaling:
                         yield context.problem_at(
                             (*path, "scaling"),
@@ -109,9 +109,8 @@ def each_stage_keeps_the_rules_of_layers(context: RuleContext) -> Iterator[Probl
                     yield context.problem_at(path, rule=problem.rule, fix=problem.fix, fatal=problem.fatal)
 
 
-def _problems(context: RuleContext, use: Use[Any]) -> Iterator[Problem]:
-    for rule in context.kinds[use.kind].rules:
-        yield from rule(use)
+def _problems(context: RuleContext, use: Use[Any]) -> list[Problem]:
+    return [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
 
 
 def _path(key: str, number: int, kind: str, variant: str | None) -> tuple[str | int, ...]:

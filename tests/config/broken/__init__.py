@@ -8,6 +8,7 @@ from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.output import LAUNCH, OUTPUT
 from tests.config.broken.recipe import DATA, RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
+from tests.config.broken.stages import STAGES, WARNED_STAGES
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
 BROKEN = [
@@ -25,7 +26,8 @@ BROKEN = [
     *LAUNCH,
     *DEEPSPEED,
     *MOE,
+    *STAGES,
 ]
-WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE]
+WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE, *WARNED_STAGES]
 
 __all__ = ["BASE", "BROKEN", "WARNED", "Case"]
