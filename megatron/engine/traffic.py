@@ -95,6 +95,7 @@ def _refuse(config: Config, layout: Layout) -> None:
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
     }
     reasons["clipped attention logits"] = any(kind.clips_logits(options) for _, kind, options in used(config.model))
+    reasons["algorithms that a table chooses"] = config.parallel.communication.table is not None
     reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:

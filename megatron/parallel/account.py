@@ -5,13 +5,14 @@ recorder is installed, these methods count and then do what they always do. Noth
 read: a call costs a few dictionary look-ups. Groups of one rank send nothing and are left out.
 
 `size` is the number of bytes that nccl-tests calls S: of an all-gather the whole result, of a reduce-scatter and an
-all-to-all the whole input, of the others the tensor. `wire_bytes` is what a rank then sends with a ring.
+all-to-all the whole input, of the others the tensor. `wire_bytes` is what a rank then sends with a ring. Where hosts
+are known, what this rank sends to other hosts is counted apart (`crossing_bytes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroup, get_process_group_ranks
 
+from .interception import ACCOUNT, intercept, release
 from .layout import AXES, Coordinates, Layout
 from .mesh import Mesh
 from .timing import Clock, Message, Timer
-from .traffic import Call, Tally
+from .traffic import Call, Tally, crossing_bytes
 
 # Method of a process group -> (name of the operation, number of the argument whose bytes count).
 METHODS: dict[str, tuple[str, int | None]] = {
@@ -53,6 +55,7 @@ METHODS: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
 }
 EVALUATE = "evaluate"
+LEVELS = ("inside", "between")  # descriptions of groups that are a level of another one: ranks of a host, and hosts
 _installed: Recorder | None = None
 
 
@@ -80,15 +83,17 @@ class Recorder:
     Args:
         mesh: names the groups.
         clock: also take times with it, while `timer.active`; None never does.
+        hosts: of each rank of the job, a name; then `crossing` has the bytes that this rank sends to other hosts. May
+            be set later.
     """
 
-    def __init__(self, mesh: Mesh, clock: Clock | None = None) -> None:
-        self.mesh, self.tally = mesh, Tally()
+    def __init__(self, mesh: Mesh, clock: Clock | None = None, hosts: Sequence[Hashable] = ()) -> None:
+        self.mesh, self.tally, self.crossing = mesh, Tally(), Tally()
+        self.hosts = hosts
         self.timer = Timer(clock) if clock is not None else None
         self.phase = ""
         self._layers: list[str] = []  # of the modules whose forward pass is running, the innermost last
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._plain: dict[str, Any] = {}
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -103,23 +108,19 @@ class Recorder:
         _installed = self
         if self.timer is not None:
             self.timer.install()
-        for method, (operation, argument) in METHODS.items():
-            if method in vars(ProcessGroup):
-                self._plain[method] = vars(ProcessGroup)[method]  # `getattr` would lose that it is a method
-                setattr(ProcessGroup, method, self._counting(getattr(ProcessGroup, method), operation, argument))
+        intercept(ACCOUNT, METHODS, lambda method, plain: self._counting(plain, *METHODS[method]))
 
     def remove(self) -> None:
         """Leave torch and the modules as they were."""
         global _installed
-        for method, plain in self._plain.items():
-            setattr(ProcessGroup, method, plain)
+        if _installed is self:
+            release(ACCOUNT)
+            _installed = None
         for handle in self._handles:
             handle.remove()
         if self.timer is not None:
             self.timer.remove()
-        self._plain, self._handles = {}, []
-        if _installed is self:
-            _installed = None
+        self._handles = []
 
     def label(self, module: nn.Module, name: str) -> None:
         """Calls inside this module's forward pass, and their backward passes, are those of layer `name`."""
@@ -166,11 +167,15 @@ class Recorder:
         if operation in ("send", "recv"):
             place = args[1] if len(args) > 2 else None  # nobody in particular: `recv_anysource`
             if place is not None:
+                level = name.partition("/")[1:]  # of an algorithm's own group
                 name, size, ranks = self._pair(ranks[place]), 2, (self.mesh.rank, ranks[place])
+                name += "".join(level)
         bytes_, dtype = _bytes(args[argument]) if argument is not None else (0, "")
         phase = "recompute" if self.phase == "backward" and self._layers else self.phase
         call = Call(phase, self.layer, name, size, operation, dtype)
         self.tally.add(call, 1, bytes_)
+        if self.hosts and (crossing := crossing_bytes(operation, ranks, self.hosts, self.mesh.rank, bytes_)):
+            self.crossing.add(call, 1, crossing)
         if self.timer is None or not self.timer.active:
             return None
         known = group in dist.distributed_c10d._world.pg_group_ranks
@@ -182,7 +187,9 @@ class Recorder:
             # a group that torch does not list is not one of ours: it has no ranks of the job
             known = group in dist.distributed_c10d._world.pg_group_ranks
             ranks = tuple(get_process_group_ranks(group)) if known else tuple(range(group.size()))
-            self._groups[key] = group_name(ranks, self.mesh.layout, self.mesh.at), ranks
+            name = group_name(ranks, self.mesh.layout, self.mesh.at)
+            level = group.group_desc if group.group_desc in LEVELS else ""
+            self._groups[key] = f"{name}/{level}" if level else name, ranks
         return self._groups[key]
 
     def _pair(self, peer: int) -> str:

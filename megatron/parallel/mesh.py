@@ -114,9 +114,18 @@ def stage_axis(mesh: Mesh) -> Axis:
     return _axis(layout, line, mesh.rank, mesh.timeout, (mesh.tensor, mesh.replicas))
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A process group, which its members alone create. torch gives a group its own timeout, whatever others have."""
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+def new_group(
+    ranks: Sequence[int], timeout: timedelta | None, *, backend: str | None = None, description: str | None = None
+) -> dist.ProcessGroup:
+    """A process group, which its members alone create. torch gives a group its own timeout, whatever others have.
+
+    Args:
+        backend: where not that of the job.
+        description: torch's `group_desc`.
+    """
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True, group_desc=description
+    )
 
 
 def limit_groups(timeout: timedelta) -> None:

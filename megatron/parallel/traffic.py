@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ class Call(NamedTuple):
     Attributes:
         phase: forward, recompute, backward, update, exchange (the trainer's sums), or what happens between steps.
         layer: `embedding`, `layers.3.attention`, `head`; empty where no layer asks, as for sums of gradients.
-        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`.
+        group: tensor, data, pipeline, expert, expert_data, world, or axes joined by `+`; of an algorithm in levels also
+            `data/inside` (ranks of a host) and `data/between` (a rank of each host).
         ranks: of the group; 2 for sends between a pair.
         operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, send, recv, barrier, ...
         dtype: fp32, bf16, ...
@@ -106,3 +107,21 @@ def wire_bytes(operation: str, ranks: int, size: int) -> float:
     """Bytes that one rank of `ranks` sends, on average, for a call of `size` bytes; 0 for `recv`."""
     factor = _WIRE.get(operation)
     return float(size * factor(ranks)) if factor else float(size)
+
+
+def crossing_bytes(operation: str, ranks: Sequence[int], hosts: Sequence[Hashable], rank: int, size: int) -> int:
+    """Bytes that a rank sends to other hosts for a call of `size` bytes.
+
+    An all-to-all goes from each to each; all else in a ring in the order of the group, so that a rank sends only to the
+    next one. (Which way a backend really takes is its own affair.)
+
+    Args:
+        ranks: of the group in its order, or sender and receiver of a message.
+        hosts: of each rank of the job.
+        rank: this one.
+    """
+    there = [hosts[each] != hosts[rank] for each in ranks]
+    if operation == "all_to_all":
+        return size * sum(there) // len(ranks)
+    after = there[(ranks.index(rank) + 1) % len(ranks)]
+    return round(wire_bytes(operation, len(ranks), size)) if after else 0

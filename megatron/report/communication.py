@@ -34,12 +34,14 @@ class AccountFile:
         self._last: list | None = None
         self._write({"rank": rank, **facts})
 
-    def step(self, step: int, inside: Tally, outside: Tally) -> None:
-        """The account of an update, and of what came between the update before and it."""
+    def step(self, step: int, inside: Tally, outside: Tally, crossing: Tally) -> None:
+        """The account of an update, of what came between the update before and it, and what went to other hosts."""
         rows = inside.rows()
         record: dict[str, Any] = {"step": step}
         if rows != self._last:
             self._last = record["calls"] = rows
+            if len(crossing):
+                record["to_other_hosts"] = crossing.rows()
         if len(outside):
             record["before"] = outside.rows()
         if len(record) > 1:
@@ -66,6 +68,7 @@ class RankAccount:
         facts: of the last start: the layout, this rank's place, and what a step should send (`predicted`, rows) or why
             nobody knows (`unpredicted`).
         steps: (first step, account of it and of those up to the next entry), in order.
+        crossing: first step -> what of it went to other hosts, where there are any.
         times: of each timed step.
         outside: sums of what came between steps.
         end: completed updates, 0 if the run did not say.
@@ -73,6 +76,7 @@ class RankAccount:
 
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, Tally]] = field(default_factory=list)
+    crossing: dict[int, Tally] = field(default_factory=dict)
     times: dict[int, Durations] = field(default_factory=dict)
     outside: Tally = field(default_factory=Tally)
     end: int = 0
@@ -83,7 +87,18 @@ class RankAccount:
         Raises:
             ValueError: the file has none of it.
         """
-        found = [tally for first, tally in self.steps if first <= step]
+        return self._entry(step)[1]
+
+    def to_other_hosts(self, step: int) -> Tally:
+        """What of it went to other hosts.
+
+        Raises:
+            ValueError: the file has no account of the step.
+        """
+        return self.crossing.get(self._entry(step)[0], Tally())
+
+    def _entry(self, step: int) -> tuple[int, Tally]:
+        found = [entry for entry in self.steps if entry[0] <= step]
         if not found or (self.end and step >= self.end):
             raise ValueError(f"rank {self.facts.get('rank')} has no account of step {step}")
         return found[-1]
@@ -120,6 +135,8 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
         if "calls" in record:  # a resumed run writes later steps again
             account.steps = [(first, tally) for first, tally in account.steps if first < step]
             account.steps.append((step, Tally.of_rows(record["calls"])))
+            account.crossing = {at: each for at, each in account.crossing.items() if at < step}
+            account.crossing[step] = Tally.of_rows(record.get("to_other_hosts", ()))
         if "times" in record:
             account.times = {at: each for at, each in account.times.items() if at < step}
             account.times[step] = Durations.of_rows(record["times"])
@@ -134,11 +151,16 @@ def regular(tally: Tally) -> Tally:
     return Tally((call, messages, size) for call, messages, size in tally if call.phase != "look")
 
 
-def by_group(tally: Tally, durations: Durations | None = None) -> dict[str, dict[str, dict[str, float]]]:
-    """For records: group -> operation -> messages and bytes; seconds too, where there are durations."""
+def by_group(
+    tally: Tally, durations: Durations | None = None, crossing: Tally | None = None
+) -> dict[str, dict[str, dict[str, float]]]:
+    """For records: group -> operation -> messages and bytes, and what of these went to other hosts where some did;
+    seconds too, where there are durations."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (group, operation), (messages, size) in tally.by("group", "operation").items():
         found.setdefault(group, {})[operation] = {"messages": messages, "bytes": size}
+    for (group, operation), (_, size) in (crossing.by("group", "operation") if crossing else {}).items():
+        found[group][operation]["to_other_hosts"] = size
     for (group, operation), each in (durations.by("group", "operation") if durations else {}).items():
         found.setdefault(group, {}).setdefault(operation, {}).update(
             seconds=each.seconds, exposed_seconds=each.exposed, waiting_seconds=each.waiting

@@ -34,6 +34,7 @@ from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
+from .algorithms import chosen_algorithms
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
@@ -67,6 +68,8 @@ def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     """Build everything, train, and close everything. All ranks call it."""
     with ExitStack() as stack:
         stack.enter_context(watched_collectives(world.beacon, world.mesh))
+        log = print if world.is_main else (lambda *_: None)
+        stack.enter_context(chosen_algorithms(config, world, log))
         with _mistakes(place):
             stack.enter_context(sole_writer(config.checkpoint.dir, world.communicator, insist=not place.attempt))
         return _run(config, place, world)

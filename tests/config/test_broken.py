@@ -37,6 +37,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / "neox" / f"global_step{step}").mkdir(parents=True)
         (tmp_path / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "neox" / "latest").write_text("global_step20")
+    (tmp_path / "machine.yml").write_text("algorithms: {ranks: 4, hosts: 2, backend: nccl, device: x, table: []}\n")
     vocabulary = {f"t{index}": index for index in range(190)}
     added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))

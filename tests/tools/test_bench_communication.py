@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from megatron.config.algorithm_table import OPERATIONS as TUNABLE
+from megatron.config.algorithm_table import candidates, read_table
 from megatron.config.problems import ConfigError, UserError
 from megatron.parallel.account import Recorder
 from megatron.parallel.curve import OPERATIONS, Curve, choose, line, read_curves
@@ -24,6 +26,7 @@ from tools.bench.account_cost import added, ratios, way_of
 from tools.bench.collectives import Measured, axes_of, measure, operation_of, sizes, slowest
 from tools.bench.communication import read_options
 from tools.bench.curves import compared, draw, foreign, present, put, table
+from tools.bench.tuning import Tuned, draw_tuned, tune, tuned_table
 
 
 def four_ranks() -> tuple:
@@ -44,6 +47,47 @@ def four_ranks() -> tuple:
             counted[name, operation] = (size, recorder.tally.by("group", "operation"))
     found = measure(world, ["all_reduce", "send"], 1024, 4096, 1e-4)
     return list(axes_of(world)), counted, found.document(), dist.get_rank()
+
+
+def islands_of_two() -> Tuned:
+    """Two hosts that are pretended; tensor groups are inside, the data groups and all ranks go over both."""
+    from megatron.checkpoint import SOLO, GroupCommunicator
+    from megatron.training.world import World
+
+    mesh = Mesh.build(Layout(tensor=2, data=2), None)
+    world = World(torch.device("cpu"), mesh, GroupCommunicator(), SOLO)
+    return tune(world, "aabb", 4096, 16384, 1e-4, ["gloo"])
+
+
+def test_algorithms_are_tuned(tmp_path):
+    """Each in every form of group over several hosts; the account's bytes are those of the formulas in the docs."""
+    tuned = run(4, islands_of_two)
+    assert all(each.table == tuned[0].table for each in tuned), "all ranks choose the same"
+    found = tuned[0]
+    assert {(each.hosts, each.ranks) for each in found.points} == {(1, 2), (2, 2), (2, 4)}, "one host for gloo again"
+    assert [(each.operation, each.size) for each in found.points if each.ranks == 4] == [
+        (operation, size) for operation in TUNABLE for size in (4096, 16384)
+    ]
+    for each in found.points:
+        size, over, groups = each.size, each.ranks, 4 // each.ranks
+        assert set(each.seconds) == {*candidates(each.operation, each.hosts), "backend:gloo"}
+        assert all(len(times) == 5 and min(times) > 0 for times in each.rounds.values())
+        ring = {"all_reduce": 4 * (over - 1) * size // over, "all_to_all": over // 2 * size}
+        levels = {"all_reduce": 2 * size, "all_to_all": over // 2 * size}
+        for name, crossing in each.crossing.items():
+            plain = name in ("backend", "backend:gloo")
+            expected = ring.get(each.operation, 2 * (over - 1) * size // over) if plain else size
+            expected = expected if plain else levels.get(each.operation, size)
+            assert crossing == (groups * expected if each.hosts == 2 else 0), (each.operation, name)
+        fastest = min(each.seconds.values())
+        chosen = each.seconds[found.table.choose(each.operation, each.hosts, each.ranks, size)]
+        assert chosen <= fastest / 0.95, "the fastest, or the backend's own within 5 %"
+    file = tmp_path / "machine.yml"
+    put(file, found.document())
+    assert read_table(file) == found.table
+    assert "4 on 2" in tuned_table(found) and "times faster" in tuned_table(found)
+    draw_tuned(tmp_path / "tuned.png", found)
+    assert (tmp_path / "tuned.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +253,7 @@ def test_output_of_other_programs(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--least", "1K", "--most", "512"], ["--operations", "sum"], ["--most", "1T"],
-                                   ["--seconds", "0"]])  # fmt: skip
+                                   ["--seconds", "0"], ["--backends", "ucc"]])  # fmt: skip
 def test_wrong_options(words, capsys):
     with pytest.raises(SystemExit) as error:
         read_options(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron.parallel.curve import Curve
 from megatron.parallel.layout import AXES
 from megatron.parallel.mesh import Axis
+from megatron.training.algorithms import processor
 from megatron.training.world import World
 
 WARM_UP, FEWEST, MOST = 3, 8, 200  # operations of a point
@@ -180,7 +180,7 @@ def _facts(world: World, hosts: int) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name(device) if device.type != "cpu" else "cpu"
     return {
         "device": name,
-        "processor": _processor(),
+        "processor": processor(),
         "backend": dist.get_backend(),
         "torch": str(torch.__version__),
         "hosts": hosts,
@@ -188,12 +188,3 @@ def _facts(world: World, hosts: int) -> dict[str, Any]:
         "layout": {axis: size for axis in (*AXES, "expert") if (size := getattr(world.mesh.layout, axis)) != 1},
         "date": date.today().isoformat(),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

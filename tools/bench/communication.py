@@ -4,11 +4,15 @@
     ./deepy.py --ranks 4 tools/bench/communication.py a.yml parallel.tensor=2 --output machine.yml [--picture FILE.png]
     ./deepy.py --hostfile hosts tools/bench/communication.py a.yml --most 1G --output machine.yml
     python tools/bench/communication.py a.yml --hosts a:4,b:4 --output machine.yml        the same in one command
+    ./deepy.py --hostfile hosts tools/bench/communication.py a.yml --tune --output machine.yml [--backends ucc]
 
 Every operation, in sizes from --least to --most, after a warm-up, with what the run would use: gloo on CPUs, NCCL or
 RCCL on GPUs. A group's time is the mean over its ranks; of groups that work at the same time the slowest is kept. Sizes
 and bandwidths are those of nccl-tests. `--compare OPERATION=FILE` sets the output of nccl-tests or of the OSU
 micro-benchmarks beside it. machine.yml is read by `tools/plan.py --machine` and `tools/communication.py --machine`.
+
+`--tune` measures instead, for groups over several hosts, the backend's own algorithm beside those in two levels, which
+take turns, and writes which one to use from which size on. `parallel.communication.table: machine.yml` uses that.
 """
 
 from __future__ import annotations
@@ -23,10 +27,15 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.curve import OPERATIONS  # noqa: E402
 from megatron.worker.job import guarded, read_job  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.training.world import World
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -54,9 +63,14 @@ def read_options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", default="machine.yml", help="where the curves go (default machine.yml)")
     parser.add_argument("--picture", help="draw bus bandwidths into this PNG file")
     parser.add_argument("--compare", action="append", default=[], metavar="OPERATION=FILE", help="of nccl-tests or OSU")
+    parser.add_argument("--tune", action="store_true", help="measure algorithms against each other, and choose")
+    parser.add_argument("--backends", default="", help="with --tune: further backends of torch to try, such as ucc")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(words)
     options.operations = options.operations.split(",")
+    options.backends = [each for each in options.backends.split(",") if each]
+    if options.backends and not options.tune:
+        parser.error("--backends must go with --tune")
     if wrong := [each for each in options.operations if each not in OPERATIONS]:
         parser.error(f"--operations must be of {', '.join(OPERATIONS)}, not {', '.join(wrong)}")
     if options.least > options.most or not 0 < options.seconds <= 600:
@@ -86,6 +100,38 @@ def started(arguments: list[str], hosts: str) -> int:
         return launch(["--hostfile", str(file), __file__, *words])
 
 
+def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
+    """Choose algorithms, on every rank; rank 0 writes and prints."""
+    import torch.distributed as dist
+
+    from megatron.config.algorithm_table import OPERATIONS as TUNABLE
+    from megatron.training.algorithms import hosts_of
+    from tools.bench.curves import put
+    from tools.bench.tuning import draw_tuned, tune, tuned_table
+
+    if missing := [each for each in options.backends if not dist.is_backend_available(each)]:
+        raise UserError(f"--backends must be of those that torch has here, and it lacks {', '.join(missing)}")
+    chosen = [each for each in options.operations if each in TUNABLE]
+    hosts = hosts_of(config, world)
+    found = tune(world, hosts, options.least, options.most, options.seconds, options.backends, chosen)
+    if not world.is_main:
+        return 0
+    if not found.points:
+        raise UserError(
+            "there must be a group with as many ranks on each of several hosts (or islands of them, "
+            "parallel.communication.island), or another backend (--backends): there is nothing to choose"
+        )
+    put(options.output, found.document())
+    if options.picture:
+        draw_tuned(options.picture, found)
+    if options.json:
+        print(json.dumps(found.document() | {"points": [vars(each) for each in found.points]}))
+        return 0
+    print(tuned_table(found))
+    print(f"\nwritten: {options.output}" + (f", {options.picture}" if options.picture else ""))
+    return 0
+
+
 def main() -> int:
     """Measure, on every rank; rank 0 writes and prints."""
     words = sys.argv[1:]
@@ -104,6 +150,8 @@ def main() -> int:
     try:
         if world.is_main:
             present(options.output)
+        if options.tune:
+            return tuned(config, world, options)
         found = measure(world, options.operations, options.least, options.most, options.seconds)
     finally:
         leave()

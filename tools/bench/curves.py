@@ -19,6 +19,7 @@ from megatron.report.communication import table as columns
 
 from .collectives import Measured
 
+PARTS = {"devices", "networks", "measured", "collectives", "algorithms"}  # of a machine.yml
 # What "size" is in OSU's tables, as a share of nccl-tests' S in a group of n ranks.
 _OSU = {"all_gather": lambda n: n, "all_to_all": lambda n: n}
 
@@ -35,7 +36,7 @@ def present(path: str | Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is there and cannot be read: {error}") from error
-    if not isinstance(values, dict) or not set(values) <= {"devices", "networks", "measured", "collectives"}:
+    if not isinstance(values, dict) or not set(values) <= PARTS:
         raise UserError(f"{path} is there and is no file of a machine; give another --output")
     return values
 

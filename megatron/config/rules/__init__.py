@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..problems import Problem
 from ..rule_context import RuleContext
 from . import (
+    communication,
     cost,
     data,
     deepspeed,
@@ -32,6 +33,7 @@ MODULES = (
     layout,
     sequences,
     stages,
+    communication,
     recipe,
     optimizers,
     schedule,

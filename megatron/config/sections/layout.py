@@ -12,6 +12,20 @@ def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
     return own["tensor"]
 
 
+class CommunicationOptions(Section):
+    table: str | None = key(
+        None,
+        "machine.yml with the algorithm of each collective by operation, hosts and size, as "
+        "`tools/bench/communication.py --tune` writes it; none leaves all to the backend.",
+    )
+    island: int | None = key(
+        None,
+        "Neighbouring ranks that share fast links, for algorithms in two levels and the account; none is a host.",
+        unit="ranks",
+        gt=0,
+    )
+
+
 class ParallelSection(Section):
     tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
@@ -63,6 +77,7 @@ class ParallelSection(Section):
         "How layers are shared by the stages: equal counts, equal parameters, or a list of the number of "
         "blocks per stage.",
     )
+    communication: CommunicationOptions = key(CommunicationOptions, "How collectives are done.")
 
 
 class OffloadOptions(Section):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -23,6 +25,7 @@ from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 from megatron.report.message_trace import write_events
 
+from ..algorithms import hosts_of
 from ..exchange import StepReport, report_traffic
 from ..hook import Hook, Parts
 from ..message_times import MessageTimes, clock_of
@@ -57,10 +60,20 @@ class CommunicationHook(Hook):
         every: steps between records.
         inside: see `label_layers`.
         timed: whether messages of the logged steps are timed, too.
+        hosts: of all ranks; asked once, by all ranks together.
     """
 
-    def __init__(self, folder: str | Path, every: int, *, inside: bool = True, timed: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        every: int,
+        *,
+        inside: bool = True,
+        timed: bool = False,
+        hosts: Callable[[], Sequence[Hashable]] = tuple,
+    ) -> None:
         self._folder, self._every, self._inside, self._timed = Path(folder), every, inside, timed
+        self._hosts = hosts
         self._recorder: Recorder | None = None
         self._file: AccountFile | None = None
         self._outside, self._last = Tally(), Tally()
@@ -75,7 +88,14 @@ class CommunicationHook(Hook):
             return None
         compiled = choose(config, parts.world.device if parts.world else "cpu")[0]
         timed = config.logging.communication == "times"
-        return cls(config.run.dir, config.logging.every, inside=not compiled, timed=timed)
+        world = parts.world
+        return cls(
+            config.run.dir,
+            config.logging.every,
+            inside=not compiled,
+            timed=timed,
+            hosts=partial(hosts_of, config, world) if world else tuple,
+        )
 
     def on_start(self, trainer: Trainer) -> None:
         mesh = trainer.mesh
@@ -86,6 +106,8 @@ class CommunicationHook(Hook):
         facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
         self._file = AccountFile(self._folder, mesh.rank, facts)
         self._recorder.install()
+        hosts = self._hosts()
+        self._recorder.hosts = hosts if len(set(hosts)) > 1 else ()
         if self._timed:
             self._times = MessageTimes(self._recorder, device)
 
@@ -100,19 +122,20 @@ class CommunicationHook(Hook):
         if self._times is not None and logged:
             self._times.begin()
         self._outside += self._open[0].tally.take()
+        self._open[0].crossing.take()
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:
         self._heard = report.step
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         recorder, file = self._open
-        self._last = recorder.tally.take()
+        self._last, crossing = recorder.tally.take(), recorder.crossing.take()
         if self._times is not None:
             self._read(step, self._times)
         if step % self._every == 0 or trainer.last:
-            file.step(step, self._last, self._outside)
+            file.step(step, self._last, self._outside, crossing)
             self._outside = Tally()
-            trainer.extra_metrics["communication"] = by_group(self._last, self._durations)
+            trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
 
     def _read(self, step: int, times: MessageTimes) -> None:
         """Durations of the timed steps whose numbers have arrived: their messages are done on every rank."""

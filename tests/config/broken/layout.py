@@ -188,6 +188,32 @@ LAYOUT = [
         "must be adamw for offloaded state",
         "(a.yml:3)",
     ),
+    case(
+        "islands that do not fill the job",
+        "parallel: {communication: {island: 3}}",
+        "a.yml:2: parallel.communication.island = 3",
+        "must divide the run's 4 ranks",
+        ranks=4,
+    ),
+    case(
+        "a table that is not there",
+        "parallel: {communication: {table: none.yml}}",
+        "a.yml:2: parallel.communication.table = 'none.yml'",
+        "there is no such file",
+        "--tune",
+    ),
+    case(
+        "a table of no algorithms",
+        "parallel: {communication: {table: base.yml}}",
+        "must be a machine.yml with algorithms",
+        "--tune",
+    ),
+    case(
+        "a table of another job",
+        "parallel: {communication: {table: machine.yml, island: 1}}\nlaunch: {device: cpu}",
+        "ranks: 4 in the table, 2 in this job",
+        "the backend: nccl in the table, gloo in this job",
+    ),
 ]
 
 DEEPSPEED = [

@@ -1,0 +1,50 @@
+"""What becomes of a call of a process group before the group does it: a few layers over the methods of `ProcessGroup`.
+
+All of torch's collectives, DeepSpeed's and those of backward passes too, end in these methods. A layer wraps some of
+them while it is installed. The choice of an algorithm comes before the account, whatever was installed first, so that
+what is counted is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed.distributed_c10d import ProcessGroup
+
+ROUTES, ACCOUNT = "routes", "account"
+_ORDER = (ACCOUNT, ROUTES)  # from the group outwards
+
+Wrap = Callable[[str, Callable], Callable]
+_layers: dict[str, tuple[frozenset[str], Wrap]] = {}
+_plain: dict[str, Any] = {}
+
+
+def intercept(layer: str, methods: Iterable[str], wrap: Wrap) -> None:
+    """From now on `wrap(method, inner)` is called in place of these methods; those that torch lacks are left out.
+
+    Raises:
+        RuntimeError: the layer is installed already.
+    """
+    if layer in _layers:
+        raise RuntimeError(f"the {layer} of communication is installed already")
+    _layers[layer] = frozenset(methods) & frozenset(vars(ProcessGroup)), wrap
+    _rebuild()
+
+
+def release(layer: str) -> None:
+    """Take a layer away; the last one leaves torch as it was."""
+    if _layers.pop(layer, None) is not None:
+        _rebuild()
+
+
+def _rebuild() -> None:
+    for method, plain in _plain.items():
+        setattr(ProcessGroup, method, plain)
+    _plain.clear()
+    for layer in _ORDER:
+        if layer in _layers:
+            methods, wrap = _layers[layer]
+            for method in methods:
+                _plain.setdefault(method, vars(ProcessGroup)[method])  # `getattr` would lose that it is a method
+                setattr(ProcessGroup, method, wrap(method, getattr(ProcessGroup, method)))

@@ -1,0 +1,117 @@
+"""The table of a run's collective algorithms: read once, checked against the job, and put in force."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.config.algorithm_table import OTHER, Table, table_of
+from megatron.parallel.routes import Router, groups_of
+from megatron.worker.place import StartError
+
+from .world import World
+
+
+def hosts_of(config: Config, world: World) -> list[Hashable]:
+    """The host of each rank, or the island where the configuration has islands. All ranks call it."""
+    island = config.parallel.communication.island
+    if island is not None:
+        return [rank // island for rank in range(world.mesh.layout.world_size)]
+    return list(world.communicator.gather(gethostname()))
+
+
+def device_words(device: torch.device) -> str:
+    """The name of an accelerator, or of a host's processor."""
+    return processor() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def processor() -> str:
+    """The processor of this host, as it calls itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def job_facts(world: World, hosts: list[Hashable]) -> dict[str, Any]:
+    """What a table is made for."""
+    return {
+        "ranks": world.mesh.layout.world_size,
+        "hosts": len(set(hosts)),
+        "backend": dist.get_backend(),
+        "device": device_words(world.device),
+    }
+
+
+@contextmanager
+def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -> Iterator[None]:
+    """Collectives go as the table says, until the end of the block. All ranks call it.
+
+    Raises:
+        StartError: there is no such table, or it is for another job.
+    """
+    path = config.parallel.communication.table
+    if path is None or world.mesh.layout.world_size == 1:
+        yield
+        return
+    table, hosts = _read(path, world), hosts_of(config, world)
+    facts = job_facts(world, hosts)
+    device = facts.pop("device")
+    key = f"parallel.communication.table: {path}"
+    if wrong := table.differs(facts):
+        raise StartError(
+            f"{key} must have been made on such a job ({'; '.join(wrong)}); "
+            "make one with tools/bench/communication.py --tune, or remove the key"
+        )
+    names = {name for steps in table.choices.values() for _, name in steps if name.startswith(OTHER)}
+    missing = sorted(name for name in names if not dist.is_backend_available(name.removeprefix(OTHER)))
+    if any(lacking := world.communicator.gather(missing)):
+        where = [str(rank) for rank, each in enumerate(lacking) if each]
+        raise StartError(
+            f"{key} must name backends that torch has, and has {', '.join(sorted(set(sum(lacking, []))))}, which "
+            f"ranks {', '.join(where)} lack; make the table again on this installation"
+        )
+    if table.facts["device"] != device:
+        log(f"warning: {key} was measured on {table.facts['device']}, and this is {device}: its choices may be slow")
+    router = Router(table, groups_of(world.mesh), hosts, world.mesh.rank, world.mesh.timeout)
+    for line in described(table, router):
+        log(line)
+    with router.installed():
+        yield
+
+
+def _read(path: str, world: World) -> Table:
+    """Rank 0 reads, so that all ranks have the same."""
+    found: dict[str, str] = {}
+    if world.is_main:
+        try:
+            found["text"] = Path(path).read_text(encoding="utf-8")
+            table_of(found["text"])
+        except (OSError, ValueError) as error:
+            found["error"] = str(error)
+    found = world.communicator.broadcast(found)
+    if "error" in found:
+        raise StartError(
+            f"parallel.communication.table: {path} must be a machine.yml with algorithms ({found['error']}); "
+            "make one with tools/bench/communication.py --tune"
+        )
+    return table_of(found["text"])
+
+
+def described(table: Table, router: Router) -> Iterator[str]:
+    """What the table chooses in the groups of this rank, a line for each operation and form of group."""
+    forms = {(way.hosts, way.ranks) for way in router.ways.values()}
+    for (operation, hosts, ranks), steps in sorted(table.choices.items()):
+        if (hosts, ranks) in forms:
+            words = ", ".join(f"{name} from {size:,} bytes" for size, name in steps)
+            yield f"communication: {operation} of {ranks} ranks on {hosts} hosts: {words}"

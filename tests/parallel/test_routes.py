@@ -1,0 +1,280 @@
+"""Algorithms in levels: what the backend would give, what is sent, and who is let through. Hosts are pretended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from megatron.config.algorithm_table import (
+    BACKEND,
+    LEVELS,
+    OPERATIONS,
+    RECURSIVE,
+    RING,
+    TWO_LEVEL,
+    Table,
+    best,
+    candidates,
+)
+from megatron.parallel.account import METHODS, Recorder
+from megatron.parallel.hierarchy import places_by_host
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.routes import Router, groups_of
+from megatron.parallel.traffic import crossing_bytes
+from tests.workers import run
+
+RANKS = 4
+HOSTS = {"2x2": "aabb", "2x2 in turns": "abab", "4x1": "abcd"}
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def table(algorithm: str, hosts: int, least: int = 0) -> Table:
+    known = (each for each in OPERATIONS if algorithm in candidates(each, hosts) or algorithm.startswith("backend:"))
+    return Table({}, {(each, hosts, RANKS): ((0, BACKEND), (least or 1, algorithm)) for each in known})
+
+
+def own(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return (torch.randn(size, generator=generator, dtype=torch.float64) * 100).to(dtype)
+
+
+def everyones(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[ranks, size] of `own`."""
+    found = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    return torch.stack([(torch.randn(size, generator=each, dtype=torch.float64) * 100).to(dtype) for each in found])
+
+
+def results(dtype: torch.dtype, length: int) -> dict[str, torch.Tensor]:
+    """Every operation, by the names of torch.distributed; the sums of 37 elements divide by no number of ranks."""
+    odd, whole = own(37, dtype), own(length, dtype)
+    largest, handled = odd.clone(), odd.clone()
+    gathered, exchanged = torch.empty(RANKS * length, dtype=dtype), torch.empty_like(whole)
+    part, smallest = torch.empty(length // RANKS, dtype=dtype), torch.empty(length // RANKS, dtype=dtype)
+    summed = whole.clone()
+    dist.all_reduce(summed)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    handle = dist.all_reduce(handled, async_op=True)
+    handle.wait()
+    assert handle.is_completed()
+    dist.all_gather_into_tensor(gathered, whole)
+    dist.all_to_all_single(exchanged, whole)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.reduce_scatter_tensor(smallest, whole, op=dist.ReduceOp.MIN)
+    return {"sum": summed, "odd": handled, "largest": largest, "gathered": gathered, "exchanged": exchanged,
+            "part": part, "smallest": smallest}  # fmt: skip
+
+
+def off_by(found: torch.Tensor, terms: torch.Tensor) -> float:
+    """The error of a sum over ranks, as a share of what its roundings allow: each of n - 1 additions is off by at most
+    half a last digit of a partial sum, which is at most the sum of magnitudes."""
+    wide = terms.double()
+    magnitude = wide.abs().sum(0)
+    unit = 0.0 if not terms.is_floating_point() else torch.finfo(terms.dtype).eps / 2
+    bound = (len(terms) - 1) * unit * (1 + unit) ** len(terms) * magnitude
+    exact = unit < 1e-12  # float64 cannot be judged by float64: against its own bound twice over
+    return ((found.double() - wide.sum(0)).abs() / (bound * (2 if exact else 1)).clamp(min=1e-300)).max().item()
+
+
+def four_ranks() -> dict:
+    mesh, told = Mesh.build(Layout(data=RANKS), None), {}
+    rank, length = mesh.rank, 24
+    before = {name: vars(ProcessGroup).get(name) for name in METHODS}
+    for name, hosts in HOSTS.items():
+        count = len(set(hosts))
+        for algorithm in LEVELS:
+            router = Router(table(algorithm, count), groups_of(mesh), hosts, rank)
+            recorder = Recorder(mesh, hosts=hosts)
+            recorder.install()  # before the router: what is counted is what it sends
+            for dtype in TYPES:
+                plain = results(dtype, length)
+                recorder.tally.take(), recorder.crossing.take()
+                with router.installed():
+                    found, again = results(dtype, length), results(dtype, length)
+                case, terms = (name, algorithm, str(dtype)), everyones(length, dtype)
+                block = slice(rank * length // RANKS, (rank + 1) * length // RANKS)
+                told[case] = {
+                    "bitwise": all(
+                        torch.equal(found[each], plain[each])
+                        for each in ("largest", "gathered", "exchanged", "smallest")
+                    ),
+                    "again": all(torch.equal(found[each], again[each]) for each in found),
+                    "off": max(
+                        off_by(found["sum"], terms),
+                        off_by(found["odd"], everyones(37, dtype)),
+                        off_by(found["part"], terms[:, block]),
+                    ),
+                    "sums": (found["sum"].double().tolist(), found["odd"].double().tolist()),
+                    "sent": recorder.tally.take().by("group", "ranks", "operation"),
+                    "crossing": sum(size for *_, size in recorder.crossing.take()),
+                }
+            recorder.remove()
+    assert before == {name: vars(ProcessGroup).get(name) for name in METHODS}
+    return told
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict]:
+    return run(RANKS, four_ranks)
+
+
+def test_gathers_are_the_backends_and_sums_as_good(told):
+    for ranks in zip(*(each.items() for each in told)):
+        (case, first), *_ = ranks
+        for _, each in ranks:
+            assert each["bitwise"], case
+            assert each["again"], f"{case}: the same twice"
+            assert each["off"] <= 1, f"{case}: {each['off']}"
+            assert each["sums"] == first["sums"], f"{case}: all ranks have the same sum"
+
+
+def test_what_is_sent_goes_through_the_levels(told):
+    """Two hosts of two: an all-gather of S = 4 * 24 numbers is one of S / 2 between hosts, and one of S inside."""
+    sent = told[0]["2x2", TWO_LEVEL, "torch.float32"]["sent"]
+    assert sent["data/between", 2, "all_gather"] == (2, 2 * 2 * 24 * 4)  # twice: `results` were asked for twice
+    inside = {kind: count for (group, _, kind), count in sent.items() if group == "data/inside"}
+    # four sums in a round: of 24, and of 37 three times (padded to 38); two more reduce-scatters
+    assert inside["all_gather"][1] == 2 * 4 * (4 * 24 + 24 + 2 * 38)
+    assert inside["reduce_scatter"][1] == 2 * 4 * (24 + 2 * 38 + 2 * 24)
+    ring = told[0]["4x1", RING, "torch.float32"]["sent"]
+    # an all-gather of four in three messages of a block; a sum in three of a quarter and three more
+    blocks = 24 + 2 * (24 // 4) + 2 * (24 // 4 + 2 * 40 // 4)
+    assert ring["data/between", 2, "send"] == ring["data/between", 2, "recv"] == (2 * 3 * 9, 2 * 3 * 4 * blocks)
+    short = told[0]["4x1", RECURSIVE, "torch.float32"]["sent"]
+    assert short["data/between", 2, "send"] == (2 * 2 * 9, 2 * 3 * 4 * blocks), (
+        "as many bytes in two messages for three"
+    )
+
+
+def test_bytes_to_other_hosts(told):
+    """Of all ranks: a block of b crosses n - 1 times in a gather or scatter over n hosts, and twice that in a sum."""
+    for hosts, count in (("2x2", 2), ("2x2 in turns", 2), ("4x1", 4)):
+        for algorithm in LEVELS:
+            found = sum(each[hosts, algorithm, "torch.float32"]["crossing"] for each in told)
+            padded = 37 if algorithm == TWO_LEVEL and count == 4 else 38 if algorithm == TWO_LEVEL else 40
+            gather, scatters, sums = RANKS * 24, 2 * 24, 24 + 2 * padded
+            elements = (count - 1) * (gather + scatters + 2 * sums)
+            exchange = RANKS * 24 * (RANKS - RANKS // count) // RANKS
+            # a sum of 37 in four parts is no whole number of bytes per rank: each is rounded
+            assert found == pytest.approx(2 * 4 * (elements + exchange), abs=2 * 2 * RANKS), (hosts, algorithm)
+
+
+def others() -> dict:
+    """Calls that no algorithm in levels does, small ones, and a second backend."""
+    mesh = Mesh.build(Layout(tensor=2, data=2), None)
+    recorder = Recorder(mesh)
+    router = Router(table(TWO_LEVEL, 2, least=1024), groups_of(mesh), "aabb", mesh.rank)
+    again = Router(table("backend:gloo", 2), groups_of(mesh), "aabb", mesh.rank)
+    recorder.install()
+    told = {}
+    with router.installed():
+        with pytest.raises(RuntimeError, match="installed already"), again.installed():
+            pass
+        dist.all_reduce(torch.ones(255))  # one number less than the table's size
+        dist.all_reduce(torch.ones(512)[::2].contiguous(), group=mesh.tensor.group)  # within a host
+        dist.all_reduce(torch.ones(256), op=dist.ReduceOp.PRODUCT)
+        uneven = [100 * (1 + each) for each in range(RANKS)]
+        received = [100 * (1 + mesh.rank)] * RANKS
+        dist.all_to_all_single(torch.empty(sum(received)), torch.ones(1000), received, uneven)
+        dist.all_gather([torch.empty(256) for _ in range(RANKS)], torch.ones(256))
+        dist.all_reduce(torch.empty(0))
+        told["let through"] = recorder.tally.take().by("group", "ranks")
+        dist.all_reduce(torch.ones(256))
+        world = dist.new_group(list(range(RANKS)))  # such as DeepSpeed makes for itself
+        dist.all_reduce(torch.ones(256), group=world)
+        told["taken"] = recorder.tally.take().by("group", "operation")
+    with again.installed():
+        x = own(256, torch.float32)
+        dist.all_reduce(x)
+        gathered = torch.empty(RANKS * 8)
+        dist.all_gather_into_tensor(gathered, own(8, torch.float32))
+        told["other backend"] = recorder.tally.take().by("group", "operation")
+        told["sum"] = off_by(x, everyones(256, torch.float32))
+    recorder.remove()
+    return told
+
+
+def test_what_has_no_other_way_is_the_backends():
+    for told in run(RANKS, others):
+        assert set(told["let through"]) == {("world", 4), ("tensor", 2)}
+        assert told["taken"] == {
+            ("data/between", "all_reduce"): (2, 2 * 512),
+            ("tensor/inside", "all_gather"): (2, 2 * 1024),
+            ("tensor/inside", "reduce_scatter"): (2, 2 * 1024),
+        }
+        assert told["other backend"] == {("world", "all_gather"): (1, 128), ("world", "all_reduce"): (1, 1024)}
+        assert told["sum"] <= 1
+
+
+def test_hosts_of_unequal_ranks_have_no_levels():
+    assert places_by_host((0, 1, 2, 3), "aabb") == ((0, 1), (2, 3))
+    assert places_by_host((3, 1, 2), "aaab") is None
+    assert places_by_host((4, 0, 5, 1), "aabbcc") == ((0, 2), (1, 3))
+
+
+def test_crossing_bytes():
+    """A ring in the order of the group; an all-to-all from each to each; a message to its receiver."""
+    assert [crossing_bytes("all_reduce", (0, 1, 2, 3), "aabb", rank, 400) for rank in range(4)] == [0, 600, 0, 600]
+    assert [crossing_bytes("all_to_all", (0, 1, 2), "abb", rank, 300) for rank in range(3)] == [200, 100, 100]
+    assert crossing_bytes("send", (0, 1), "ab", 0, 7) == 7 and crossing_bytes("recv", (0, 1), "ab", 1, 7) == 0
+    assert crossing_bytes("send", (0, 1), "aa", 0, 7) == 0
+
+
+def test_the_fastest_is_chosen_and_a_little_faster_is_not():
+    points = [
+        (1024, {BACKEND: 1.0, RING: 0.96, TWO_LEVEL: 2.0}),
+        (4096, {BACKEND: 1.0, RING: 0.9, TWO_LEVEL: 0.5}),
+        (2**14, {BACKEND: 1.0, RING: 0.9, TWO_LEVEL: 0.5}),
+        (2**16, {BACKEND: 1.0, RING: 0.4, TWO_LEVEL: 0.5}),
+    ]
+    steps = best(points)
+    assert steps == ((0, BACKEND), (4096, TWO_LEVEL), (2**16, RING))
+    chosen = Table({}, {("all_reduce", 2, 4): steps})
+    assert [chosen.choose("all_reduce", 2, 4, size) for size in (1, 4095, 4096, 2**16, 2**30)] == [
+        BACKEND, BACKEND, TWO_LEVEL, RING, RING,
+    ]  # fmt: skip
+    assert chosen.choose("all_reduce", 4, 4, 2**20) == chosen.choose("all_gather", 2, 4, 2**20) == BACKEND
+
+
+GOOD = {
+    "ranks": 4, "hosts": 2, "backend": "gloo", "device": "x",
+    "table": [{"operation": "all_reduce", "hosts": 2, "ranks": 4, "choices": [[0, BACKEND], [64, RING]]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"table": None}, "must have a table"),
+        ({"ranks": "4"}, "whole numbers"),
+        ({"backend": None}, "must have the names"),
+        ({"table": [1]}, "each entry"),
+        ({"operation": "sum"}, "operation must be one of all_reduce"),
+        ({"ranks of": 3}, "multiple of its hosts"),
+        ({"choices": []}, "must be a list of"),
+        ({"choices": [[0, "magic"]]}, "must be one of backend, two_level"),
+        ({"choices": [[0, "backend:../x"]]}, "backend:NAME"),
+        ({"choices": [[-1, RING]]}, "a choice must be"),
+        ({"choices": [[8, RING], [8, BACKEND]]}, "in the order"),
+    ],
+)
+def test_damaged_tables_are_refused(change, said):
+    row = dict(GOOD["table"][0])
+    row |= {name.removesuffix(" of"): value for name, value in change.items() if name in (*row, "ranks of")}
+    whole = {name: value for name, value in change.items() if name in GOOD}
+    if "ranks" in change:
+        row["ranks"] = 4
+    with pytest.raises(ValueError, match=said):
+        Table.of({**GOOD, "table": [row], **whole})
+
+
+def test_a_table_is_read_again():
+    chosen = Table.of(GOOD)
+    assert Table.of(chosen.document()) == chosen
+    assert chosen.differs({"ranks": 4, "hosts": 2}) == []
+    assert chosen.differs({"ranks": 8, "backend": "nccl"}) == [
+        "ranks: 4 in the table, 8 in this job",
+        "the backend: gloo in the table, nccl in this job",
+    ]
