@@ -9,6 +9,7 @@ help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the tests of the code'
 	@echo 'make tour         the README, the quick starts, the notebook and the example package, as a reader would run them'
+	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
 	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
@@ -39,6 +40,10 @@ test: dev
 # What the documentation tells a reader to type, typed: installed commands, the README on one host and on several, ...
 tour: dev
 	$(PYTEST) -m 'tour and not slow'
+
+# Skipped, with the reason, without root and the programs that tests/launch/debian-packages lists.
+hosts: dev
+	$(PYTEST) -m 'hosts and not slow'
 
 # Before a release, and after a change of what those tests are about.
 test-slow: dev
@@ -75,4 +80,4 @@ lint: dev
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test tour test-slow test-fast numerics durations package site lint docs
+.PHONY: help quickstart venv dev test tour hosts test-slow test-fast numerics durations package site lint docs

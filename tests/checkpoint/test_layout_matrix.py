@@ -61,6 +61,13 @@ def test_any_layout_to_any_layout(checkpoints, model, source, target):
         assert checkpoint.read_into(filled, threads=1) == []
         for wanted, got in zip(expected, filled, strict=True):
             assert torch.equal(wanted.data.view(torch.uint8), got.data.view(torch.uint8)), wanted.spec
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_new_tensors_are_what_is_read_into_others(checkpoints, model, target):
+    checkpoint = open_checkpoint(checkpoints["tp2-pp2-dp2-zero1"])
+    for rank in range(LAYOUTS[target].world_size):
+        expected = fragments(model, LAYOUTS[target], rank, replicas=True)
         for wanted, got in zip(expected, checkpoint.load(each.spec for each in expected), strict=True):
             assert torch.equal(wanted.data, got.data) and wanted.data.dtype == got.data.dtype
 

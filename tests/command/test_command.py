@@ -81,6 +81,7 @@ def test_help_names_every_verb_and_shows_each_ones_options():
     assert "to-native" in deepy("checkpoint", "--help").stdout
 
 
+@pytest.mark.tour
 def test_a_tool_does_the_same_under_both_names(tmp_path):
     words = ["layers", str(ROOT / "configs" / "pythia" / "70m.yml"), "tokenizer.type=none", "--json"]
     ours, script = deepy("config", *words, folder=tmp_path), python(str(ROOT / "tools" / "config.py"), *words)
@@ -107,6 +108,7 @@ def test_mistakes(words, told):
     assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.tour
 def test_train_is_what_train_py_does(tmp_path):
     """A ready configuration by its name, options behind it, from another folder; the losses are those of train.py."""
     few = ["training.stop_at_step=3", "launch.device=cpu"]

@@ -17,7 +17,7 @@ from .host_job import DEEPY, looping
 from .namespaces import wait_for
 from .running import CONFIG
 
-pytestmark = pytest.mark.limit(1200)
+pytestmark = [pytest.mark.hosts, pytest.mark.limit(1200)]
 WORKER = str(ROOT / "tests" / "launch" / "gloo_worker.py")
 ALLOCATE = ("salloc", "-N2", "--ntasks-per-node=2")
 

@@ -19,7 +19,7 @@ from tests.workers import run as on_ranks
 from .host_job import DEEPY, skip_without
 from .namespaces import Cluster
 
-pytestmark = pytest.mark.limit(900)
+pytestmark = [pytest.mark.hosts, pytest.mark.limit(900)]
 STEPS = 16
 SETTINGS = [f"training.steps={STEPS}", "training.global_batch_size=24", "launch.environment.OMP_NUM_THREADS='1'"]
 TRAIN = [str(ROOT / "train.py"), str(ROOT / "configs/test/tiny_neox.yml"), *SETTINGS]

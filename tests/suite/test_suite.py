@@ -165,6 +165,7 @@ def test_results_over_seeds(folder, capsys):
     assert "DIFFERENT batches at step 1: w16-s1 and w32-s1" in said and Path("runs/small/report.html").exists()
 
 
+@pytest.mark.tour
 def test_a_suite_trained_for_real(folder, capsys, monkeypatch):
     """One by a job of an array and the others here, two at a time; then nothing is left to do, and another value is
     refused before anything starts.
