@@ -99,6 +99,8 @@ class LayerKind:
             its `new_state` makes; "" not at all.
         neighbours: whether, where it attends, it also needs the token before a rank's first one.
         draws: whether, with these options, a forward pass in training draws random numbers.
+        repeats: whether its layers can be in a recurrent group, which runs them several times with the same weights:
+            they hand nothing to later layers and count nothing by layer.
         head_width: channels over which its query-key products sum, if its option `scale` multiplies those.
     """
 
@@ -121,6 +123,7 @@ class LayerKind:
     context: Literal["", "alone", "attends", "scans", "states"] = ""
     neighbours: bool = False
     draws: Callable[[Any], bool] = lambda options: False
+    repeats: bool = False
     head_width: Callable[[Any], int] | None = None
 
     @property

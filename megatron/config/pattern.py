@@ -1,13 +1,14 @@
 """The layer pattern: `model.layers` as a list of blocks.
 
     stack  := item+
-    item   := (block | '(' stack ')') ['x' count]
+    item   := (block | '(' stack ')') ['x' count] | 'recurrent' '(' stack ')'
     block  := term ['/' term]              mixer/ffn, or a bare mixer, or a bare ffn
     term   := one ('&' one)* ('+' one)*    mixers that read the same and are summed, and what stands beside them
     one    := kind ['@' variant]
 
 `(attention/mlp) x12`, `(mamba moe) x18`, `(mamba2 x5 mamba2+shared_attention) x6`, `(attention&mamba2/mlp) x36`. White
-space separates blocks.
+space separates blocks. One group of a stack may be `recurrent(...)`: its blocks are repeated with the same weights, as
+often as `model.recurrence` says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NoReturn, Protocol
 
@@ -23,6 +24,7 @@ from .kind import kinds_of
 
 MAX_BLOCKS = 100_000
 MAX_OPEN = 32  # parentheses inside each other
+RECURRENT = "recurrent"  # the word before the group that is repeated
 
 
 class HasRole(Protocol):
@@ -53,10 +55,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """One layer of the stack: a mixer, a feed-forward, or both."""
+    """One layer of the stack: a mixer, a feed-forward, or both.
+
+    Attributes:
+        recurrent: it is in the core, whose blocks are repeated.
+    """
 
     mixer: Kind | None = None
     ffn: Kind | None = None
+    recurrent: bool = False
 
     @property
     def mixers(self) -> tuple[Kind, ...]:
@@ -79,7 +86,8 @@ class BlockPattern:
         return (*self.mixers, *self.side, self.ffn) if self.ffn else (*self.mixers, *self.side)
 
     def __str__(self) -> str:
-        return "/".join(str(kind) for kind in (self.mixer, self.ffn) if kind)
+        own = "/".join(str(kind) for kind in (self.mixer, self.ffn) if kind)
+        return f"{RECURRENT}({own})" if self.recurrent else own
 
 
 class PatternError(ValueError):
@@ -132,6 +140,7 @@ class _Reader:
         self.text, self.kinds = text, kinds
         self.tokens, self.at = _tokens(text), 0
         self.open = 0  # parentheses
+        self.core: _Token | None = None  # where the recurrent group is
 
     @property
     def token(self) -> _Token:
@@ -159,7 +168,29 @@ class _Reader:
             self.fail(opened, "this parenthesis is never closed", "close it with ')'")
         return blocks
 
+    def recurrent(self) -> list[BlockPattern]:
+        """The core: at the outermost level, once, and without a count of its own."""
+        word = self.take("name")
+        assert word is not None
+        if self.open:
+            fix = f"put {RECURRENT}(...) beside other groups, not inside of one"
+            self.fail(word, f"a {RECURRENT} group stands inside no other group", fix)
+        if self.core is not None:
+            fix = "make one group of what is repeated"
+            self.fail(word, f"a pattern has one {RECURRENT} group", fix)
+        self.core = word
+        opened = self.take("(")
+        self.open += 1
+        blocks = [replace(block, recurrent=True) for block in self.stack(opened)]
+        self.open -= 1
+        if self.token.kind == "count":
+            fix = "give model.recurrence.mean, and leave the number out"
+            self.fail(self.token, f"how often a {RECURRENT} group is repeated is drawn in each step", fix)
+        return blocks
+
     def item(self) -> list[BlockPattern]:
+        if self.token.text == RECURRENT and self.tokens[self.at + 1].kind == "(":
+            return self.recurrent()
         opened = self.take("(")
         if opened:
             self.open += 1

@@ -49,7 +49,7 @@ from .lengths import SequenceStages
 from .logit_clipping import LogitClipping
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
-from .protocol import LabelGroups, StepResult
+from .protocol import PASSES, PASSES_BACKWARD, LabelGroups, StepResult
 from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
 from .state import EngineState
 from .statistics import UpdateStatistics
@@ -228,6 +228,8 @@ class BaseEngine:
     def _begin(self, step: int, lr: float) -> None:
         self.stages.enter(step)
         self.state.for_training()
+        if self.plan.depth is not None:
+            self.plan.depth.step = step
         set_learning_rate(self.optimizer, lr)
         self.losses = LossAccumulator.zero(self.device)
         if self.gate is not None:
@@ -337,7 +339,15 @@ class BaseEngine:
 
     def _extras(self, applied: bool) -> Mapping[str, Any]:
         loads, logits = self.experts.finish(applied), self.logits.finish(applied)
-        return {**loads, **logits} if logits else loads  # which are read from the device when they are asked for
+        more = {**logits, **self._depth()}
+        return {**loads, **more} if more else loads  # which are read from the device when they are asked for
+
+    def _depth(self) -> Mapping[str, Any]:
+        """What the step ran of a recurrent core."""
+        if self.plan.depth is None:
+            return {}
+        passes = self.plan.depth.passes(training=True)
+        return {PASSES: passes.total, PASSES_BACKWARD: passes.backward}
 
 
 class PlainEngine(BaseEngine):

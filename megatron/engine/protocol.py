@@ -16,6 +16,8 @@ from megatron.model.embedding_and_head import Reader
 from .spikes import Spike
 from .statistics import UpdateStatistics
 
+PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"  # extras of a step of a recurrent core
+
 
 @dataclass(frozen=True)
 class StepResult:

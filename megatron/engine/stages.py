@@ -5,20 +5,24 @@ tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from megatron.model.block import Block
 from megatron.model.embedding_and_head import Reader
+from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
 from megatron.parallel.mesh import new_group
 from megatron.parallel.parameters import logical_of
+
+FINAL_NORM = "final_norm"  # logical name of the norm before the head, which a recurrent core uses too
 
 
 class EmbeddingStage(nn.Module):
@@ -43,6 +47,24 @@ class BlockStage(nn.Module):
         return self.after.pack(self.block(self.before.unpack(tensors)))
 
 
+class CoreStage(nn.Module):
+    """The blocks of a recurrent core, as one layer on packed streams."""
+
+    def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
+        super().__init__()
+        inside = plan.inside
+        self.blocks = nn.ModuleList(plan.block(index, shared) for index in inside)
+        self.before, self.after = plan.form_at(inside.start), plan.form_at(inside.stop)
+        self.norm = None
+        if plan.config.model.recurrence.norm == "head":
+            self.norm = shared.setdefault(FINAL_NORM, plan.head_norm())
+        self.core = plan.core(cast(Iterable[Block], self.blocks), cast(Norm, self.norm))
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.core is not None
+        return self.after.pack(self.core(self.before.unpack(tensors)))
+
+
 class HeadStage(nn.Module):
     """The last layer: a packed stream to the loss.
 
@@ -51,10 +73,11 @@ class HeadStage(nn.Module):
     come in by `targets`, which the engine fills in the order of the micro-batches.
     """
 
-    def __init__(self, plan: ModelPlan):
+    def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
         tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
-        self.head, self.form = plan.head(tied), plan.form_at(len(plan.blocks))
+        norm = cast("Norm | None", shared.get(FINAL_NORM))
+        self.head, self.form = plan.head(tied, norm), plan.form_at(len(plan.blocks))
         self.targets: deque[tuple[Tensor, Tensor]] = deque()
         self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
         self.found: list[Any] = []
@@ -86,8 +109,13 @@ class Pipeline(PipelineModule):
         self._bounds = stage_bounds(plan.config)
         specs = [LayerSpec(EmbeddingStage, plan)]
         shared: dict[str, nn.Module] = {}
-        specs += [LayerSpec(BlockStage, plan, index, shared) for index in range(len(plan.blocks))]
-        specs += [LayerSpec(HeadStage, plan)]
+        for index in range(len(plan.blocks)):
+            if index not in plan.inside:
+                specs.append(LayerSpec(BlockStage, plan, index, shared))
+            else:  # the whole core is at the place of its first block
+                first = index == plan.inside.start
+                specs.append(LayerSpec(CoreStage, plan, shared) if first else LayerSpec(nn.Identity))
+        specs += [LayerSpec(HeadStage, plan, shared)]
         super().__init__(
             specs,
             partition_method="uniform",

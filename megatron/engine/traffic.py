@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.config import Config
+from megatron.config.recurrence import core_of
 from megatron.config.variants import used
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
@@ -96,6 +97,7 @@ def _refuse(config: Config, layout: Layout) -> None:
     }
     reasons["clipped attention logits"] = any(kind.clips_logits(options) for _, kind, options in used(config.model))
     reasons["algorithms that a table chooses"] = config.parallel.communication.table is not None
+    reasons["a recurrent core, which each step repeats anew"] = bool(core_of(config.model.blocks))
     reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:

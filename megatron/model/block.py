@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.config.pattern import BlockPattern, Kind, call_numbers
+from megatron.config.recurrence import core_of
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 from megatron.parallel.parameters import ParameterFactory
@@ -16,6 +17,7 @@ from megatron.parallel.parameters import ParameterFactory
 from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
+from .injection import Injection, injection_counts
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
 from .relay import applied, new_state, relays_of
@@ -38,7 +40,7 @@ class Block(nn.Module):
 
     Logical names: `layers.<index>.{mixer_norm, ffn_norm, <kind of a mixer>, <kind of ffn>, <kind beside the mixer>}`,
     `{mixer_output_norm, ffn_output_norm}` with norms on both sides, and `{mixer_joint, ffn_joint}` with
-    `channel_scales`.
+    `channel_scales`; `injection` in the first block of a recurrent core.
 
     Args:
         shared: modules that blocks of this rank share, by logical name; blocks add those that are not there yet.
@@ -56,7 +58,11 @@ class Block(nn.Module):
         self.residual, self.pattern, self.dtype = model.residual, pattern, make.dtype
         self.multiplier = model.residual.multiplier * init.factors.branch
         self.post_norm = reads_stream(model, pattern)
-        partial = make.mesh.layout.sequence
+        self.sandwich = model.residual.norm == "sandwich"
+        partial, normed_after = make.mesh.layout.sequence, model.residual.norm in ("both", "sandwich")
+        self.injection: Injection | None = None
+        if opens_core(model, init.index):
+            self.injection = Injection(make.scope("injection"), model, init)
         self.mixer: nn.Module | None = None
         self.ffn: nn.Module | None = None
         self.side_layers: nn.ModuleList | None = None
@@ -69,7 +75,7 @@ class Block(nn.Module):
         if pattern.mixer:
             self.mixer_norm = Norm(make.scope("mixer_norm"), model.hidden_size, model.norm, partial=partial)
             self.mixer = _mixer(make, model, pattern, init)
-            if model.residual.norm == "both":
+            if normed_after:
                 self.mixer_output_norm = Norm(
                     make.scope("mixer_output_norm"), model.hidden_size, model.norm, partial=partial
                 )
@@ -85,7 +91,7 @@ class Block(nn.Module):
             if not (self.shares_norm(model, pattern)):
                 self.ffn_norm = Norm(make.scope("ffn_norm"), model.hidden_size, model.norm, partial=partial)
             self.ffn = _layer(make, model, pattern.ffn, init)
-            if model.residual.norm == "both":
+            if normed_after:
                 self.ffn_output_norm = Norm(
                     make.scope("ffn_output_norm"), model.hidden_size, model.norm, partial=partial
                 )
@@ -116,6 +122,7 @@ class Block(nn.Module):
         return residual.form == "parallel" and residual.shared_norm and both and not pattern.side
 
     def forward(self, stream: Stream, state: BlockState | None = None) -> Stream:
+        stream = stream if self.injection is None else self.injection(stream)
         x, state = stream.hidden, state or BlockState()
         mixer, ffn = self.mixer, self.ffn
         if self.residual.form == "parallel" and mixer is not None and ffn is not None:
@@ -125,11 +132,16 @@ class Block(nn.Module):
             return stream.with_hidden(x + mixed + fed)
         if mixer is not None:
             mixed, stream = self._mix(mixer, x, stream, state)
-            x = x + mixed if self.mixer_joint is None else self.mixer_joint(mixed, x)
+            x = self._joined(mixed, x, self.mixer_joint, self.mixer_output_norm)
         if ffn is not None:
             fed, stream = self._feed(ffn, x, stream, state)
-            x = x + fed if self.ffn_joint is None else self.ffn_joint(fed, x)
+            x = self._joined(fed, x, self.ffn_joint, self.ffn_output_norm)
         return stream.with_hidden(x)
+
+    def _joined(self, y: Tensor, x: Tensor, joint: ChannelScale | None, norm: Norm | None) -> Tensor:
+        """The stream with a branch's output."""
+        x = x + y if joint is None else joint(y, x)
+        return _normed(norm, x).to(x.dtype) if self.sandwich else x
 
     def new_state(self) -> BlockState:
         """Empty decoding state; a layer that keeps any has a `new_state` of its own."""
@@ -150,7 +162,7 @@ class Block(nn.Module):
             normed = _normed(self.mixer_norm, x) if normed is None else normed
             y, written = applied(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
         stream = stream.with_channels(written) if written else stream
-        if self.mixer_output_norm is not None:
+        if self.mixer_output_norm is not None and not self.sandwich:
             y = self.mixer_output_norm(y)
         return self._scaled(self.mixer_dropout(y, stream)), stream
 
@@ -165,12 +177,18 @@ class Block(nn.Module):
             normed = _normed(self.ffn_norm, x) if normed is None else normed
             y, written = applied(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
         stream = stream.with_channels(written) if written else stream
-        if self.ffn_output_norm is not None:
+        if self.ffn_output_norm is not None and not self.sandwich:
             y = self.ffn_output_norm(y)
         return self._scaled(self.ffn_dropout(y, stream)), stream
 
     def _scaled(self, y: Tensor) -> Tensor:
         return y if self.multiplier == 1.0 else y * self.multiplier
+
+
+def opens_core(model: ModelSection, index: int) -> bool:
+    """Whether the block of this index is the first of a recurrent core."""
+    core = core_of(model.blocks)
+    return bool(core) and index == core.start
 
 
 def hands_on_states(module: nn.Module) -> bool:
@@ -247,7 +265,9 @@ def block_counts(model: ModelSection, pattern: BlockPattern, sequence_length: in
         total += layer_class(model, kind).counts(model, options_of(model, kind), sequence_length, call)
     if model.residual.channel_scales:
         total += Counts(norms * 4 * H, activations=norms * H)  # the branch's output; the stream is kept by a norm
-    if model.residual.norm == "both":  # each branch's output, with its own scale
+    if opens_core(model, index):
+        total += injection_counts(model)
+    if model.residual.norm in ("both", "sandwich"):  # each branch's output, or the sum, with its own scale
         total += Counts(norms * norm_parameters(model.norm, H), activations=norms * norm_activations(model.norm, H))
     if Block.shares_norm(model, pattern):
         norms = 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
+from megatron.config.recurrence import core_of, expected_passes, passes_of_step
 
 from .block import block_counts, streams_saved
 from .counts import Counts
@@ -20,14 +21,17 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class LayerCosts:
     """One layer of the list [embedding, blocks..., head].
 
+    A block of a recurrent core has the costs of all its passes, but its parameters once.
+
     Attributes:
         name: prefix of its logical names.
         kind: "embedding", "head", or the block's pattern.
         stage: the pipeline stage that holds it.
-        counts: what it costs, whole, before recomputation.
+        counts: what it costs, whole, before recomputation; FLOPs and state are those of an evaluation.
         saved: elements saved per token for the backward pass, with the run's activation checkpointing, in units of the
             compute type.
         recomputed: FLOPs per token of the forward pass that run a second time.
+        training_flops: per token, forward and backward, without what is recomputed; the mean over steps.
     """
 
     name: str
@@ -36,6 +40,7 @@ class LayerCosts:
     counts: Counts
     saved: int
     recomputed: int
+    training_flops: float = 0.0
 
 
 def layers(config: Config) -> list[LayerCosts]:
@@ -59,7 +64,25 @@ def layers(config: Config) -> list[LayerCosts]:
         *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
         (counts[-1].activations + wider, 0),
     ]
-    return [LayerCosts(*row[:4], *row[4]) for row in zip(names, kinds, stage_of(config), counts, saved)]
+    rows = [
+        LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, stage_of(config), counts, saved)
+    ]
+    inside = {index + 1 for index in core_of(blocks)}
+    return [_repeated(config, row) if place in inside else row for place, row in enumerate(rows)]
+
+
+def _repeated(config: Config, once: LayerCosts) -> LayerCosts:
+    """A block of the core, from what one pass through it costs; activations are those of steps with most of them."""
+    options = config.model.recurrence
+    mean, shown, counts = expected_passes(options), options.evaluation, once.counts
+    flops, state, memory = (shown * each for each in (counts.flops, counts.state, counts.memory))
+    return replace(
+        once,
+        counts=replace(counts, flops=flops, state=state, memory=memory),
+        saved=options.backward * once.saved,
+        recomputed=round(mean.backward * once.recomputed),
+        training_flops=counts.flops * (mean.without + 3 * mean.backward),
+    )
 
 
 def _recomputation(config: Config, index: int, block: BlockPattern, counts: Counts) -> tuple[int, int]:
@@ -108,8 +131,9 @@ class Totals:
         embedding_parameters: of all, in the token and position embeddings and in an untied head's matrix.
         forward_flops: per token.
         training_flops: per token, forward and backward, the backward pass counted as twice the forward pass; without
-            recomputation. Model FLOPs utilisation is a share of this.
+            recomputation; of a recurrent core the mean over steps. Model FLOPs utilisation is a share of this.
         hardware_flops: the same with what is recomputed.
+        core_flops: of the forward pass, those of one pass through a recurrent core.
     """
 
     parameters: int
@@ -118,6 +142,7 @@ class Totals:
     forward_flops: int
     training_flops: int
     hardware_flops: int
+    core_flops: int = 0
 
     @property
     def non_embedding_parameters(self) -> int:
@@ -127,6 +152,7 @@ class Totals:
 def totals(config: Config) -> Totals:
     """The sums over all layers."""
     rows, model = layers(config), config.model
+    training = round(sum(row.training_flops for row in rows))
     vocabularies = 1 if model.embedding.tied else 2
     positions = model.embedding.max_positions if model.embedding.position == "learned" else 0
     forward = sum(row.counts.flops for row in rows)
@@ -135,6 +161,21 @@ def totals(config: Config) -> Totals:
         active_parameters=sum(row.counts.parameters - row.counts.idle for row in rows),
         embedding_parameters=(vocabularies * model.vocab_size + positions) * model.hidden_size,
         forward_flops=forward,
-        training_flops=3 * forward,
-        hardware_flops=3 * forward + sum(row.recomputed for row in rows),
+        training_flops=training,
+        hardware_flops=training + sum(row.recomputed for row in rows),
+        core_flops=sum(rows[index + 1].counts.flops // model.recurrence.evaluation for index in core_of(model.blocks)),
     )
+
+
+def flops_of_step(config: Config, total: Totals, step: int) -> float:
+    """FLOPs per token, forward and backward, of a training step: `training_flops`, but with the passes through a
+    recurrent core that this step draws.
+
+    Args:
+        total: of the configuration.
+    """
+    if not total.core_flops:
+        return total.training_flops
+    options = config.model.recurrence
+    mean, own = expected_passes(options), passes_of_step(options, config.training.seed, step)
+    return total.training_flops + total.core_flops * (own.without - mean.without + 3 * (own.backward - mean.backward))

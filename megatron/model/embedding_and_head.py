@@ -105,6 +105,7 @@ class Head(nn.Module):
         training: TrainingSection,
         init: Initialisation,
         objective: Objective,
+        norm: Norm,
         tied: nn.Parameter | None = None,
     ):
         super().__init__()
@@ -113,9 +114,7 @@ class Head(nn.Module):
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
         cost = objective.cost if objective.costs else None
         self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled, cost)
-        self.norm = Norm(
-            make.scope("final_norm"), model.hidden_size, final_norm(model), partial=make.mesh.layout.sequence
-        )
+        self.norm = norm
         shape = (model.vocab_size, model.hidden_size)
         head = make.scope("head")
         self.weight = (

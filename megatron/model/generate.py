@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,8 @@ def generate(
     *,
     vocabulary: int | None = None,
     cache: bool = True,
+    depth: int | None = None,
+    tolerance: float | None = None,
 ) -> Iterator[Tensor]:
     """Continue prompts of equal length, one token [B] at a time.
 
@@ -79,12 +82,29 @@ def generate(
         prompt_BS: int64 [B, S], S at least 1.
         vocabulary: only ids below it are chosen; the embedding may have more rows than the tokenizer has ids.
         cache: False reads the whole text again for each token; the result is the same, slower.
+        depth: passes through a recurrent core; as in evaluation if not given.
+        tolerance: end before that where a pass changes the newest token's state by at most this share. All tokens of
+            the text then have the passes of the newest, so it is read again for each.
     """
-    was_training = model.training
+    was_training, own = model.training, model.plan.depth
     model.eval()
+    with nullcontext() if own is None else own.at(depth, tolerance):
+        yield from _continued(model, prompt_BS, tokens, sampling, vocabulary, cache and tolerance is None, was_training)
+
+
+def _continued(
+    model: Model,
+    prompt_BS: Tensor,
+    tokens: int,
+    sampling: Sampling,
+    vocabulary: int | None,
+    cache: bool,
+    was_training: bool,
+) -> Iterator[Tensor]:
+    """See `generate`."""
     try:
         state, text = model.new_state(), prompt_BS
-        logits = model.decode(prompt_BS, state, 0)[:, -1]
+        logits = (model.decode(prompt_BS, state, 0) if cache else model.logits(prompt_BS))[:, -1]
         for _ in range(tokens):
             following = choose(logits[:, :vocabulary], sampling, text.shape[1])
             yield following
@@ -113,14 +133,17 @@ def complete(
     vocabulary: int | None = None,
     device: torch.device | str = "cpu",
     cache: bool = True,
+    depth: int | None = None,
+    tolerance: float | None = None,
 ) -> Iterator[int]:
     """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
-    are used up (`room`)."""
+    are used up (`room`). The rest is as for `generate`."""
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     tokens = int(min(tokens, room(model, len(prompt))))
     if tokens < 1:
         return
-    for following in generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache):
+    made = generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache, depth=depth, tolerance=tolerance)
+    for following in made:
         token = int(following[0])
         if token == end:
             return

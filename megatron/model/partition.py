@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron.config import Config
+from megatron.config.even_split import uniform_counts
 from megatron.config.pattern import call_numbers
+from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 
 from .block import block_counts
@@ -14,7 +16,8 @@ from .options import layer_class
 def stage_bounds(config: Config) -> list[int]:
     """Bounds b such that stage i holds layers b[i] ... b[i + 1] - 1 of [embedding, blocks..., head].
 
-    Every stage has at least one block: the first holds the embedding too, the last the final norm and the head.
+    Every stage has at least one block: the first holds the embedding too, the last the final norm and the head. The
+    blocks of a recurrent core stay together.
     """
     stages, split = config.parallel.pipeline, config.parallel.pipeline_split
     blocks = config.model.blocks
@@ -25,13 +28,13 @@ def stage_bounds(config: Config) -> list[int]:
         ]
         first = embedding_counts(config.model).parameters
         last = head_counts(config.model).parameters + (first if config.model.embedding.tied else 0)
-        counts = balanced(sizes, stages, first, last)
+        core = core_of(blocks) or range(1)
+        together = [*sizes[: core.start], sum(sizes[core.start : core.stop]), *sizes[core.stop :]]
+        counts = balanced(together, stages, first, last)
+        ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+        counts[next(stage for stage, end in enumerate(ends) if end > core.start)] += len(core) - 1
     elif split == "uniform":
-        counts = [len(blocks) // stages] * stages
-        # Stages in the middle have neither embedding nor head: they take what is left over first.
-        order = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
-        for stage in order[: len(blocks) % stages]:
-            counts[stage] += 1
+        counts = uniform_counts(len(blocks), stages)
     else:
         counts = list(split)
     bounds = [0]
@@ -49,6 +52,9 @@ def copies(config: Config) -> dict[str, tuple[int, ...]]:
         for kind, number in zip(block.side, numbers):
             name = layer_class(model, kind).shared_name(kind, options_of(model, kind), number)
             users.setdefault(name, set()).add(stage)
+    core = core_of(model.blocks)
+    if core and model.recurrence.norm == "head" and stages[core.start + 1] != stages[-1]:
+        found["final_norm"] = (stages[core.start + 1], stages[-1])
     return found | {name: tuple(sorted(at)) for name, at in users.items() if len(at) > 1}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -12,19 +12,22 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
+from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
 from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory
 
-from .block import Block, BlockState, block_channels
+from .block import Block, block_channels
 from .compile import compile_forward
-from .embedding_and_head import Embedding, Head, Reader
+from .embedding_and_head import Embedding, Head, Reader, final_norm
 from .initialisation import Initialisation
+from .norm import Norm
 from .options import kind_of
 from .parametrization import Parametrization
 from .recompute import recompute_activations
+from .recurrent_depth import Core, Depth, InitialState
 from .stream import Channel, Stream, StreamForm, live_channels
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,6 +56,27 @@ class ModelPlan:
     def factors(self) -> Parametrization:
         return Parametrization.of(self.config.model, self.config.optimizer.type)
 
+    @cached_property
+    def inside(self) -> range:
+        """The indices of the recurrent core's blocks; an empty range without one."""
+        return core_of(self.blocks)
+
+    @cached_property
+    def depth(self) -> Depth | None:
+        """How often this process runs the core; None without one."""
+        return Depth(self.config.model.recurrence, self.config.training.seed) if self.inside else None
+
+    def core(self, blocks: Iterable[Block], norm: Norm) -> Core | None:
+        """What runs these blocks, the core's.
+
+        Args:
+            norm: with the weights of the norm before the head.
+        """
+        if self.depth is None:
+            return None
+        options, make = self.config.model.recurrence, self.factory("")
+        return Core(self.depth, list(blocks), InitialState(make, options), norm if options.norm == "head" else None)
+
     def factory(self, prefix: str, factors: Parametrization | None = None) -> ParameterFactory:
         dtype, scales = self.dtype or DTYPES[self.config.precision.compute], (factors or self.factors).scales
         return ParameterFactory(self.mesh, self.config.training.seed, self.device, dtype, prefix, self.values, scales)
@@ -77,7 +101,7 @@ class ModelPlan:
         """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
         kinds = {each for block in self.blocks for each in block.kinds}
-        draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds)
+        draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds) or bool(self.inside)
         documents, shared = data.reset_attention_at_eod, self.mesh.context.size > 1
         return StreamForm(positions=documents or shared, documents=documents, samples=draws or model.dropout > 0.0)
 
@@ -97,9 +121,17 @@ class ModelPlan:
         recompute_activations(block, index, self.config.training.activation_checkpointing)
         return block
 
-    def head(self, tied: nn.Parameter | None = None) -> Head:
-        config = self.config
-        return Head(self.factory(""), config.model, config.training, self.init, objective_of(config), tied)
+    def head_norm(self) -> Norm:
+        """The norm before the head."""
+        model, make = self.config.model, self.factory("")
+        partial = self.mesh.layout.sequence
+        return Norm(make.scope("final_norm"), model.hidden_size, final_norm(model), partial=partial)
+
+    def head(self, tied: nn.Parameter | None = None, norm: Norm | None = None) -> Head:
+        """`norm`: that of this rank, where another layer uses it too."""
+        config, make = self.config, self.factory("")
+        own = norm or self.head_norm()
+        return Head(make, config.model, config.training, self.init, objective_of(config), own, tied)
 
 
 class Blocks(nn.ModuleList):
@@ -120,6 +152,18 @@ class Model(nn.Module):
         self.blocks = Blocks(plan.block(index, shared) for index in range(len(plan.blocks)))
         tied = self.embedding.tokens.weight if plan.config.model.embedding.tied else None
         self.head = plan.head(tied)
+        self.core = plan.core(list(self.blocks)[plan.inside.start : plan.inside.stop], self.head.norm)
+
+    def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
+        """The blocks, with what each keeps between tokens; all of a core's is at the place of its first block."""
+        inside = self.plan.inside
+        for index, block in enumerate(self.blocks):
+            own = None if states is None else states[index]
+            if index not in inside:
+                stream = block(stream, own)
+            elif index == inside.start and self.core is not None:
+                stream = self.core(stream, own, begin)
+        return stream
 
     def stream(
         self,
@@ -128,10 +172,7 @@ class Model(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
     ) -> Stream:
-        stream = self.embedding(tokens_BS, positions, documents, samples)
-        for block in self.blocks:
-            stream = block(stream)
-        return stream
+        return self._run(self.embedding(tokens_BS, positions, documents, samples))
 
     def forward(
         self,
@@ -150,16 +191,16 @@ class Model(nn.Module):
         """fp32 logits [B, S, V]."""
         return self.head.logits(self.stream(tokens_BS, positions, documents))
 
-    def new_state(self) -> list[BlockState]:
-        """Empty decoding state, one entry per block."""
-        return [block.new_state() for block in self.blocks]
+    def new_state(self) -> list[Any]:
+        """Empty decoding state, one entry per block; that of a core's first block has all of the core's, per pass."""
+        states: list[Any] = [block.new_state() for block in self.blocks]
+        if self.core is not None:
+            states[self.plan.inside.start] = self.core.new_state()
+        return states
 
-    def decode(self, tokens_BS: Tensor, state: list[BlockState], begin: int) -> Tensor:
+    def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens already in `state`, which grows by them."""
-        stream = self.embedding(tokens_BS, begin=begin)
-        for block, own in zip(self.blocks, state):
-            stream = block(stream, own)
-        return self.head.logits(stream)
+        return self.head.logits(self._run(self.embedding(tokens_BS, begin=begin), state, begin))
 
 
 def build_model(

@@ -56,6 +56,7 @@ class Stream:
 
 
 LOSS = "auxiliary_loss"  # a channel whose mean the head adds to the loss of the micro-batch
+INJECTED = "injected"  # a channel inside of a recurrent core: what the prelude gave
 
 
 @dataclass(frozen=True)

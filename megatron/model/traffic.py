@@ -22,7 +22,7 @@ from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.variants import options_of
 from megatron.parallel.traffic import Call, Tally
 
-from .block import Block, reads_stream
+from .block import Block, opens_core, reads_stream
 from .options import layer_class
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "uint8": 1}
@@ -202,13 +202,14 @@ def block_sends(
         NotPredicted: a kind does not say what it sends.
     """
     H, cut = model.hidden_size, tensor.sequence
-    found = [("", _layer(model, kind, tensor, index)) for kind in pattern.side]
+    found: list[tuple[str, list[Event]]] = [("injection", [Enter(2 * H), Leave(H)])] if opens_core(model, index) else []
+    found += [("", _layer(model, kind, tensor, index)) for kind in pattern.side]
     shared = Block.shares_norm(model, pattern)
     for branch in (pattern.mixers, (pattern.ffn,) if pattern.ffn else ()):
         if not branch:
             continue
         norms = norm(model.norm, H, cut) if not (shared and branch[0] is pattern.ffn) else []
-        after = norm(model.norm, H, cut) if model.residual.norm == "both" else []
+        after = norm(model.norm, H, cut) if model.residual.norm in ("both", "sandwich") else []
         scales = [Shared(4 * H)] if model.residual.channel_scales and cut else []
         own = [(kind.name, _layer(model, kind, tensor, index)) for kind in branch]
         found += [("", norms), *own, ("", [*after, *scales])]
@@ -243,7 +244,7 @@ def _repeated(
     to the stream, nothing after that layer's last matrix product is needed, so the sum is not made again."""
     kind = pattern.layers[-1]
     layer, residual = layer_class(model, kind), model.residual
-    normed = residual.norm == "both" or reads_stream(model, pattern)
+    normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
     needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
     if normed or residual.channel_scales or model.dropout > 0.0 or needed:
         return parts

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from megatron.config import Config
+from megatron.config.recurrence import Passes, expected_passes
 from megatron.config.variants import options_of
-from megatron.model.block import block_counts
+from megatron.model.block import block_counts, opens_core
 from megatron.model.counts import Counts
 from megatron.model.describe import BYTES, layers
 from megatron.model.embedding_and_head import embedding_counts, head_counts
@@ -125,7 +126,7 @@ class Shapes:
             return "embedding" if place == 0 else "head"
         block = blocks[place - 1]
         indexed = any(getattr(layer_class(model, kind), "indexed", False) for kind in block.kinds)
-        if block.side:
+        if block.side or opens_core(model, place - 1):
             return f"{block} {place}"
         length = self.config.training.sequence_length
         return f"{block} {block_counts(model, block, length, place - 1).parameters}" if indexed else str(block)
@@ -137,6 +138,14 @@ class Shapes:
         if key not in self._bounds:
             self._bounds[key] = stage_bounds(config)
         return self._bounds[key]
+
+    def passes(self, place: int) -> Passes:
+        """How often a step runs the layer at a place, on average."""
+        return expected_passes(self.config.model.recurrence) if self.recurs(place) else Passes(0, 1)
+
+    def recurs(self, place: int) -> bool:
+        """Whether it is a block of a recurrent core."""
+        return 0 < place < self.places - 1 and self.config.model.blocks[place - 1].recurrent
 
     def class_of(self, place: int) -> str:
         """A word for what is alike."""

@@ -73,6 +73,9 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
+    def times(self, factor: float) -> Work:
+        return self if factor == 1 else Work(*(factor * each for each in vars(self).values()))
+
     @property
     def total(self) -> float:
         return sum(vars(self).values())
@@ -141,17 +144,19 @@ class Clock:
             key = (self.shapes.class_of(place), choice)
             if key not in self._work:
                 self._work[key] = self._layer(config, choice, place, at)
-            total += self._work[key]
+            passes = self.shapes.passes(place)  # the forward pass is a third of a layer's work
+            total += self._work[key].times(passes.backward + passes.without / 3)
         return total
 
     def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> Work:
         layer = self.shapes.layer(place, choice)
+        kept = config.model.recurrence.backward if self.shapes.recurs(place) else 1
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
         products = [(self._product(tokens, each), self._gradients(tokens, each)) for each in layer.matrices]
         forward, backward = (sum(each) for each in zip(*products)) if products else (0.0, 0.0)
         factor = 0.5 if layer.attends else 1.0  # causal kernels skip what is masked
         attention = factor * tokens * layer.other / (self.peak * self.device.efficiency.attention)
-        moved = self._moved(layer, tokens)
+        moved = self._moved(layer, tokens, kept)
         again = 0.0
         if 0 < place < self.shapes.places - 1:
             full = forward + attention + moved
@@ -189,10 +194,10 @@ class Clock:
         mine = (self.device, self.peak, self.size)
         return product_time(*mine, m, k, n, each.count) + product_time(*mine, n, k, max(1, round(m)), each.count)
 
-    def _moved(self, layer: RankLayer, tokens: float) -> float:
-        """What a layer's forward pass writes and reads again beside its products."""
+    def _moved(self, layer: RankLayer, tokens: float, kept: int) -> float:
+        """What a layer's forward pass writes and reads again beside its products; it keeps that of `kept` passes."""
         rate = self.device.bandwidth * 1e9 * self.device.efficiency.memory
-        return 2 * tokens * layer.saved["none"] / rate + KERNELS * self.device.launch * 1e-6
+        return 2 * tokens * layer.saved["none"] / kept / rate + KERNELS * self.device.launch * 1e-6
 
     def _send(self, config: Config, choice: Candidate, at: dict[str, Group]) -> float:
         """A micro-batch's activations and their gradients between neighbouring stages."""

@@ -67,6 +67,8 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
 
     config = resolve(values)
     model = build_model(config, dtype=dtype).train()
+    if model.plan.depth is not None:
+        model.plan.depth.step = 0
     for parameter in dict.fromkeys(model.parameters()):
         begun = parameter.detach().float() + torch.from_numpy(noise(logical_of(parameter)))
         parameter.data = begun.to(dtype)

@@ -24,7 +24,7 @@ from megatron.data.plan import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
 from megatron.kinds.common.attend_across import describe_context
 from megatron.model.compile import describe_compile
-from megatron.model.describe import totals
+from megatron.model.describe import flops_of_step, totals
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.watched import watched_collectives
@@ -156,8 +156,8 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
 
 def _operations(config: Config) -> Callable[[int], float]:
     """Operations of forward and backward per token in an update; shorter sequences have fewer."""
-    by_stage = [totals(as_stage(config, stage)).training_flops for stage in stages_of(config)]
-    return lambda step: by_stage[stage_at(config, step).number]
+    by_stage = [totals(as_stage(config, stage)) for stage in stages_of(config)]
+    return lambda step: flops_of_step(config, by_stage[stage_at(config, step).number], step)
 
 
 def _train(

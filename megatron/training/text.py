@@ -45,6 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    if model.plan.depth is None and (options.depth, options.tolerance) != (None, None):
+        sys.stderr.write(
+            f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers\n"
+        )
+        return 2
     tokenizer = build_tokenizer(config.tokenizer)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     if not options.json:
@@ -68,6 +73,8 @@ def main(arguments: Sequence[str]) -> int:
             vocabulary=tokenizer.size,
             device=device,
             cache=not options.no_cache,
+            depth=options.depth,
+            tolerance=options.tolerance,
         )
         text = pieces(made, tokenizer, options.stop)
         if options.json:
@@ -143,6 +150,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-cache", action="store_true", help="compute without the key/value cache (slower, same text)"
     )
+    parser.add_argument("--depth", type=int, help="passes through a recurrent core (default: as in evaluation)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="fewer passes where one changes the newest token's state by at most this share, such as 0.03",
+    )
     parser.add_argument("--ignore-end", action="store_true", help="go on after the end-of-document token")
     parser.add_argument(
         "--stop",
@@ -158,6 +172,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         ("temperature", options.temperature >= 0, "at least 0"),
         ("top-k", options.top_k >= 0, "at least 0; 0 is all"),
         ("top-p", 0 < options.top_p <= 1, "above 0 and at most 1"),
+        ("depth", options.depth is None or options.depth >= 1, "at least 1"),
+        ("tolerance", options.tolerance is None or options.tolerance >= 0, "at least 0"),
         ("stop", all(options.stop), "a text of at least one character"),
     ):
         if not sound:

@@ -241,6 +241,8 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
     M, weight = config.training.micro_batch_size, batch.loss_mask.double().sum()
     gradients = [torch.zeros(p.shape, dtype=wide_type(p.dtype)) for p in parameters]
     model.train()
+    if model.plan.depth is not None:
+        model.plan.depth.step = step
     for begin in range(0, batch.tokens.shape[1], M):
         rows = slice(begin, begin + M)
         ce, lse, auxiliary = token_losses(config, model, batch, rows)

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from megatron.config import Config, ConfigError, resolve
 from megatron.config.kind import kinds_of
 from megatron.config.pattern import BlockPattern, parse
+from megatron.config.recurrence import core_of
 from megatron.config.registry import ARCHITECTURE, RegistryError, offered, registry_of
 from megatron.config.sections.model import ModelSection
 from megatron.model.parametrization import folded_config
@@ -158,7 +159,13 @@ def _distance(
 
 
 def _refuse_unknown_kinds(model: ModelSection) -> None:
-    """Raises CheckpointError for kinds of layers that are in no architecture at all."""
+    """Raises CheckpointError for kinds of layers that are in no architecture at all, and for a repeated core."""
+    if core_of(model.blocks):
+        raise CheckpointError(
+            "the model",
+            "no class of transformers repeats a core of blocks (`recurrent(...)` in model.layers); its checkpoints are "
+            "read with megatron.training.text.load_model",
+        )
     extensions = tuple(model.extensions)
     everywhere = set().union(*map(_known, _all(extensions)))
     unknown = sorted(_kinds(model.blocks) - everywhere)

@@ -20,6 +20,7 @@ from . import (
     output,
     parametrization,
     recipe,
+    recurrence,
     schedule,
     sequences,
     spikes,
@@ -29,6 +30,7 @@ from . import (
 MODULES = (
     names,
     model,
+    recurrence,
     parametrization,
     layout,
     sequences,

@@ -111,11 +111,23 @@ def sizes_can_be_counted(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def sandwich_joins_one_branch(context: RuleContext) -> Iterator[Problem]:
+    residual = context.config.model.residual
+    if residual.norm == "sandwich" and residual.form != "sequential":
+        yield context.problem(
+            "model.residual.norm",
+            "model.residual.form",
+            rule="sandwich must go with the sequential form: it normalises the stream after each branch",
+            fix="use form: sequential, or norm: both",
+        )
+
+
 RULES = (
     sizes_can_be_counted,
     pattern_is_readable,
     shared_norm_has_two_branches,
     channel_scales_join_one_branch,
+    sandwich_joins_one_branch,
     learned_positions_cover_the_sequence,
     variants_exist,
     tokenizer_fits_vocabulary,

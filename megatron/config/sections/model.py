@@ -11,6 +11,7 @@ from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from .base import Derivable, Derived, Section, key
 from .parametrization import ParametrizationOptions
+from .recurrence import RecurrenceOptions
 
 if TYPE_CHECKING:
     from megatron.kinds.attention.options import AttentionOptions
@@ -44,7 +45,8 @@ def _head_scheme(own: dict[str, Any], at: Any) -> str:
 
 
 def _block_count(own: dict[str, Any], at: Any) -> int | None:
-    return len(at.blocks) or None
+    core = sum(block.recurrent for block in at.blocks)
+    return len(at.blocks) + core * (at["model.recurrence.mean"] - 1) or None
 
 
 def _vocabulary(own: dict[str, Any], at: Any) -> int | None:
@@ -69,11 +71,12 @@ class ResidualOptions(Section):
         "sequential",
         "sequential: x += mixer(n1 x); x += ffn(n2 x). parallel (GPT-J, NeoX): x += mixer(n1 x) + ffn(n2 x).",
     )
-    norm: Literal["pre", "post", "hybrid", "both"] = key(
+    norm: Literal["pre", "post", "hybrid", "both", "sandwich"] = key(
         "pre",
         "pre: norm on a branch's input. post (OLMo-2): norm on a branch's output, none on its input. hybrid (OLMo "
         "Hybrid): post in blocks with attention, pre in the others. both (Gemma 2, GLM-4): a norm on a branch's "
-        "input and another on its output.",
+        "input and another on its output. sandwich (Huginn): a norm on a branch's input and another on the stream "
+        "after the branch was added.",
     )
     shared_norm: bool = key(False, "parallel form: one norm feeds both branches (GPT-J) instead of two (NeoX).")
     fp32: bool = key(
@@ -148,7 +151,7 @@ class InitOptions(Section):
     )
     layers: Derivable[int] = key(
         None,
-        "Layer count in the depth-dependent schemes.",
+        "Layer count in the depth-dependent schemes; the blocks of a recurrent group count recurrence.mean times.",
         derived=Derived("the number of blocks in model.layers", _block_count, ("model.layers",)),
         gt=0,
     )
@@ -158,7 +161,8 @@ class _Stack(Section):
     layers: str = key(
         ...,
         "The stack as a pattern: kinds joined by '/', groups repeated by 'x N', variants named by '@', mixers that "
-        "read the same and are summed joined by '&', as in '(attention/mlp) x12'.",
+        "read the same and are summed joined by '&', as in '(attention/mlp) x12'; 'recurrent(...)' is a group that "
+        "model.recurrence repeats.",
     )
     hidden_size: int = key(..., "Width of the residual stream.", unit="channels", gt=0, le=2**20)
     vocab_size: Derivable[int] = key(
@@ -219,6 +223,7 @@ class ModelSection(_Kinds):
     )
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")
+    recurrence: RecurrenceOptions = key(RecurrenceOptions, "How often the recurrent group of the pattern is repeated.")
     parametrization: ParametrizationOptions = key(
         ParametrizationOptions, "How initial values, multipliers and learning rates follow from width and depth."
     )

@@ -175,4 +175,5 @@ KIND = LayerKind(
     weights=_weights,
     compiles=True,
     context="attends",
+    repeats=True,
 )

@@ -89,6 +89,7 @@ KIND = LayerKind(
         parts_of_sequences_have_the_taps(lambda own: own.depthwise + own.grouped - 2, ".depthwise", ".grouped"),
     ),
     context="attends",
+    repeats=True,
     neighbours=True,
     keeps_fp32=True,
 )

@@ -120,4 +120,5 @@ KIND = LayerKind(
     packages={"fla": "pip install flash-linear-attention"},
     keeps_fp32=True,
     context="scans",
+    repeats=True,
 )

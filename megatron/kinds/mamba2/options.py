@@ -107,4 +107,5 @@ KIND = LayerKind(
     packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
     keeps_fp32=True,
     context="scans",
+    repeats=True,
 )

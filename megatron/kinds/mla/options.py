@@ -127,6 +127,7 @@ KIND = LayerKind(
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     context="attends",
+    repeats=True,
     head_width=lambda options: options.nope_dim + options.rope_dim,
     weights=_weights,
 )

@@ -53,4 +53,5 @@ KIND = LayerKind(
     weights=lambda options, width: ((3 if options.gated else 2) * width * (options.hidden_size or 0), 0),
     compiles=True,
     context="alone",
+    repeats=True,
 )

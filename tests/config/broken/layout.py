@@ -12,6 +12,21 @@ LAYOUT = [
         ranks=6,
     ),
     case(
+        "recurrent group over more stages than it leaves",
+        "model: {layers: attention recurrent(attention x4) attention}\nparallel: {pipeline: 4}",
+        "a.yml:3: parallel.pipeline = 4",
+        "a recurrent group must be on one pipeline stage, and with it there are 3 parts",
+        ranks=4,
+    ),
+    case(
+        "recurrent group cut by equal counts",
+        "model: {layers: attention recurrent(attention x2) attention}\n"
+        "parallel: {pipeline: 2, pipeline_split: uniform}",
+        "a.yml:3: parallel.pipeline_split = 'uniform'",
+        "a recurrent group must be on one pipeline stage: blocks 1 to 2",
+        "use parallel.pipeline_split=parameters",
+    ),
+    case(
         "heads over tensor ranks",
         "parallel: {tensor: 8}",
         "base.yml:5: model.attention.heads = 4",

@@ -40,6 +40,35 @@ MODEL = [
         "the rates of completep must be derived for the optimizer, and are so for adamw, lion, ademamix, ",
     ),
     case(
+        "two recurrent groups",
+        "model: {layers: recurrent(mlp) attention recurrent(mlp)}",
+        "a.yml:2: model.layers",
+        "a pattern has one recurrent group (column 26",
+        "make one group of what is repeated",
+    ),
+    case(
+        "recurrent group of layers that cannot be repeated, with dropout, under CompleteP",
+        "model: {layers: attention recurrent(rwkv7/moe), dropout: 0.1, rwkv7: {head_dim: 8}, moe: {experts: 4},\n"
+        "  parametrization: {type: completep, base_width: 32, base_depth: 2}}",
+        "of kinds that can be repeated, and rwkv7 is none",
+        "of kinds that can be repeated, and moe is none",
+        "a.yml:2: model.dropout = 0.1",
+        "must be 0 with a recurrent group, whose passes would all drop the same",
+        "completep must have a depth, and steps of a recurrent group draw theirs",
+        problems=4,
+    ),
+    case(
+        "recurrent attention that drops",
+        "model: {layers: recurrent(attention/mlp), attention: {dropout: 0.1}}",
+        "a recurrent group must draw nothing: all passes of attention would draw the same",
+    ),
+    case(
+        "sandwich of parallel branches",
+        "model: {residual: {norm: sandwich, form: parallel}}",
+        "a.yml:2: model.residual.norm = 'sandwich'",
+        "sandwich must go with the sequential form",
+    ),
+    case(
         "width of 1e15",
         f"model: {{hidden_size: {10**15}}}",
         "a.yml:2: model.hidden_size",

@@ -23,6 +23,12 @@ WARNED = [
         "give checkpoint.keep_last",
     ),
     case(
+        "recurrence without a recurrent group",
+        "model: {recurrence: {mean: 4}}",
+        "a.yml:2: model.recurrence.mean = 4",
+        "must go with a recurrent group in model.layers; it has no effect here",
+    ),
+    case(
         "base of a standard parametrization",
         "model: {parametrization: {base_width: 32}}",
         "a.yml:2: model.parametrization.base_width = 32",
