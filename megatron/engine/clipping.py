@@ -7,9 +7,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from megatron.config import Config
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of
+
+from .spikes import ADAGC
+
+
+def global_limit(config: Config) -> float:
+    """The largest gradient norm over all tensors; 0 where each tensor has a bound of its own."""
+    return 0.0 if config.spikes.action == ADAGC else config.optimizer.gradient_clipping
 
 
 class GlobalClipping:

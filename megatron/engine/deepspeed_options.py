@@ -21,6 +21,8 @@ from megatron.config import Config
 from megatron.config.sections.layout import OffloadOptions
 from megatron.parallel.layout import Layout
 
+from .clipping import global_limit
+
 
 def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
     """What `deepspeed.initialize` gets, `config.deepspeed` merged over it."""
@@ -30,7 +32,7 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": training.micro_batch_size * accumulation * layout.replicas,
-        "gradient_clipping": config.optimizer.gradient_clipping if zero_stage(config, layout) else 0.0,
+        "gradient_clipping": global_limit(config) if zero_stage(config, layout) else 0.0,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -38,7 +38,8 @@ from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
-from .clipping import GlobalClipping
+from .adagc import AdaGC
+from .clipping import GlobalClipping, global_limit
 from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
@@ -51,6 +52,7 @@ from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import PASSES, PASSES_BACKWARD, LabelGroups, StepResult
 from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
+from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
 from .zero_init import cut_as_they_are_made
@@ -189,7 +191,7 @@ class BaseEngine:
         self.clipping = None
         stage = zero_stage(self.config, self.mesh.layout)
         if stage == 0:
-            self.clipping = GlobalClipping(parameters, self.mesh, self.config.optimizer.gradient_clipping)
+            self.clipping = GlobalClipping(parameters, self.mesh, global_limit(self.config))
         self.gate = self._gate()
         if self.gate is not None:
             self.gate.attach(self.optimizer)
@@ -208,6 +210,9 @@ class BaseEngine:
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
         )
+        if self.gate is not None and self.config.spikes.action == ADAGC:
+            limit = self.config.optimizer.gradient_clipping
+            self.gate.adagc = AdaGC(self.config.spikes.adagc, limit, self.state, self.mesh, self.device)
         clips = any(kind.clips_logits(options) for _, kind, options in used(self.config.model))
         self.logits = LogitClipping(module, self.mesh, self.state, self.device, clips)
         if isinstance(self.optimizer, MatrixOptimizer):

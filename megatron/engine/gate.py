@@ -9,7 +9,7 @@ step; what DeepSpeed does after it, making the weights of the forward pass from 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,10 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.traffic import Call, Tally
 
 from .replicas import hash_bits
-from .spikes import CLIP, NORM, Spike, SpikeRule
+from .spikes import ADAGC, CLIP, NORM, Spike, SpikeRule
 
 if TYPE_CHECKING:
+    from .adagc import AdaGC
     from .clipping import GlobalClipping
     from .engine import LossAccumulator
 
@@ -34,7 +35,7 @@ _NUMBERS = 3  # sum of losses, sum of weights, gradient norm
 
 def judges(config: Config) -> bool:
     """Whether a run looks at its updates before it applies them."""
-    return config.spikes.action != "off" or config.spikes.non_finite != "stop"
+    return config.spikes.action != "off" or config.spikes.non_finite != "stop" or config.spikes.attribute
 
 
 def watches(config: Config) -> bool:
@@ -62,6 +63,7 @@ class StepGate:
     Attributes:
         rule: decides.
         found: the spike of the current step.
+        adagc: clips each tensor, where the run asks for that.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class StepGate:
     ) -> None:
         self.rule = SpikeRule(config.spikes)
         self.found: Spike | None = None
+        self.adagc: AdaGC | None = None
+        self._size = 0.0  # the gradient norm, as all ranks know it
         self._config, self._mesh, self._device = config, mesh, device
         self._losses, self._norm, self._clipping = losses, norm, clipping
         self._judges, self._decided = judges(config), True
@@ -96,6 +100,9 @@ class StepGate:
             self._decide()
             if self.found is not None and self.found.leaves_out:
                 return None
+            if self.adagc is not None:
+                with phase("exchange"):
+                    self.adagc(optimizer, self._size)
             if self._factor is not None:
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
                 torch._foreach_mul_(grads, self._factor)
@@ -126,12 +133,26 @@ class StepGate:
         """A step begins."""
         self.found, self._decided, self._factor = None, False, None
         self._trial, self._next = self._next, False
+        if self.adagc is not None:
+            self.adagc.begin()
 
     def finish(self, applied: bool) -> None:
         """A step has ended. Without an overflow of fp16, DeepSpeed leaves out updates for one reason alone."""
         if not applied and not self._decided and not self._trial and self._config.precision.compute != "fp16":
             self.found = Spike(NORM, float("inf"), None, self._config.spikes.non_finite)
         self._decided = True
+        if self.adagc is not None:
+            self.adagc.finish(applied and self.applies)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON values; all ranks call it."""
+        return {**self.rule.state(), **({} if self.adagc is None else {ADAGC: self.adagc.state()})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """From `state`."""
+        self.rule.restore(state)
+        if self.adagc is not None:
+            self.adagc.restore(state.get(ADAGC, {}))
 
     def _take_prints(self, optimizer: torch.optim.Optimizer) -> None:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -152,6 +173,7 @@ class StepGate:
         if self._mesh.layout.world_size > 1:
             dist.all_reduce(sums)
         loss, weight, size = sums.tolist()
+        self._size = size
         self.found, bound = self.rule.judge(loss / weight, None if norm is None else size)
         if self.found is not None and self.found.action == CLIP and bound is not None:
             most = self._config.optimizer.gradient_clipping

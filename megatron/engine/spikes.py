@@ -17,7 +17,7 @@ from typing import Any
 from megatron.config.sections.spikes import SpikeClipSection, SpikesSection
 
 LOSS, NORM = "loss", "gradient norm"
-REPORT, SKIP, CLIP, ROLLBACK, STOP = "report", "skip", "clip", "rollback", "stop"
+REPORT, SKIP, CLIP, ADAGC, ROLLBACK, STOP = "report", "skip", "clip", "adagc", "rollback", "stop"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class SpikeRule:
             assert norm is not None
             bound = self.clip.bound(norm)
             return (Spike(NORM, norm, bound, CLIP), bound) if bound < norm else (None, None)
+        if options.action == ADAGC:  # which has no spikes, but a bound for each tensor
+            return None, None
         found = None
         for name, value in ((LOSS, loss), (NORM, norm)):
             if value is None:

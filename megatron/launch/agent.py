@@ -230,6 +230,7 @@ class Agent:
         for number, local, local_size, world in places:
             rank = RankProcess(number, self._log(logs, f"{'host' if job.wrapper else 'rank'}_{number:04d}.log"))
             environment = rank_environment(base, number, local, local_size, world, master)
+            environment["JOB_PLACE"] = f"{host.name}/{host.slots[local]}"
             cores = devices.cores_of(local, size, environment, bind)
             bound = self.meeting.fileno() if number == 0 and self.meeting else None
             if bound is not None and not job.wrapper:

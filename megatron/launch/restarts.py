@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from megatron.worker.job import CONFIG_ERROR
+from megatron.worker.job import CONFIG_ERROR, RERUN
 
 from .console import last_traceback
 from .launcher import Result
@@ -68,7 +68,7 @@ class Restarts:
 def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
     """What makes two failures the same: step, status, and the exception's own words. None of one that chance may have
     brought: a killed process, a lost host, a hang, a peer that has gone."""
-    if failure is None or failure.step is None or failure.status in (HANG,) or failure.status <= 0:
+    if failure is None or failure.step is None or failure.status in (HANG, RERUN) or failure.status <= 0:
         return None
     lines = last_traceback(failure.text).strip().splitlines()
     if failure.reason or not lines or "Traceback" not in failure.text or COMPLAINT.search(failure.text):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.worker import network
 from megatron.worker.code_version import code_now
+from megatron.worker.job import CORRUPT, RERUN
 
 from ..config.problems import ConfigError, listing
 from ..report.goodput import goodput
@@ -50,7 +51,7 @@ def supervise(plan: JobPlan) -> int:
         restarts.done = attempt
         in_a_row = 1 if result.seconds > STEADY else in_a_row + 1
         delay = min(plan.launch.restart_delay * 2 ** (in_a_row - 1), LONGEST_DELAY)
-        plan = _on_hosts_that_are_left(plan, result)
+        plan = _elsewhere(plan) if result.status == RERUN else _on_hosts_that_are_left(plan, result)
         log(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
         _into_the_ledger(plan, result, attempt, "restart")
         try:
@@ -61,7 +62,7 @@ def supervise(plan: JobPlan) -> int:
 
 def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
     """The plan without the hosts that were lost, where the layout allows it; otherwise all of them again."""
-    lost = {each.host for each in result.failures if each.rank is None}
+    lost = {each.host for each in result.failures if each.rank is None} or _faulty_hosts(plan, result)
     if not lost:
         return plan
     names = ", ".join(sorted(lost))
@@ -74,6 +75,30 @@ def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
         f"going on without {names}: {smaller.choice.ranks} ranks in place of {plan.choice.ranks}, the same global batch"
     )
     return smaller
+
+
+def _elsewhere(plan: JobPlan) -> JobPlan:
+    """The plan with every rank in another place: on the next host, or where there is one, in its next slot."""
+    hosts = plan.choice.hosts
+    if len(hosts) == 1:
+        hosts = tuple(replace(host, slots=(*host.slots[1:], host.slots[0])) for host in hosts)
+    elif plan.settings.master_address or any(each.dials for each in commands(plan)):
+        log("the hosts have a fixed order (launch.master_address, or one that the scheduler gives): no rank moves")
+    else:
+        hosts = (*hosts[1:], hosts[0])
+    return replace(plan, choice=replace(plan.choice, hosts=hosts), job=replace(plan.job, hosts=hosts))
+
+
+def _faulty_hosts(plan: JobPlan, result: Result) -> set[str]:
+    """Hosts of which the run has found that they compute wrong values."""
+    if result.status != CORRUPT:
+        return set()
+    try:
+        told = [each for each in read_ledger(_ledger(plan)) if each["event"] in ("attribution", "resume", "start")]
+        last = told[-1] if told and told[-1]["event"] == "attribution" else {}
+        return {str(place).rpartition("/")[0] for place in last.get("places", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _into_the_ledger(plan: JobPlan, result: Result, attempt: int, event: str) -> None:

@@ -16,6 +16,7 @@ from megatron.engine.gate import StepGate
 from megatron.engine.protocol import StepResult
 
 if TYPE_CHECKING:
+    from .attribution import Attribution
     from .trainer import Trainer
 
 Look = Callable[[int, int], None]
@@ -38,20 +39,29 @@ class Replay:
         every: `training.audit`.
         confirm: `spikes.confirm`.
         engine: one with a `gate`.
+        attribution: finds out whose fault a value is that stays.
     """
 
-    def __init__(self, every: int | None, confirm: bool, engine: Any) -> None:
-        self._every, self._confirm, self._engine = every, confirm, engine
+    def __init__(self, every: int | None, confirm: bool, engine: Any, attribution: Attribution | None = None) -> None:
+        self._every, self._confirm, self._engine, self._attribution = every, confirm, engine, attribution
         self._gate: StepGate = engine.gate
 
     @classmethod
-    def of(cls, config: Config, engine: Any) -> Replay | None:
+    def of(cls, config: Config, engine: Any, attribution: Attribution | None = None) -> Replay | None:
         """What a run asks for, if it does."""
-        wanted = config.training.audit is not None or config.spikes.confirm
-        return cls(config.training.audit, config.spikes.confirm, engine) if wanted else None
+        confirm = config.spikes.confirm or attribution is not None
+        wanted = config.training.audit is not None or confirm
+        return cls(config.training.audit, confirm, engine, attribution) if wanted else None
 
     def step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         """As the engine's `step`; all ranks call it."""
+        result = self._step(trainer, step, batch, lr, look)
+        good = result.spike is None or not result.spike.leaves_out
+        if good and self._attribution is not None and self._attribution.expects(step):
+            self._attribution.passes(trainer, step, float(self._engine.losses.loss))
+        return result
+
+    def _step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         if self._every is not None and (step + 1) % self._every == 0:
             self._run(batch, lr, None, trial=True)
             first = self._print()
@@ -81,14 +91,18 @@ class Replay:
         elif losses or gradients:
             cause = "transient, but it was there again with other numbers"
         else:
-            cause = "of the data or the model: it is the same to the last bit"
+            of = "of the data, the model or the place" if self._attribution else "of the data or the model"
+            cause = f"{of}: it is the same to the last bit"
         assert first.spike is not None
+        stays = result.spike is not None and not (losses or gradients)
         trainer.record(
             "replay", step=step, name=first.spike.name, repeated=result.spike is not None, losses=losses,
             gradients=gradients,
         )  # fmt: skip
         where = f" ({_ranks(losses)} had another loss)" if losses else ""
         trainer.log(f"step {step}: the {first.spike.name} of {first.spike.value:.4g} is {cause}{where}")
+        if stays and self._attribution is not None:
+            self._attribution.stays(trainer, step, first.spike, float(self._engine.losses.loss))
         return result
 
     def _audit(self, trainer: Trainer, step: int, first: Fingerprint) -> None:

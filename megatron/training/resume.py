@@ -252,7 +252,7 @@ def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
     if meta.loss_scaler:
         state.restore_loss_scaler(meta.loss_scaler)
     if engine.gate is not None:
-        engine.gate.rule.restore(meta.extra.get("spikes", {}))
+        engine.gate.restore(meta.extra.get("spikes", {}))
     state.refresh()
 
 
@@ -323,7 +323,7 @@ def contents(
                 **_fact(left_out),
             },
             ledger={} if ledger is None else {"bytes": ledger.position()},
-            extra={} if engine.gate is None else {"spikes": engine.gate.rule.state()},
+            extra={} if engine.gate is None else {"spikes": engine.gate.state()},
         )
         return state.fragments() if whole else state.weights(DTYPES[config.precision.compute]), meta
 

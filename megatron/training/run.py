@@ -35,6 +35,7 @@ from megatron.worker.job import read_job
 from megatron.worker.place import StartError, WorkerEnvironment
 
 from .algorithms import chosen_algorithms
+from .attribution import Attribution
 from .hook import Parts, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
@@ -211,6 +212,7 @@ def _train(
             device=world.device,
             beacon=world.beacon,
             wall_time=world.wall_time,
+            attribution=Attribution.of(config, world),
         ).run()
     finally:
         sinks.close()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from .hook import Hook, RollBack
 from .replay import Replay
 from .schedule import Schedule
 from .wall_time import WallTime
+
+if TYPE_CHECKING:
+    from .attribution import Attribution
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Trainer:
         device: where the engine's numbers are.
         beacon: where this rank tells what it is doing.
         wall_time: the account of this start's time.
+        attribution: finds out whose fault a bad value is, in runs that ask for it.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Trainer:
         device: torch.device | str = "cpu",
         beacon: Beacon | None = None,
         wall_time: WallTime | None = None,
+        attribution: Attribution | None = None,
     ) -> None:
         self.beacon = beacon or Beacon()
         self.wall_time = wall_time or WallTime(self.beacon)
@@ -95,7 +100,7 @@ class Trainer:
         self.steps = config.training.steps
         self.start, self.end = start, min(self.steps, config.training.stop_at_step or self.steps)
         self.completed = self.at = start  # updates done; the update that is at work, as messages and metrics number it
-        self.tokens, self.replay = tokens, Replay.of(config, engine)
+        self.tokens, self.replay = tokens, Replay.of(config, engine, attribution)
         self.extra_metrics: dict[str, Any] = {}  # what hooks add to the record of this step, if it is written
         self.stop_reason: str | None = None
         self.error: BaseException | None = None

@@ -16,6 +16,7 @@ from megatron.config.problems import UserError
 
 from .place import LaunchError, WorkerEnvironment, worker_environment
 
+RERUN = 16  # a value must be computed again in another place
 CORRUPT = 17  # values that must be equal on several ranks differ
 CONFIG_ERROR = 2  # the exit status after a mistake of the user: starting again would not help
 

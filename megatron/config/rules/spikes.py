@@ -74,9 +74,30 @@ def clipping_looks_at_the_norm(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def tensors_are_clipped_alike(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if config.spikes.action != "adagc":
+        return
+    if config.parallel.pipeline > 1 and config.model.embedding.tied:
+        yield context.problem(
+            "spikes.action",
+            "parallel.pipeline",
+            "model.embedding.tied",
+            rule="adagc must not go with a tied embedding in a pipeline: both ends would clip their own copy of it",
+            fix="use parallel.pipeline=1, model.embedding.tied=false, or action: clip",
+        )
+    if config.logging.statistics is not None:
+        yield context.problem(
+            "logging.statistics",
+            "spikes.action",
+            rule="must be off with adagc: the norms of gradients before clipping do not follow from those after it",
+            fix="leave logging.statistics out",
+        )
+
+
 def window_fits_the_run(context: RuleContext) -> Iterator[Problem]:
     spikes, steps = context.config.spikes, context.config.training.steps
-    if spikes.action not in ("off", "clip") and spikes.window // 2 >= steps:
+    if spikes.action not in ("off", "clip", "adagc") and spikes.window // 2 >= steps:
         yield context.warning(
             "spikes.window",
             "training.steps",
@@ -104,7 +125,12 @@ def hashes_see_the_state(context: RuleContext) -> Iterator[Problem]:
 
 def confirmation_has_an_action(context: RuleContext) -> Iterator[Problem]:
     spikes = context.config.spikes
-    if spikes.confirm and spikes.action not in ("skip", "rollback") and spikes.non_finite == "stop":
+    if (
+        spikes.confirm
+        and not spikes.attribute
+        and spikes.action not in ("skip", "rollback")
+        and spikes.non_finite == "stop"
+    ):
         yield context.problem(
             "spikes.confirm",
             "spikes.action",
@@ -113,12 +139,42 @@ def confirmation_has_an_action(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def attribution_can_restart(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if not config.spikes.attribute:
+        return
+    if not config.launch.restarts:
+        yield context.problem(
+            "spikes.attribute",
+            "launch.restarts",
+            rule="must go with launch.restarts: the value is computed again after a restart",
+            fix="give launch.restarts, or use spikes.confirm=true, which stays in place",
+        )
+    checkpoint = config.checkpoint
+    saves = checkpoint.every or checkpoint.minutes or checkpoint.auto or checkpoint.steps or checkpoint.levels
+    if not saves and not checkpoint.log_spaced:
+        yield context.problem(
+            "spikes.attribute",
+            "checkpoint.every",
+            rule="must have checkpoints that a restart begins from, and nothing is saved before the end",
+            fix="give checkpoint.every, or checkpoint.levels",
+        )
+    if context.ranks == 1:
+        yield context.warning(
+            "spikes.attribute",
+            rule="must have several places; with one rank no cause but the data shows",
+            fix="use confirm",
+        )
+
+
 RULES = [
+    attribution_can_restart,
     confirmation_has_an_action,
     hashes_see_the_state,
     rollback_has_checkpoints,
     rollback_keeps_old_checkpoints,
     what_is_left_out_covers_the_spike,
     clipping_looks_at_the_norm,
+    tensors_are_clipped_alike,
     window_fits_the_run,
 ]

@@ -15,11 +15,28 @@ class SpikeClipSection(Section):
     warmup: int = key(25, "Norms that the first mean and variance are taken of.", unit="steps", ge=2)
 
 
+class AdaGCSection(Section):
+    """AdaGC (arXiv 2502.11034)."""
+
+    threshold: float = key(
+        1.05, "action adagc: a tensor's gradient is clipped to so many times its own moving norm.", gt=0
+    )
+    decay: float = key(0.98, "Decay of the moving norms.", gt=0, lt=1)
+    warmup: int = key(
+        100,
+        "The first steps, in which the global norm is clipped (optimizer.gradient_clipping), and the moving norms are "
+        "the least so far.",
+        unit="steps",
+        ge=1,
+    )
+
+
 class SpikesSection(Section):
-    action: Literal["off", "report", "skip", "clip", "rollback"] = key(
+    action: Literal["off", "report", "skip", "clip", "adagc", "rollback"] = key(
         "off",
         "What happens at a spike. report: it is told; skip: the step's update is left out; clip: its gradient is "
-        "clipped harder (ZClip); rollback: the run goes back to a checkpoint and leaves out some batches (PaLM).",
+        "clipped harder (ZClip); adagc: each tensor's gradient is clipped by its own past (AdaGC); rollback: the run "
+        "goes back to a checkpoint and leaves out some batches (PaLM).",
     )
     non_finite: Literal["stop", "skip", "rollback"] = key(
         "stop", "The same for a loss or gradient norm that is infinite or no number; fp16 overflows are no spikes."
@@ -34,4 +51,10 @@ class SpikesSection(Section):
     confirm: bool = key(
         False, "skip and rollback: compute the step of a spike again; what the second time says counts."
     )
+    attribute: bool = key(
+        False,
+        "A bad value that stays when its step is computed again (confirm, which this includes) is computed once more "
+        "after a restart with every rank in another place: then it is of the data, or of the place.",
+    )
     clip: SpikeClipSection = key(SpikeClipSection, "action clip.")
+    adagc: AdaGCSection = key(AdaGCSection, "action adagc.")

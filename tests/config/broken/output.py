@@ -154,6 +154,15 @@ OUTPUT = [
         "give checkpoint.every",
     ),
     case(
+        "AdaGC of two copies, and of norms that nobody knows",
+        "spikes: {action: adagc}\nmodel: {embedding: {tied: true}}\nparallel: {pipeline: 2}\nlogging: {statistics: 5}",
+        "a.yml:2: spikes.action = 'adagc'",
+        "must not go with a tied embedding in a pipeline",
+        "a.yml:5: logging.statistics = 5",
+        "must be off with adagc",
+        problems=2,
+    ),
+    case(
         "rollback to weights alone",
         "spikes: {non_finite: rollback}\ncheckpoint: {every: 10, optimizer_state: false}",
         "a.yml:2: spikes.non_finite = 'rollback'",

@@ -1,0 +1,159 @@
+"""Whose fault a bad value is, found out as Megatron-LM's rerun machine does it.
+
+A step whose loss or gradient norm is bad is computed again in place (`replay`). If that gives something else, the fault
+was transient. If it gives the same to the last bit, the run ends with status 16, and the launcher starts it again with
+every rank in another place: it comes to the same step from its newest checkpoint, with the same weights and the same
+batch. A value that is bad there too is of the data or the model, and the policy for spikes follows; one that is good
+was made by the place where the rank had been.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.communicator import Communicator
+from megatron.config import Config
+from megatron.engine.spikes import Spike
+from megatron.report.ledger import read_ledger
+from megatron.worker.job import CORRUPT, RERUN
+
+from .trainer import Trainer
+from .world import World
+
+SUSPECT, ATTRIBUTION = "suspect", "attribution"  # entries of the ledger
+TRANSIENT, HOST, DATA, UNCLEAR = "transient", "host", "data", "unclear"
+PLACE = "JOB_PLACE"  # variable of a rank: its host and its slot there
+
+
+class Elsewhere(RuntimeError):
+    """A value must be computed in another place.
+
+    Attributes:
+        step: number of the update.
+    """
+
+    status = RERUN
+
+    def __init__(self, text: str, step: int) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+class FaultyHost(Elsewhere):
+    """A place computes wrong values."""
+
+    status = CORRUPT
+
+
+def pending(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The value that was to be computed elsewhere, if nothing has come of it yet."""
+    found: dict[str, Any] | None = None
+    for entry in entries:
+        if entry["event"] == SUSPECT:
+            found = dict(entry)
+        elif found is not None and entry["event"] == ATTRIBUTION and entry["step"] == found["step"]:
+            found = None
+    return found
+
+
+class Attribution:
+    """What is known of bad values across the starts of a run; all ranks call every method.
+
+    Args:
+        suspect: the entry of the ledger of a value that was sent here to be computed again.
+        communicator: of all ranks.
+        place: where this rank is.
+    """
+
+    def __init__(self, suspect: Mapping[str, Any] | None, communicator: Communicator, place: str) -> None:
+        self._suspect, self._communicator, self._place = suspect, communicator, place
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> Attribution | None:
+        """For a run that asks for it."""
+        if not config.spikes.attribute:
+            return None
+        file = Path(config.run.dir) / "ledger.jsonl"
+        found = pending(read_ledger(file)) if world.is_main and file.exists() else None
+        place = os.environ.get(PLACE) or f"{socket.gethostname()}/{os.environ.get('LOCAL_RANK', '0')}"
+        return cls(world.communicator.broadcast(found), world.communicator, place)
+
+    def expects(self, step: int) -> bool:
+        """Whether the step is one that was to be computed elsewhere."""
+        return self._suspect is not None and self._suspect["step"] == step
+
+    def stays(self, trainer: Trainer, step: int, spike: Spike, loss: float) -> None:
+        """A bad value came twice, equal to the last bit.
+
+        Args:
+            loss: this rank's own sum.
+
+        Raises:
+            Elsewhere: on every rank, where it was not computed in another place yet.
+        """
+        losses, places = self._everybody(loss)
+        suspect = self._suspect if self.expects(step) else None
+        if suspect is None:
+            facts = {"name": spike.name, "value": repr(spike.value), "losses": losses, "places": places}
+            trainer.record(SUSPECT, step=step, **facts)
+            raise Elsewhere(
+                f"step {step}: the {spike.name} is {spike.value:.4g}, twice and to the last bit (spikes.attribute): it "
+                "is computed again with every rank in another place, from the newest checkpoint",
+                step,
+            )
+        name = f"the {spike.name} of {spike.value:.4g}"
+        if places == suspect["places"]:
+            self._tell(trainer, step, UNCLEAR, f"{name} is as it was, and so is the place of every rank")
+        elif losses == suspect["losses"]:
+            self._tell(trainer, step, DATA, f"{name} is of the data or the model: it is there in other places, too")
+        else:
+            self._blame(trainer, step, losses, places)
+
+    def passes(self, trainer: Trainer, step: int, loss: float) -> None:
+        """A step that was bad elsewhere is good here.
+
+        Raises:
+            FaultyHost: on every rank, where it is known which of several hosts it was.
+        """
+        assert self._suspect is not None
+        losses, places = self._everybody(loss)
+        if places == self._suspect["places"]:
+            self._tell(trainer, step, TRANSIENT, f"the {self._suspect['name']} is good now, in the same place")
+        else:
+            self._blame(trainer, step, losses, places)
+
+    def _blame(self, trainer: Trainer, step: int, losses: list[str], places: list[str]) -> None:
+        """Ranks have other losses in other places: the place where a loss was the worse one is at fault."""
+        suspect = self._suspect or {}
+        moved = zip(suspect["losses"], suspect["places"], losses, places, strict=True)
+        wrong = {
+            there if _worse(before, now) else here
+            for before, there, now, here in moved
+            if before != now and there != here
+        }
+        who = f"{', '.join(sorted(wrong))} computed it wrongly" if wrong else "a gradient was wrong, no loss says where"
+        self._tell(trainer, step, HOST, f"the {suspect['name']} is another one in another place: {who}", wrong)
+        hosts = {place.rpartition("/")[0] for place in wrong}
+        if hosts and hosts < {place.rpartition("/")[0] for place in places}:
+            raise FaultyHost(f"step {step}: {who} (spikes.attribute)", step)
+
+    def _everybody(self, loss: float) -> tuple[list[str], list[str]]:
+        """What each rank's own loss is, in all its digits, and where it is."""
+        found = self._communicator.gather([repr(loss), self._place])
+        return [each[0] for each in found], [each[1] for each in found]
+
+    def _tell(self, trainer: Trainer, step: int, cause: str, said: str, places: Iterable[str] = ()) -> None:
+        trainer.record(ATTRIBUTION, step=step, cause=cause, places=sorted(places))
+        trainer.log(f"step {step}: {said}")
+        self._suspect = None
+
+
+def _worse(one: str, other: str) -> bool:
+    """Whether the first of two losses is the bad one."""
+    a, b = float(one), float(other)
+    return not math.isfinite(a) or (math.isfinite(b) and abs(a) > abs(b))
