@@ -163,6 +163,14 @@ OUTPUT = [
         problems=2,
     ),
     case(
+        "another place without a restart",
+        "spikes: {attribute: true}",
+        "a.yml:2: spikes.attribute = true",
+        "must go with launch.restarts",
+        "must have checkpoints that a restart begins from",
+        problems=2,
+    ),
+    case(
         "rollback to weights alone",
         "spikes: {non_finite: rollback}\ncheckpoint: {every: 10, optimizer_state: false}",
         "a.yml:2: spikes.non_finite = 'rollback'",
