@@ -13,14 +13,22 @@ from megatron.config.sections.rotary import RotaryOptions, RotaryScaling
 from megatron.parallel.precision import at_least_fp32, wide_type
 
 
-def frequencies(options: RotaryOptions, rotated: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+def frequencies(
+    options: RotaryOptions, rotated: int, dtype: torch.dtype = torch.float32, length: int = 0
+) -> tuple[Tensor, float]:
     """Angles per position, [rotated / 2], and the multiplier of cos and sin.
 
-    linear: Chen et al. 2023. llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor.
+    linear: Chen et al. 2023. llama3: the rule of Llama 3.1. yarn: Peng et al. 2023, with its attention factor. dynamic:
+    a base that grows with the sequence (bloc97 and emozilla 2023).
+
+    Args:
+        length: tokens of the sequence, which dynamic frequencies depend on.
     """
     exponents = torch.arange(0, rotated, 2, dtype=dtype) / rotated
-    inverse = 1.0 / (options.base**exponents)
     scaling = options.scaling
+    if scaling.type == "dynamic":
+        return 1.0 / (_dynamic_base(options, rotated, length) ** exponents), 1.0
+    inverse = 1.0 / (options.base**exponents)
     if scaling.type == "linear":
         return inverse / scaling.factor, 1.0
     if scaling.type == "llama3":
@@ -28,6 +36,12 @@ def frequencies(options: RotaryOptions, rotated: int, dtype: torch.dtype = torch
     if scaling.type == "yarn":
         return _yarn(inverse, options, rotated)
     return inverse, 1.0
+
+
+def _dynamic_base(options: RotaryOptions, rotated: int, length: int) -> float:
+    scaling = options.scaling
+    longer = scaling.factor * max(length / scaling.original_length, 1.0) - (scaling.factor - 1.0)
+    return options.base * longer ** (rotated / max(rotated - 2, 1))
 
 
 def _llama3(inverse: Tensor, scaling: RotaryScaling) -> Tensor:
@@ -58,9 +72,9 @@ def _yarn(inverse: Tensor, options: RotaryOptions, rotated: int) -> tuple[Tensor
 
 @lru_cache(maxsize=32)
 def _table(
-    options: RotaryOptions, rotated: int, length: int, device: torch.device, dtype: torch.dtype
+    options: RotaryOptions, rotated: int, length: int, device: torch.device, dtype: torch.dtype, seen: int
 ) -> tuple[Tensor, Tensor]:
-    inverse, factor = frequencies(options, rotated, dtype)
+    inverse, factor = frequencies(options, rotated, dtype, seen)
     angles = torch.outer(torch.arange(length, dtype=dtype), inverse)
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
@@ -114,7 +128,8 @@ class Rotary:
             like: what shall be turned: its device, and its type where that is wider than fp32.
         """
         rounded = 1 << max(6, (length - 1).bit_length())
-        cos, sin = _table(self.options, self.rotated, rounded, like.device, wide_type(like.dtype))
+        seen = length if self.options.scaling.type == "dynamic" else 0
+        cos, sin = _table(self.options, self.rotated, rounded, like.device, wide_type(like.dtype), seen)
         if positions_BS is None:
             cos, sin = cos[:length].unsqueeze(0), sin[:length].unsqueeze(0)
         else:

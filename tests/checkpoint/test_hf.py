@@ -260,8 +260,8 @@ def test_their_own_refusal_is_passed_on():
     "config, word",
     [
         (
-            hf.LlamaConfig(**LLAMA_LIKE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "dynamic",
+            hf.LlamaConfig(**LLAMA_LIKE, rope_parameters={"rope_type": "proportional", "rope_theta": 1e4}),
+            "proportional",
         ),
         (hf.DeepseekV3Config(rope_interleave=False), "rope_interleave"),
         (hf.DeepseekV2Config(norm_topk_prob=True), "norm_topk_prob"),

@@ -11,6 +11,7 @@ from tests.model.parity import LLAMA_LIKE, TINY, compare
 from tests.model.recurrent_cases import RECURRENT
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 700.0, "factor": 3.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -50,6 +51,14 @@ CASES = {
     "llama yarn, not rounded": hf.LlamaConfig(
         **LLAMA_LIKE, max_position_embeddings=64, rope_parameters={**YARN, "truncate": False}
     ),
+    "llama dynamic": hf.LlamaConfig(**LLAMA_LIKE, max_position_embeddings=7, rope_parameters=DYNAMIC),
+    "neox dynamic, part of the channels": hf.GPTNeoXConfig(
+        **TINY,
+        intermediate_size=96,
+        max_position_embeddings=5,
+        rope_parameters={**DYNAMIC, "partial_rotary_factor": 0.5},
+    ),
+    "llama dynamic, not longer": hf.LlamaConfig(**LLAMA_LIKE, max_position_embeddings=64, rope_parameters=DYNAMIC),
     "mistral window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=5),
     "mistral wide window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=64),
     "mistral no window": hf.MistralConfig(**LLAMA_LIKE, sliding_window=None, rms_norm_eps=1e-4),

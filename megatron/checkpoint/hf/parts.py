@@ -61,13 +61,15 @@ class Rotary:
     section: str = "attention"
 
     def read(self, theirs: Any) -> Found:
-        rotary, problems = rope_values(theirs.rope_parameters, partial=self.partial)
+        longest = theirs.max_position_embeddings
+        rotary, problems = rope_values(theirs.rope_parameters, partial=self.partial, longest=longest)
         return {f"{self.section}.rotary": rotary}, problems
 
     def write(self, config: Config) -> dict[str, Any]:
         rotary = getattr(config.model, self.section).rotary
+        dynamic = rotary.scaling.type == "dynamic"
         return {
-            "max_position_embeddings": config.training.sequence_length,
+            "max_position_embeddings": rotary.scaling.original_length if dynamic else config.training.sequence_length,
             "rope_parameters": rope_parameters(rotary, partial=self.partial),
         }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config.sections.rotary import RotaryOptions
 
-_TYPES = {"none": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_TYPES = {"none": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn", "dynamic": "dynamic"}
 _NAMES = {  # ours -> theirs, by type of scaling
     "none": {},
     "linear": {"factor": "factor"},
@@ -24,6 +24,7 @@ _NAMES = {  # ours -> theirs, by type of scaling
         "truncate": "truncate",
         "attention_factor": "attention_factor",
     },
+    "dynamic": {"factor": "factor"},  # the original length is max_position_embeddings
 }
 
 
@@ -39,11 +40,18 @@ def rope_parameters(rotary: RotaryOptions, *, partial: bool) -> dict[str, Any]:
     return found | {theirs: getattr(rotary.scaling, ours) for ours, theirs in _NAMES[rotary.scaling.type].items()}
 
 
-def rope_values(parameters: dict[str, Any], *, partial: bool) -> tuple[dict[str, Any], list[str]]:
-    """Our `attention.rotary` values, and what they cannot say."""
+def rope_values(
+    parameters: dict[str, Any], *, partial: bool, longest: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Our `attention.rotary` values, and what they cannot say.
+
+    Args:
+        longest: `max_position_embeddings`, from where on dynamic frequencies change; None where the architecture's
+            dynamic frequencies are not computed here.
+    """
     kind = parameters.get("rope_type", "default")
     ours = next((ours for ours, theirs in _TYPES.items() if theirs == kind), None)
-    if ours is None:
+    if ours is None or (ours == "dynamic" and longest is None):
         return {}, [f"rope_type={kind!r} is not computed here; there are {', '.join(_TYPES.values())}"]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NAMES[ours].values()}
     given = {name: value for name, value in parameters.items() if value is not None}
@@ -56,6 +64,8 @@ def rope_values(parameters: dict[str, Any], *, partial: bool) -> tuple[dict[str,
     if not partial and fraction != 1.0:
         problems.append(f"rope_parameters.partial_rotary_factor={fraction} is not computed here")
     scaling = {mine: _plain(given[theirs]) for mine, theirs in _NAMES[ours].items() if theirs in given}
+    if ours == "dynamic":
+        scaling["original_length"] = longest
     values = {"base": float(given["rope_theta"]), "scaling": {"type": ours, **scaling}}
     return values | ({"fraction": float(fraction)} if partial else {}), problems
 

@@ -13,12 +13,12 @@ def _attention_factor(own: dict[str, Any], at: Any) -> float | None:
 
 
 class RotaryScaling(Section):
-    type: Literal["none", "linear", "llama3", "yarn"] = key(
+    type: Literal["none", "linear", "llama3", "yarn", "dynamic"] = key(
         "none", "How rotary frequencies are stretched for longer contexts."
     )
     factor: float = key(1.0, "Ratio of the new context length to the original one.", gt=0)
     original_length: Needed[int] = key(
-        None, "Context length the frequencies were made for; llama3 and yarn need it.", unit="tokens", gt=0
+        None, "Context length the frequencies were made for; llama3, yarn and dynamic need it.", unit="tokens", gt=0
     )
     low_frequency_factor: float = key(
         1.0, "llama3: wavelengths longer than original_length over this are fully stretched.", gt=0

@@ -106,7 +106,7 @@ def rotary_scaling_is_complete(at: Use[Any]) -> Iterator[Problem]:
     if at.options.position != "rotary":
         return
     scaling, keys = at.options.rotary.scaling, ".rotary.scaling"
-    if scaling.type in ("llama3", "yarn") and scaling.original_length is None:
+    if scaling.type in ("llama3", "yarn", "dynamic") and scaling.original_length is None:
         yield at.problem(
             f"{keys}.original_length",
             f"{keys}.type",
@@ -129,7 +129,7 @@ def rotary_scaling_is_complete(at: Use[Any]) -> Iterator[Problem]:
             f"{keys}.factor",
             f"{keys}.type",
             rule="a factor must come with a type: without one it has no effect",
-            fix="give rotary.scaling.type: linear, llama3 or yarn",
+            fix="give rotary.scaling.type: linear, llama3, yarn or dynamic",
         )
 
 
