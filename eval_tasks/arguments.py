@@ -23,6 +23,7 @@ class Options:
 
     Attributes:
         requests: the tasks.
+        needles, depths, needle_texts: lengths, depths (per cent) and number of haystacks of each; see `needles`.
         checkpoint: a step, or the path of a checkpoint, of a run's directory or of a Hugging Face folder; None for the
             newest of the run.
         every: all checkpoints of the run, the oldest first.
@@ -43,6 +44,9 @@ class Options:
     texts: int | None = None
     samples: bool = False
     as_json: bool = False
+    needles: tuple[int, ...] = ()
+    depths: tuple[float, ...] = ()
+    needle_texts: int = 0
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,6 +68,22 @@ def parser() -> argparse.ArgumentParser:
         "--tasks",
         metavar="NAME,...",
         help="tasks, groups, patterns (mmlu_*) or task files (.yaml) (default: those of evaluation.tasks)",
+    )
+    add(
+        "--needles", metavar="N,...", help="find a sentence in texts of so many tokens, beside the tasks that are named"
+    )
+    add(
+        "--depths",
+        default="0,25,50,75,100",
+        metavar="P,...",
+        help="where it stands, in per cent (default: %(default)s)",
+    )
+    add(
+        "--needle-texts",
+        type=int,
+        default=20,
+        metavar="N",
+        help="texts of each length and depth (default: %(default)s)",
     )
     add("--few-shot", type=int, metavar="N", help="examples before each question (default: as each task says)")
     add("--limit", type=float, metavar="N", help="only the first N documents of each task; below 1, a share of them")
@@ -90,15 +110,16 @@ def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = ()) -> Options:
         OptionError: they make no sense.
     """
     given = parser().parse_args(list(words))
-    for name in ("max_length", "batch_size"):
+    for name in ("max_length", "batch_size", "needle_texts"):
         value = getattr(given, name)
         if value is not None and value < 1:
             raise OptionError(f"evaluate.py: --{name.replace('_', '-')} is {value}; it must be at least 1")
     if given.all_checkpoints and (given.checkpoint or given.output):
         other = "--checkpoint" if given.checkpoint else "--output"
         raise OptionError(f"evaluate.py: --all-checkpoints and {other} exclude each other")
+    needles = _numbers("--needles", given.needles or "", 1, 2**31)
     return Options(
-        _requests(given, tasks),
+        () if needles and given.tasks is None else _requests(given, tasks),
         given.checkpoint,
         given.all_checkpoints,
         given.output,
@@ -107,7 +128,26 @@ def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = ()) -> Options:
         given.batch_size,
         given.log_samples,
         given.json,
+        tuple(map(int, needles)),
+        _numbers("--depths", given.depths, 0, 100),
+        given.needle_texts,
     )
+
+
+def _numbers(option: str, text: str, least: float, most: float) -> tuple[float, ...]:
+    """The numbers of a list with commas, each once.
+
+    Raises:
+        OptionError: one is none, or out of range.
+    """
+    try:
+        found = tuple(dict.fromkeys(float(each) for each in text.split(",") if each))
+    except ValueError as error:
+        raise OptionError(f"evaluate.py: {option} must be numbers with commas between them: {text}") from error
+    if wrong := [each for each in found if not least <= each <= most or (option == "--needles" and each % 1)]:
+        whole = "whole numbers" if option == "--needles" else "numbers"
+        raise OptionError(f"evaluate.py: {option} has {wrong[0]:g}; it must have {whole} from {least:g} to {most:g}")
+    return found
 
 
 def _requests(given: argparse.Namespace, tasks: Sequence[TaskOptions]) -> tuple[Request, ...]:

@@ -30,6 +30,13 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
     if config.tokenizer.type == "none":
         found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
     found += checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
+    longest = config.model.embedding.max_positions
+    if longest is not None and options.needles and max(options.needles) > longest:
+        found.append(
+            f"--needles has {max(options.needles)} tokens, and the model {longest} positions; use at most these"
+        )
+    if options.needles and not options.requests:
+        return found
     return [*found, *problems(options.requests, options.folders)]
 
 

@@ -26,10 +26,12 @@ from .arguments import OptionError, Options, parse
 from .checkpoints import named_checkpoints
 from .errors import TaskError
 from .harness import run_tasks
+from .needles import needles, table, write
 from .select import problems
 
 FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
 PICTURE = "curves.png"
+NEEDLES = ".needles.json"  # the ending of what `needles` found, beside the other results
 
 
 def evaluate() -> int:
@@ -39,7 +41,12 @@ def evaluate() -> int:
         options = parse(place.own, config.evaluation.tasks)
     except OptionError as error:
         raise StartError(str(error)) from error
-    if place.rank == 0 and place.starter != "agent" and (wrong := problems(options.requests, options.folders)):
+    if (
+        options.requests
+        and place.rank == 0
+        and place.starter != "agent"
+        and (wrong := problems(options.requests, options.folders))
+    ):
         raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
     world = join(config, place)
     try:
@@ -59,7 +66,7 @@ def run(config: Config, options: Options, world: World) -> None:
     """
     log = (lambda line: print(line, file=sys.stderr, flush=True)) if world.is_main else (lambda _: None)
     paths = named_checkpoints(config, world, options.checkpoint, options.every, Path(config.run.dir) / FOLDER)
-    todo = [path for path in paths if not (options.every and _done(config, options, path))]
+    todo = [path for path in paths if options.needles or not (options.every and _done(config, options, path))]
     if len(todo) < len(paths):
         log(f"{len(paths) - len(todo)} of {len(paths)} checkpoints have their results already")
     tokenizer = build_tokenizer(config.tokenizer)
@@ -73,10 +80,14 @@ def run(config: Config, options: Options, world: World) -> None:
         initialize(checkpoint, world, engine)
         engine.stages.enter(made_in(checkpoint, config))
         scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
+        if options.needles:
+            _find_needles(config, options, scorer, world, tokenizer, checkpoint, log)
+        if not options.requests:
+            continue
         found = _tasks(options, scorer, world, tokenizer, checkpoint, engine.stages.now.length)
         if found is not None:
             _report(config, options, found, checkpoint, log)
-    if options.every and world.is_main:
+    if options.every and options.requests and world.is_main:
         _draw(Path(config.run.dir) / FOLDER, log)
 
 
@@ -93,6 +104,25 @@ def _tasks(
         samples=options.samples,
         facts=facts(checkpoint, options),
     )
+
+
+def _find_needles(
+    config: Config,
+    options: Options,
+    scorer: Scorer,
+    world: World,
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint,
+    log: Callable[[str], Any],
+) -> None:
+    cells = needles(scorer, tokenizer, options.needles, options.depths, options.needle_texts)
+    if not world.is_main:
+        return
+    file = _file(config, checkpoint.path).with_suffix(NEEDLES)
+    told = {"step": checkpoint.meta.step, "checkpoint": str(checkpoint.path), "texts": options.needle_texts}
+    picture = write(file, cells, told)
+    print(file.read_text() if options.as_json and not options.requests else f"{table(cells)}\n", flush=True)
+    log(f"results: {file}, {picture}")
 
 
 def facts(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
@@ -131,7 +161,7 @@ def _draw(folder: Path, log: Callable[[str], Any]) -> None:
     series: dict[str, list[tuple[float, float]]] = {}
     for file in sorted(folder.glob("*.json")):
         found = results.read(file)
-        if found is None:
+        if found is None or file.name.endswith(NEEDLES):
             continue
         step = found["config"]["model_args"]["step"]
         for task, values in results.numbers(found).items():

@@ -32,11 +32,11 @@ def write_figure(figure: Any, path: str | Path) -> None:
     os.replace(beside, path)
 
 
-def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float) -> None:
+def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, most: float, middle: float = 1.0) -> None:
     """Draw heat maps side by side into a PNG file, which appears whole or not at all.
 
     Args:
-        most: the value of the strongest colour; 1 is in the middle, 0 at the other end.
+        most: the value of the strongest colour; `middle` is in the middle, 0 at the other end.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TwoSlopeNorm
@@ -46,7 +46,7 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
     figure = Figure(figsize=(5.5 * len(maps), height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=max(most, 1.01))
+    norm = TwoSlopeNorm(vmin=0.0, vcenter=middle, vmax=max(most, 1.01 * middle))
     for axes, each in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps):
         first, last = each.columns or (0, len(each.values[0]) - 1)
         half = (last - first) / max(len(each.values[0]) - 1, 1) / 2 or 0.5

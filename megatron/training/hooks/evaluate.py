@@ -162,13 +162,15 @@ class EvaluateHook(Hook):
 
     def _losses(self, trainer: Trainer, note: str) -> dict[str, dict[str, Any]]:
         """Of each set, named with the note. In a stage of shorter sequences the sets' samples are cut as its own."""
-        found, stage = {}, stage_of(trainer.config, trainer.completed)
+        found: dict[str, dict[str, Any]] = {}
+        staged = bool(trainer.config.training.sequence_schedule)
+        length = stage_of(trainer.config, trainer.completed).length if staged else None
         for each in self._sets:
             with trainer.aside(EVALUATE, each.name):
                 measures = self._of(trainer, each)
-                found[each.name + note] = evaluate(trainer.engine, trainer.exchange, each, measures, stage.length)
-                if trainer.config.training.sequence_schedule:
-                    found[each.name + note]["sequence_length"] = stage.length
+                found[each.name + note] = evaluate(trainer.engine, trainer.exchange, each, measures, length)
+                if staged:
+                    found[each.name + note]["sequence_length"] = length
         return found
 
     def _of(self, trainer: Trainer, which: ValidationSet) -> Measures:
