@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from megatron.config import Config
@@ -15,7 +16,7 @@ from megatron.report.ledger import batch_hashes
 
 from .equality import compare
 from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount_all
-from .job import Job, TrialError
+from .job import OWN_NETWORK, SLOW_LINK, Job, TrialError
 from .resume import complete, with_hook
 
 MISSED = "the run ended as if nothing had been"
@@ -77,14 +78,23 @@ class Arena:
     tell: Callable[[str], None]
 
     def job(self, name: str) -> Job:
-        return Job(self.folder / name, [*self.words, *overrides(self.steps, self.every)], self.ranks)
+        words = [*self.words, *overrides(self.steps, self.every)]
+        return Job(self.folder / name, words, self.ranks, own_network())
 
     def possible(self, disk: bool) -> list[Fault]:
         """Faults that can happen to this run."""
         zero, layout = self.config.zero.stage, self.config.parallel
         replicas = zero == 0 and self.ranks > layout.tensor * layout.pipeline * layout.context
-        has = {"ranks": self.ranks > 1, "replicas": replicas, "disk": disk}
+        has = {"ranks": self.ranks > 1, "replicas": replicas, "disk": disk, "network": own_network()}
         return [each for each in FAULTS if all(has[need] for need in each.needs)]
+
+
+@cache
+def own_network() -> bool:
+    """Whether a job may have a network of its own here, and it can be made slow."""
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
+        return False
+    return subprocess.run((*OWN_NETWORK, *SLOW_LINK, "1mbit"), capture_output=True).returncode == 0
 
 
 def overrides(steps: int, every: int) -> list[str]:
@@ -240,6 +250,8 @@ def _starts_again(job: Job, fault: Fault, event: Event, at: float, known: int, e
             return
         event.detected = time.monotonic() - at
         event.status = next((each["status"] for each in news() if each["event"] == "restart"), None)
+        if fault.undo:
+            fault.undo(job, random.Random())
 
     def resumed() -> list[dict]:
         return [each for each in news() if each["event"] != "restart"]

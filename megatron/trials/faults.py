@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .inject import DIE_IN_SAVE, FLIP, NAN, SPIKE
-from .job import Job, kill
+from .inject import CLOCK, DIE_IN_SAVE, FLIP, NAN, SLOW_DISK, SPIKE
+from .job import SLOW_LINK, Job, kill
 
 RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
 Act = Callable[[Job, random.Random], str]
@@ -27,9 +27,9 @@ class Fault:
         act: does it, and says on whom.
         then: what must follow: `RESTART`, `AGAIN` or `GOES_ON`.
         noticed: the event of the ledger that must follow where the run goes on; None where it need not notice.
-        undo: what ends it, where it does not end by itself.
+        undo: what ends it once it was noticed, where it does not end by itself.
         needs: what the run must have: "ranks", "replicas" (ranks that hold the same bits), "disk" (a file system of
-            its own for checkpoints).
+            its own for checkpoints), "network" (one of its own between the ranks).
     """
 
     name: str
@@ -77,14 +77,32 @@ def _term_in_save(job: Job, draw: random.Random) -> str:
     return ""
 
 
-def _pause(job: Job, draw: random.Random) -> str:
+def _pause(who: Callable[[Job, random.Random], tuple[str, int]]) -> Act:
+    """Stop a process, and let it go on."""
+
+    def act(job: Job, draw: random.Random) -> str:
+        name, pid = who(job, draw)
+        if pid < 0 or not kill(pid, signal.SIGSTOP):
+            return ""
+        seconds = draw.uniform(0.2, 3.0)
+        time.sleep(seconds)
+        kill(pid, signal.SIGCONT)
+        return f"{name}, {seconds:.1f} s"
+
+    return act
+
+
+def _a_rank(job: Job, draw: random.Random) -> tuple[str, int]:
     rank, pid = _rank(job, draw)
-    if pid < 0 or not kill(pid, signal.SIGSTOP):
-        return ""
-    seconds = draw.uniform(0.2, 3.0)
-    time.sleep(seconds)
-    kill(pid, signal.SIGCONT)
-    return f"rank {rank}, {seconds:.1f} s"
+    return f"rank {rank}", pid
+
+
+def _an_agent(job: Job, draw: random.Random) -> tuple[str, int]:
+    return "agent", next(iter(job.agents()), -1)
+
+
+def _the_launcher(job: Job, draw: random.Random) -> tuple[str, int]:
+    return "launcher", job.process.pid if job.process is not None else -1
 
 
 def _order(kind: str) -> Act:
@@ -201,6 +219,39 @@ def _allow(job: Job, draw: random.Random) -> str:
     return "writable" if unmount(job.run / "checkpoints") else ""
 
 
+# ---- what happens to the network between ranks, which is loopback in a namespace of its own
+
+
+def _network(job: Job, *command: str) -> bool:
+    return job.process is not None and _run("nsenter", "-t", str(job.process.pid), "-n", *command)
+
+
+def _cut(job: Job, draw: random.Random) -> str:
+    return "no packet passes" if _network(job, "ip", "link", "set", "lo", "down") else ""
+
+
+def _join(job: Job, draw: random.Random) -> str:
+    return "joined" if _network(job, "ip", "link", "set", "lo", "up") else ""
+
+
+def _cut_for_a_while(job: Job, draw: random.Random) -> str:
+    if not _cut(job, draw):
+        return ""
+    seconds = draw.uniform(0.5, 4.0)
+    time.sleep(seconds)
+    _join(job, draw)
+    return f"{seconds:.1f} s"
+
+
+def _slow_network(job: Job, draw: random.Random) -> str:
+    rate, seconds = draw.randrange(200, 2000), draw.uniform(1.0, 4.0)
+    if not _network(job, *SLOW_LINK, f"{rate}kbit"):
+        return ""
+    time.sleep(seconds)
+    _network(job, "tc", "qdisc", "del", "dev", "lo", "root")
+    return f"{rate} kbit/s, {seconds:.1f} s"
+
+
 KILL_RANK = _signal_rank(signal.SIGKILL)
 FAULTS = (
     Fault("rank killed", KILL_RANK, RESTART),
@@ -209,7 +260,9 @@ FAULTS = (
     Fault("TERM to the launcher", _signal_launcher(signal.SIGTERM), AGAIN),
     Fault("TERM during a save", _term_in_save, AGAIN),
     Fault("rank killed during a save", _order(DIE_IN_SAVE), RESTART),
-    Fault("rank stopped for a while", _pause, GOES_ON),
+    Fault("rank stopped for a while", _pause(_a_rank), GOES_ON),
+    Fault("agent stopped for a while", _pause(_an_agent), GOES_ON),
+    Fault("launcher stopped for a while", _pause(_the_launcher), GOES_ON),
     Fault("rank stopped for good", _signal_rank(signal.SIGSTOP), RESTART, needs=("ranks",)),
     Fault("newest checkpoint: bit flipped, and kill", _damaged("flip", (-1,), KILL_RANK), RESTART),
     Fault("newest checkpoint: file cut, and kill", _damaged("cut", (-1,), KILL_RANK), RESTART),
@@ -221,6 +274,13 @@ FAULTS = (
     Fault("bit of a weight flipped", _order(FLIP), RESTART, needs=("replicas",)),
     Fault("full disk", _fill, GOES_ON, noticed="checkpoint_failed", undo=_empty, needs=("disk",)),
     Fault("read-only disk", _forbid, GOES_ON, noticed="checkpoint_failed", undo=_allow, needs=("disk",)),
+    Fault("slow disk", _order(SLOW_DISK), GOES_ON),
+    Fault("clock jumps", _order(CLOCK), GOES_ON),
+    Fault("network cut for a while", _cut_for_a_while, GOES_ON, needs=("ranks", "network")),
+    Fault("network cut until it is noticed", _cut, RESTART, undo=_join, needs=("ranks", "network")),
+    Fault("slow network", _slow_network, GOES_ON, needs=("ranks", "network")),
+    Fault("two at once: slow disk, and rank killed", _both(_order(SLOW_DISK), KILL_RANK), RESTART),
+    Fault("two at once: clock jumps, and agent killed", _both(_order(CLOCK), _kill_agent), RESTART),
     Fault("two at once: NaN, and rank killed", _both(_order(NAN), KILL_RANK), RESTART),
     Fault("two at once: rank and agent killed", _both(KILL_RANK, _kill_agent), RESTART),
     Fault("two at once: rank and launcher killed", _both(KILL_RANK, _signal_launcher(signal.SIGKILL)), AGAIN),

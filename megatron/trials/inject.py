@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from megatron.training.hook import Hook
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
-NAN, SPIKE, FLIP, DIE_IN_SAVE = "nan", "spike", "flip", "die_in_save"
-KINDS = (NAN, SPIKE, FLIP, DIE_IN_SAVE)
+NAN, SPIKE, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK = "nan", "spike", "flip", "die_in_save", "slow_disk", "clock"
+KINDS = (NAN, SPIKE, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK)
 HUGE = 1e6  # what a gradient is multiplied with
+SLOW = (0.5, 8.0)  # seconds that a disk takes longer for each file that is waited for, and for how long it is so slow
+JUMP = 5400.0  # seconds by which a clock jumps, forwards on even ranks and backwards on odd ones
 
 
 class KillAt(Hook):
@@ -37,6 +40,33 @@ class KillAt(Hook):
         last = trainer.mesh.rank == trainer.mesh.layout.world_size - 1
         if last and trainer.start < self._step < step and self._checkpoint.exists():
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Nudge(Hook):
+    """Changes every weight by half a last digit of the type that is computed in, up or down, when a run goes on from a
+    step: what that makes of its losses is how far rounding alone may carry a run.
+
+    Args:
+        step: completed updates of the checkpoint.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.start != self._step:
+            return
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        half = torch.finfo(types[trainer.config.precision.compute]).eps / 2
+        state: Any = trainer.engine.state  # the engine's own: the protocol has no masters
+        for each in state.masters():
+            shard = 0 if each.tensor.shard is None else each.tensor_rank
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{each.tensor.name} {shard}".encode()))
+            signs = torch.randint(0, 2, (each.spec.shard_size,), generator=draw)[
+                each.start : each.start + len(each.data)
+            ]
+            each.data.mul_(1 + half * (2 * signs - 1).to(each.data))
+        state.refresh()
 
 
 class Miscompute(Hook):
@@ -75,7 +105,8 @@ class Orders(Hook):
     """Does once what a file of the name `<kind>.<rank>` asks for, and removes the file first.
 
     nan and spike spoil a gradient of this rank in the next step, flip changes a bit of a weight, die_in_save ends the
-    rank with SIGKILL some time after the next checkpoint has begun to be written.
+    rank with SIGKILL some time after the next checkpoint has begun to be written, slow_disk makes this rank's disk slow
+    for some seconds, clock makes the clock of this process jump.
 
     Args:
         folder: of the files.
@@ -95,6 +126,10 @@ class Orders(Hook):
                 self._spoil(trainer, factor)
         if self._take(FLIP, rank):
             flip(_parameter(trainer))
+        if self._take(SLOW_DISK, rank):
+            slow_disk(*SLOW)
+        if self._take(CLOCK, rank):
+            clock_jumps(-JUMP if rank % 2 else JUMP)
 
     def before_save(self, trainer: Trainer) -> None:
         if self._take(DIE_IN_SAVE, trainer.mesh.rank):
@@ -122,6 +157,24 @@ def flip(tensor: torch.Tensor) -> None:
     in the rounding of the next update, and then there is nothing to be found."""
     with torch.no_grad():
         tensor.view(-1)[:1].view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 6
+
+
+def slow_disk(more: float, seconds: float) -> None:
+    """For some seconds, whoever in this process waits until a disk has something waits longer."""
+    real, end = os.fsync, time.monotonic() + seconds
+
+    def slow(handle: int) -> None:
+        if time.monotonic() < end:
+            time.sleep(more)
+        real(handle)
+
+    vars(os)["fsync"] = slow
+
+
+def clock_jumps(seconds: float) -> None:
+    """From now on, the time of day is another one in this process."""
+    real = time.time
+    vars(time)["time"] = lambda: real() + seconds
 
 
 def _parameter(trainer: Trainer) -> torch.nn.Parameter:

@@ -17,6 +17,10 @@ from megatron.report.jsonl import read_lines
 
 MARK = "DEEPY_TRIAL"  # variable by which all processes of a job are known
 LOOK = 0.05  # seconds between two looks
+# The command that follows becomes this process: its id stays.
+OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+# Before a rate. A burst is longer than a packet of loopback, or none would pass.
+SLOW_LINK = ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "burst", "80kb", "latency", "2s", "rate")
 PATIENCE = 1800.0  # seconds in which something must happen, however busy the machine
 
 
@@ -32,9 +36,11 @@ class Job:
             name (`inject`), `tmp` its folder for temporary files.
         words: configuration files and overrides.
         ranks: processes.
+        network: whether ranks talk in a network namespace of the job's own, which only root may make.
     """
 
-    def __init__(self, folder: Path, words: Sequence[str], ranks: int) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], ranks: int, network: bool = False) -> None:
+        self.network = network
         self.folder, self.run, self.output = folder, folder / "run", folder / "output.txt"
         self.words, self.ranks = list(words), ranks
         self.mark = uuid.uuid4().hex
@@ -48,6 +54,8 @@ class Job:
         top = root()
         command = [sys.executable, str(top / "deepy.py"), "--ranks", str(self.ranks), str(top / "train.py")]
         command += [*self.words, f"run.dir={self.run}", *overrides]
+        if self.network:
+            command = [*OWN_NETWORK, *command]
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
         for name in ("RANK", "WORLD_SIZE", "JOB_CONFIG"):
             keep.pop(name, None)

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config, ConfigError, load
-from megatron.training.proof import BOUNDS
 
 from .equality import Equality, compare
 from .job import Job, TrialError
+
+# A layout rounds otherwise in every operation of every step, the run that it is measured by in its weights once.
+MARGIN = 10.0
+LEAST = 8 * 2.0**-23  # losses are sums in fp32: a few of their last digits
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Verdict:
         where: on which layout.
         resumed: the step it went on from.
         found: the comparison with the run that was left alone.
-        bound: largest relative difference of a loss that is allowed; 0 asks for every bit.
+        bound: largest relative difference of a loss that is allowed; 0 asks for every bit. For another layout it is
+            `MARGIN` times the difference that half a last digit in the weights of the checkpoint makes.
     """
 
     where: str
@@ -62,7 +66,7 @@ class Verdict:
             return said + f"{found.tensors} tensors and {found.losses} losses to the last bit"
         names = ", ".join(found.different[:3]) + (" and more" if len(found.different) > 3 else "")
         text = f"losses differ by at most {found.loss:.1e} (relative), weights by {found.weight:.1e}"
-        return said + text + (f" (allowed: {self.bound:g})" if self.bound else f"; not equal: {names}")
+        return said + text + (f" (allowed: {self.bound:.1e})" if self.bound else f"; not equal: {names}")
 
 
 def other_layout(words: Sequence[str], config: Config, ranks: int) -> Layout | None:
@@ -122,15 +126,20 @@ def verify_resume(
         if other is not None:
             moved = Job(folder / "moved", [*words, *other.overrides, *common], other.ranks)
             jobs.append(moved)
-            for step in begun:
-                shutil.copytree(parts.checkpoint(step), moved.checkpoint(step))
+            nudged = Job(folder / "nudged", [*words, *common], ranks)
+            jobs.append(nudged)
+            for job, step in ((job, step) for job in (moved, nudged) for step in begun):
+                shutil.copytree(parts.checkpoint(step), job.checkpoint(step))
         tell("it goes on")
         complete(parts)
         found = [_verdict(whole, parts, f"the same layout ({ranks} rank{'s' * (ranks > 1)})", steps, 0.0)]
         if other is not None:
             tell(f"it goes on with {other.text}")
             complete(moved, "checkpoint.every=null")
-            found.append(_verdict(whole, moved, other.text, steps, BOUNDS[config.precision.compute]))
+            tell("it goes on with weights that differ by half a last digit, for the size of rounding")
+            complete(nudged, "checkpoint.every=null", _nudge(config, begun[-1]))
+            spread = _verdict(whole, nudged, "", steps, 0.0).found.loss
+            found.append(_verdict(whole, moved, other.text, steps, max(MARGIN * spread, LEAST)))
         return found
     finally:
         for job in jobs:
@@ -160,6 +169,10 @@ def cut(job: Job, at: int, config: Config) -> None:
     status = job.finish()
     if status != 128 + signal.SIGKILL:
         raise TrialError(f"the run in {job.run} was to be killed, and ended with status {status}. {job.tail()}")
+
+
+def _nudge(config: Config, step: int) -> str:
+    return with_hook(config, {"type": "megatron.trials.inject:Nudge", "options": {"step": step}})
 
 
 def with_hook(config: Config, hook: Mapping[str, object]) -> str:
