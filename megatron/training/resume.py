@@ -266,7 +266,8 @@ def initialize(
     """Weights alone, in whatever type they were saved, some of them made of others as `mapping` says (see `upcycle`),
     and tables of tokens with new rows as the configuration says (see `vocabulary`).
     """
-    masters, made = mapped(checkpoint, engine.state.masters(), mapping)
+    layers = config.checkpoint.initialize_layers if config is not None else ()
+    masters, made = mapped(checkpoint, engine.state.masters(), mapping, layers)
     tables: list[tuple[Fragment, LogicalTensor]] = []
     known = 0
     if config is not None:

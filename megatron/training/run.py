@@ -91,8 +91,9 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
     for line in changed:
         log(line)
-    # a map, and rows of new tokens, may leave tensors their initial values
-    values = source.new or bool(config.checkpoint.initialize_map) or config.checkpoint.initialize_vocabulary == INITIAL
+    # a map, new layers and rows of new tokens may leave tensors their initial values
+    own = config.checkpoint
+    values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
     if prediction is not None:
         log(prediction.text(config.training.steps - (source.checkpoint.step if source.checkpoint else 0)))

@@ -7,12 +7,17 @@
 * [E, ...] of one that is g times as wide: expert e starts as the slice e mod g of its width, so that g experts in a row
   are together the dense layer;
 * `new`: the tensor keeps its initial values.
+
+`checkpoint.initialize_layers` says which of the checkpoint's blocks each of ours starts as, for models that are deeper
+(stacked: Gong et al. 2019; Du et al. 2024, arXiv 2405.15319). A block that starts as `identity` keeps its initial
+values, but the matrices that write to the stream are 0, so that the model computes what it did without the block, and
+learns from there (Shen et al. 2022, arXiv 2203.06211).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -21,9 +26,9 @@ from torch import Tensor
 from megatron.checkpoint import Checkpoint, Fragment, FragmentSpec
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.fragment import WEIGHT
-from megatron.parallel.shard import LogicalTensor
+from megatron.parallel.shard import LogicalTensor, Role
 
-NEW = "new"
+NEW, IDENTITY = "new", "identity"
 
 
 def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
@@ -41,25 +46,39 @@ def origin_of(name: str, mapping: Mapping[str, str]) -> str | None:
     return None
 
 
+def of_layer(tensor: LogicalTensor, layers: Sequence[int | str]) -> str | None:
+    """The stored tensor that one of a block starts as by `initialize_layers`, `identity`, or None where the list says
+    nothing of it."""
+    found = re.fullmatch(r"layers\.(\d+)(\..*)", tensor.name)
+    if not layers or not found:
+        return None
+    source = layers[int(found[1])]
+    return IDENTITY if source == IDENTITY else f"layers.{source}{found[2]}"
+
+
 def mapped(
-    checkpoint: Checkpoint, targets: Iterable[Fragment], mapping: Mapping[str, str]
+    checkpoint: Checkpoint, targets: Iterable[Fragment], mapping: Mapping[str, str], layers: Sequence[int | str] = ()
 ) -> tuple[list[Fragment], list[tuple[Fragment, LogicalTensor]]]:
-    """(the targets that the map says nothing of, those that are made of a stored tensor, with it); new ones are
-    neither.
+    """(the targets that map and list say nothing of, those that are made of a stored tensor, with it); new ones and
+    those of blocks that are the identity are neither.
 
     Raises:
-        CheckpointError: a stored tensor that the map names is missing.
+        CheckpointError: a stored tensor that the map or the list names is missing.
     """
     rest, made = [], []
     for target in targets:
-        origin = origin_of(target.tensor.name, mapping)
+        origin = origin_of(target.tensor.name, mapping) or of_layer(target.tensor, layers)
         if origin is None:
             rest.append(target)
         elif origin in checkpoint.tensors:
             made.append((target, checkpoint.tensors[origin]))
+        elif origin == IDENTITY:
+            if target.tensor.role is Role.OUTPUT:
+                target.data.zero_()
         elif origin != NEW:
+            said = "initialize_map or initialize_layers"
             raise CheckpointError(
-                checkpoint.path, f"it has no {origin}, which checkpoint.initialize_map names for {target.tensor.name}"
+                checkpoint.path, f"it has no {origin}, which checkpoint.{said} names for {target.tensor.name}"
             )
     return rest, made
 

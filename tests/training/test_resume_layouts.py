@@ -60,6 +60,7 @@ MAMBA = {"model": {"layers": "mamba2 mamba attention/mlp mamba2/mlp mamba"}}
 ZAMBA = {"model": {"layers": "mamba2 mamba2+shared_attention x3 mamba2+shared_attention/mlp"}}
 RWKV7 = {"model": {"layers": "(rwkv7/rwkv7_ffn) x3 (rwkv7/mlp) x2"}}
 MOE = {"model": {"layers": "attention/mlp (attention/moe) x4"}}
+CORE = {"model": {"layers": "(attention/mlp) x2 recurrent(attention/mlp x2) attention/mlp"}}
 
 # (architecture, recipe, saved on, resumed on, largest relative error of losses)
 PAIRS = [
@@ -75,6 +76,7 @@ PAIRS = [
     ("moe", merged(ADAMW, MOE, BF16), "dp2 ZeRO 1", "pp2 of 1 and 4", 1e-2),
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-5),
     ("llama", SOAP, "dp2 ZeRO 1", "tp2 pp2", 1e-5),
+    ("recurrent depth", merged(ADAMW, CORE), "tp2 pp2", "dp2 ZeRO 3", 1e-5),
     ("llama", FREE, "dp2 ZeRO 1", "tp2 dp2 ZeRO 3", 1e-5),
     ("llama", FREE, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
     ("moe", merged(MINI, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),

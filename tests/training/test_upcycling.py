@@ -13,7 +13,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config import resolve
 from megatron.model.stack import build_model
 from megatron.parallel.shard import LogicalTensor, Role, Shard
-from megatron.training.upcycle import fill, origin_of
+from megatron.training.upcycle import fill, of_layer, origin_of
 from tests.model.parity import named, randomise
 from tests.training import runs
 from tests.workers import run
@@ -97,6 +97,56 @@ def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
     rows = slice(64 + 3 * width % 64, 64 + 3 * width % 64 + width)
     np.testing.assert_array_equal(gate_up[3, width:], ours["layers.0.mlp.gate_up.weight"][rows])
     np.testing.assert_array_equal(weights["head.weight"].reshape(50, 32), ours["head.weight"])
+
+
+def grown(values: dict, ranks: int, path: str) -> tuple[list, tuple[float, float]]:
+    """On every rank: a deeper model from the checkpoint; this rank's masters, and the loss of a batch."""
+    from megatron.checkpoint import SOLO, GroupCommunicator, open_checkpoint
+    from megatron.training.resume import initialize
+    from megatron.training.world import World
+
+    config = resolve(values, ranks=ranks)
+    engine = runs.build(config, ranks)
+    communicator = GroupCommunicator() if ranks > 1 else SOLO
+    checkpoint = open_checkpoint(path, verify="checksums", communicator=communicator)
+    world = World(torch.device("cpu"), engine.mesh, communicator, communicator)
+    initialize(checkpoint, world, engine, config.checkpoint.initialize_map, config)
+    data = engine.mesh.data
+    loss = runs.mean(*engine.evaluate(runs.local_batch(config, 7, data.rank, data.size)))
+    return runs.portable(f for f in engine.state.fragments() if f.state == MASTER), loss
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2, ZeRO 3"])
+def test_a_deeper_model_that_computes_the_same(layout: str, tmp_path):
+    """Blocks that are the identity change nothing; copies are copies."""
+    model, path = dense(tmp_path / "dense")
+    ranks, cut = LAYOUTS[layout]
+    values = {
+        "model": {**DENSE, "layers": "(attention/mlp) x4"},
+        "training": TRAINING,
+        "data": {"synthetic": "copy"},
+        "checkpoint": {"initialize_from": str(path), "initialize_layers": [0, "identity", 1, "identity"]},
+        **cut,
+    }
+    results = run(ranks, grown, values, ranks, str(path))
+    config = resolve({"model": DENSE, "training": TRAINING})
+    batch = runs.global_batch(config, 7)
+    with torch.no_grad():
+        ce, _, _ = runs.token_losses(config, model.eval(), batch, slice(None))
+    wanted = float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
+    assert all(loss == pytest.approx(wanted, rel=1e-5) for _, (loss, _) in results)
+    weights = {name: each for (name, _), each in runs.assemble([result[0] for result in results]).items()}
+    ours = {name: p.detach().numpy().reshape(-1) for name, p in named(model).items()}
+    for name in ("attention.query.weight", "mlp.down.weight", "ffn_norm.weight"):
+        np.testing.assert_array_equal(weights[f"layers.2.{name}"], ours[f"layers.1.{name}"])
+    assert not weights["layers.3.mlp.down.weight"].any() and weights["layers.3.mlp.gate_up.weight"].any()
+
+
+def test_blocks_of_a_stack():
+    names = ["layers.3.mlp.down.weight", "layers.0.mixer_norm.weight", "head.weight"]
+    tensors = [LogicalTensor(name, (8,), Role.NORM, None) for name in names]
+    assert [of_layer(each, [0, 1, 0, 1]) for each in tensors] == ["layers.1.mlp.down.weight", names[1], None]
+    assert of_layer(tensors[0], [0, 1, 0, "identity"]) == "identity" and of_layer(tensors[0], []) is None
 
 
 def test_names_and_what_cannot_be():

@@ -176,6 +176,8 @@ def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
             rule="must go with checkpoint.initialize_from: tensors are made from those of that checkpoint",
             fix="give checkpoint.initialize_from, or leave the map out",
         )
+    if checkpoint.initialize_layers:
+        yield from _layers_have_a_source(context)
     for ours, theirs in checkpoint.initialize_map.items():
         if theirs != "new" and ours.count("*") != theirs.count("*"):
             yield context.problem_at(
@@ -183,6 +185,34 @@ def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
                 rule="both names must have the same number of *",
                 fix="write as many * on the right as on the left, or 'new'",
             )
+
+
+def _layers_have_a_source(context: RuleContext) -> Iterator[Problem]:
+    key, given = "checkpoint.initialize_layers", context.config.checkpoint.initialize_layers
+    if context.config.checkpoint.initialize_from is None:
+        yield context.problem(
+            key,
+            "checkpoint.initialize_from",
+            rule="must go with checkpoint.initialize_from: blocks start as those of that checkpoint",
+            fix="give checkpoint.initialize_from, or leave the list out",
+        )
+    blocks = len(context.blocks)
+    if blocks and len(given) != blocks:
+        yield context.problem(
+            key,
+            "model.layers",
+            rule=f"must have an entry for each of the model's {blocks} blocks, not {len(given)}",
+            fix="name for each block one of the checkpoint's, or identity",
+        )
+    if any(each != "identity" and each < 0 for each in given):
+        yield context.problem(key, rule="numbers of blocks must be at least 0", fix="count the blocks from 0")
+    if "identity" in given and context.config.model.residual.norm == "sandwich":
+        yield context.problem(
+            key,
+            "model.residual.norm",
+            rule="identity must go with another norm than sandwich, which changes the stream in every block",
+            fix="copy a block of the checkpoint instead",
+        )
 
 
 def folders_can_be_written(context: RuleContext) -> Iterator[Problem]:

@@ -95,6 +95,11 @@ class CheckpointSection(Section):
         "('layers.*.moe.router.weight: "
         "new'); `*` is a word.",
     )
+    initialize_layers: list[int | Literal["identity"]] = key(
+        list,
+        "With initialize_from: for each block of this model the number of the checkpoint's block that it starts as, as "
+        "in '[0, 1, 0, 1]' for a stack of twice the depth; identity: the block adds nothing at first.",
+    )
     initialize_vocabulary: Literal["same", "mean", "initial"] = key(
         "same",
         "With initialize_from: the rows of new tokens. same: there are none. mean: each starts as the mean of the "

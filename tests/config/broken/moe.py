@@ -265,6 +265,20 @@ MOE += [
         "give checkpoint.initialize_from",
     ),
     case(
+        "blocks without a source, too few of them, one of which is counted from the end",
+        "checkpoint: {initialize_layers: [0, -1]}",
+        "checkpoint.initialize_layers",
+        "must go with checkpoint.initialize_from: blocks start as those of that checkpoint",
+        "must have an entry for each of the model's 4 blocks, not 2",
+        "numbers of blocks must be at least 0",
+        problems=3,
+    ),
+    case(
+        "an identity that normalises the stream",
+        "model: {residual: {norm: sandwich}}\ncheckpoint: {initialize_from: ., initialize_layers: [0, 1, 2, identity]}",
+        "identity must go with another norm than sandwich",
+    ),
+    case(
         "stars that do not match",
         "checkpoint: "
         "{initialize_from: ., initialize_map: {layers.*.moe.experts.down.weight: layers.0.mlp.down.weight}}",
