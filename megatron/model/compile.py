@@ -37,6 +37,8 @@ def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
         return False, "collectives of tensor parallelism cut a block into pieces too small to gain"
     if config.parallel.context > 1:
         return False, "collectives of context parallelism cut attention into pieces"
+    if config.training.sequence_chunks > 1:
+        return False, "each chunk of a sequence has other keys before it, and would be compiled anew"
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
         return False, "dropout has its own keys in each block, so each would be compiled anew"

@@ -89,6 +89,8 @@ def _recomputation(config: Config, index: int, block: BlockPattern, counts: Coun
     """(elements saved per token, FLOPs per token computed again) of a block."""
     options, units = config.training.activation_checkpointing, _stream_units(config)
     width = config.model.hidden_size * units
+    if config.training.sequence_chunks > 1:
+        return width, counts.flops
     if options.mode == "selective":
         return width + counts.products, 0
     if options.mode == "full" and index % options.every == 0:

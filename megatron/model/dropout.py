@@ -24,5 +24,6 @@ class Dropout(nn.Module):
         if self.rate == 0.0 or not self.training:
             return x
         cut = self.mesh.tensor.size if self.mesh.layout.sequence else 1
-        places = sequence_slice(self.context.places(x.shape[1] * cut, x.device), self.mesh, 0)
+        places = self.context.places(x.shape[1] * cut, x.device) + stream.first
+        places = sequence_slice(places, self.mesh, 0)
         return dropout(x, self.rate, self.key, stream.sample_numbers, sequence_counters(places, x.shape[2]))

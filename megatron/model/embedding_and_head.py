@@ -20,12 +20,13 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.scores import token_scores
 from megatron.parallel.shard import Role, Shard
 
+from .chunks import WHOLE, Chunks, recomputed_call
 from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
 from .norm import Norm, norm_activations, norm_parameters
 from .residual import ChannelScale
-from .stream import LOSS, Stream
+from .stream import LOSS, Chunk, Stream
 
 
 class Positions(nn.Module):
@@ -72,8 +73,9 @@ class Embedding(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         begin: int = 0,
+        chunk: Chunk | None = None,
     ) -> Stream:
-        """`begin` is the position of the first token where positions are not given (decoding)."""
+        """`begin` is the position of the first token where positions are not given (decoding, and chunks)."""
         x = self.tokens(tokens_BS)
         if self.multiplier != 1.0:
             x = x * self.multiplier
@@ -85,7 +87,7 @@ class Embedding(nn.Module):
             x = at_least_fp32(x)
         if self.scale is not None:
             x = self.scale(x)
-        stream = Stream(x, positions, documents, samples)
+        stream = Stream(x, positions, documents, samples, chunk=chunk)
         x = self.dropout(x, stream)
         return stream.with_hidden(x).with_channels(dict.fromkeys(self.channels, x))
 
@@ -107,9 +109,10 @@ class Head(nn.Module):
         objective: Objective,
         norm: Norm,
         tied: nn.Parameter | None = None,
+        chunks: Chunks = WHOLE,
     ):
         super().__init__()
-        self.mesh, self.context = make.mesh, make.context
+        self.mesh, self.context, self.chunks = make.mesh, make.context, chunks
         multiplier = model.head.multiplier * init.factors.head
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
         cost = objective.cost if objective.costs else None
@@ -133,9 +136,20 @@ class Head(nn.Module):
         With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
         the module runs.
         """
-        x_BSH = enter(self.norm(stream.hidden), self.mesh)
         if reader is not None:
-            return reader(self, self.context.gather(x_BSH))
+            return reader(self, self.context.gather(self._read(stream.hidden)))
+        if not self.chunks.tokens:
+            loss, ce_BS = self._loss(stream.hidden, labels_BS, weights_BS)
+        else:
+            losses = [recomputed_call(self._loss, *each) for each in self._parts(stream.hidden, labels_BS, weights_BS)]
+            loss, ce_BS = sum(each for each, _ in losses), torch.cat([each for _, each in losses], 1)
+        if LOSS in stream.channels:
+            loss = loss + at_least_fp32(stream.channels[LOSS]).mean()
+        return loss, ce_BS
+
+    def _loss(self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """(weighted sum of token losses, each token's cross-entropy [B, S])."""
+        x_BSH = enter(self.norm(x_BsH), self.mesh)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.weight,
@@ -146,13 +160,22 @@ class Head(nn.Module):
             axis=self.mesh.tensor,
             options=self.options,
         )
-        if LOSS in stream.channels:
-            loss = loss + at_least_fp32(stream.channels[LOSS]).mean()
         return loss, ce_N.view_as(labels_BS)
+
+    def _parts(self, x_BsH: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+        """Each chunk's part of the hidden state, and of tensors with all positions of the tensor parallel group."""
+        length = x_BsH.shape[1] * self.chunks.cut
+        return list(zip(*(self.chunks.parts(each, length) for each in (x_BsH, *others))))
+
+    def _read(self, x_BsH: Tensor) -> Tensor:
+        """The head's input [B, S, H], whole on every tensor parallel rank."""
+        if not self.chunks.tokens:
+            return enter(self.norm(x_BsH), self.mesh)
+        return torch.cat([enter(self.norm(part), self.mesh) for (part,) in self._parts(x_BsH)], 1)
 
     def logits(self, stream: Stream) -> Tensor:
         """fp32 logits [B, S, V] of the whole vocabulary, on every rank."""
-        return self.logits_at(enter(self.norm(stream.hidden), self.mesh))
+        return self.logits_at(self._read(stream.hidden))
 
     def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability [N] of each label in nats, and the likeliest id [N] in its place; for a `Reader`."""

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.random import site_key, uniform
 
 from .stack import Model
@@ -75,6 +77,7 @@ def generate(
     cache: bool = True,
     depth: int | None = None,
     tolerance: float | None = None,
+    axis: Axis = ALONE,
 ) -> Iterator[Tensor]:
     """Continue prompts of equal length, one token [B] at a time.
 
@@ -85,11 +88,13 @@ def generate(
         depth: passes through a recurrent core; as in evaluation if not given.
         tolerance: end before that where a pass changes the newest token's state by at most this share. All tokens of
             the text then have the passes of the newest, so it is read again for each.
+        axis: ranks that share the keys of the texts; each has the whole model and calls this with the same arguments.
     """
     was_training, own = model.training, model.plan.depth
     model.eval()
     with nullcontext() if own is None else own.at(depth, tolerance):
-        yield from _continued(model, prompt_BS, tokens, sampling, vocabulary, cache and tolerance is None, was_training)
+        cached = cache and tolerance is None
+        yield from _continued(model, prompt_BS, tokens, sampling, vocabulary, cached, axis, was_training)
 
 
 def _continued(
@@ -99,11 +104,12 @@ def _continued(
     sampling: Sampling,
     vocabulary: int | None,
     cache: bool,
+    axis: Axis,
     was_training: bool,
 ) -> Iterator[Tensor]:
     """See `generate`."""
     try:
-        state, text = model.new_state(), prompt_BS
+        state, text = model.new_state(axis), prompt_BS
         logits = (model.decode(prompt_BS, state, 0) if cache else model.logits(prompt_BS))[:, -1]
         for _ in range(tokens):
             following = choose(logits[:, :vocabulary], sampling, text.shape[1])
@@ -135,6 +141,7 @@ def complete(
     cache: bool = True,
     depth: int | None = None,
     tolerance: float | None = None,
+    axis: Axis = ALONE,
 ) -> Iterator[int]:
     """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
     are used up (`room`). The rest is as for `generate`."""
@@ -142,8 +149,8 @@ def complete(
     tokens = int(min(tokens, room(model, len(prompt))))
     if tokens < 1:
         return
-    made = generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache, depth=depth, tolerance=tolerance)
-    for following in made:
+    more: dict[str, Any] = {"depth": depth, "tolerance": tolerance, "axis": axis}
+    for following in generate(model, text, tokens, sampling, vocabulary=vocabulary, cache=cache, **more):
         token = int(following[0])
         if token == end:
             return

@@ -109,7 +109,7 @@ class _Deciding:
             self.mark.__exit__(None, None, None)
 
 
-def _deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
+def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
     """The contexts of a checkpointed forward pass and of its repetition, around those that `make_inner` makes."""
     inner = make_inner()
     decisions = _Decisions(selective=not isinstance(inner[0], nullcontext))
@@ -129,10 +129,10 @@ def recompute_activations(block: nn.Module, index: int, options: ActivationCheck
     """Make the block recompute its activations, as `options` say for the block of this index."""
     if options.mode == "none" or (options.mode == "full" and index % options.every):
         return
-    contexts: Callable[[], tuple[_Deciding, _Deciding]] = _deciding
+    contexts: Callable[[], tuple[_Deciding, _Deciding]] = deciding
     if options.mode == "selective":
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-        contexts = functools.partial(_deciding, selective)
+        contexts = functools.partial(deciding, selective)
     plain = block.forward
 
     @functools.wraps(plain)

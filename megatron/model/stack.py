@@ -16,10 +16,11 @@ from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 from megatron.objectives.named import objective_of
 from megatron.parallel.context import ContextGroup
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, Axis, Mesh
 from megatron.parallel.parameters import ParameterFactory
 
 from .block import Block, block_channels
+from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
 from .compile import compile_forward
 from .embedding_and_head import Embedding, Head, Reader, final_norm
 from .initialisation import Initialisation
@@ -105,8 +106,15 @@ class ModelPlan:
         documents, shared = data.reset_attention_at_eod, self.mesh.context.size > 1
         return StreamForm(positions=documents or shared, documents=documents, samples=draws or model.dropout > 0.0)
 
+    @cached_property
+    def chunks(self) -> Chunks:
+        """How layers cut sequences."""
+        return Chunks.of(self.config)
+
     def embedding(self) -> Embedding:
-        return Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.live_channels[0]))
+        embedding = Embedding(self.factory("embedding"), self.config.model, self.init, tuple(self.live_channels[0]))
+        embed_in_chunks(embedding, self.chunks)
+        return embedding
 
     def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
         """`shared`: modules that the blocks of one rank share (see `Block`)."""
@@ -118,7 +126,10 @@ class ModelPlan:
             shared,
         )
         compile_forward(block, self.config, self.device)
-        recompute_activations(block, index, self.config.training.activation_checkpointing)
+        if self.chunks.tokens:
+            work_in_chunks(block, self.chunks)
+        else:
+            recompute_activations(block, index, self.config.training.activation_checkpointing)
         return block
 
     def head_norm(self) -> Norm:
@@ -131,7 +142,7 @@ class ModelPlan:
         """`norm`: that of this rank, where another layer uses it too."""
         config, make = self.config, self.factory("")
         own = norm or self.head_norm()
-        return Head(make, config.model, config.training, self.init, objective_of(config), own, tied)
+        return Head(make, config.model, config.training, self.init, objective_of(config), own, tied, self.chunks)
 
 
 class Blocks(nn.ModuleList):
@@ -191,12 +202,15 @@ class Model(nn.Module):
         """fp32 logits [B, S, V]."""
         return self.head.logits(self.stream(tokens_BS, positions, documents))
 
-    def new_state(self) -> list[Any]:
-        """Empty decoding state, one entry per block; that of a core's first block has all of the core's, per pass."""
+    def new_state(self, axis: Axis = ALONE) -> list[Any]:
+        """Empty decoding state, one entry per block; that of a core's first block has all of the core's, per pass. The
+        ranks of `axis` share the keys of one text."""
         states: list[Any] = [block.new_state() for block in self.blocks]
         if self.core is not None:
             states[self.plan.inside.start] = self.core.new_state()
-        return states
+        if axis.size == 1:
+            return states
+        return [mapped(each, lambda part: part.over(axis) if hasattr(part, "over") else None) for each in states]
 
     def decode(self, tokens_BS: Tensor, state: list[Any], begin: int) -> Tensor:
         """Logits [B, S, V] of tokens that follow the `begin` tokens already in `state`, which grows by them."""

@@ -15,6 +15,27 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Which part of a sequence a stream has, where layers work on one part after the other (`model/chunks.py`).
+
+    Attributes:
+        number: of the part, from 0.
+        first: tokens of the sequence before it.
+        tokens: of the part; with context parallelism those of all ranks.
+        whole: tokens of the sequence.
+    """
+
+    number: int
+    first: int
+    tokens: int
+    whole: int
+
+    @property
+    def last(self) -> bool:
+        return self.first + self.tokens == self.whole
+
+
+@dataclass(frozen=True)
 class Stream:
     """Hidden state and side channels.
 
@@ -25,6 +46,7 @@ class Stream:
         documents: int [B, S], number of each token's document within the sample; None where all is one document.
         samples: int64 [B], global sample numbers, the keys of dropout; None where nothing is drawn.
         channels: further float tensors by name that some layers carry to later ones (see `Channel`).
+        chunk: the part of the sequence that this is; None where it is the whole.
         memo: what several layers derive from the same side channels (masks, rotary angles), made once.
     """
 
@@ -33,6 +55,7 @@ class Stream:
     documents: Tensor | None = None
     samples: Tensor | None = None
     channels: dict[str, Tensor] = field(default_factory=dict)
+    chunk: Chunk | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def remember(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -40,6 +63,11 @@ class Stream:
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
+
+    @property
+    def first(self) -> int:
+        """Tokens of the sequence before this part of it."""
+        return 0 if self.chunk is None else self.chunk.first
 
     @property
     def sample_numbers(self) -> Tensor:

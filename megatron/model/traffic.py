@@ -150,11 +150,13 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) ->
         layers: places in the list [embedding, blocks..., head] that a rank holds.
 
     Raises:
-        NotPredicted: a kind does not say what it sends.
+        NotPredicted: a kind does not say what it sends, or layers work on sequences in chunks.
     """
     tally = Tally()
     if tensor.ranks == 1:
         return tally
+    if config.training.sequence_chunks > 1:
+        raise NotPredicted("layers send something for each chunk of a sequence (training.sequence_chunks)")
     training, model = config.training, config.model
     passes = Passes(tensor, training.micro_batch_size * training.sequence_length, config.precision.compute)
     for place in layers:

@@ -134,7 +134,8 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
     flying = max(1, min(choice.pipeline - stage, training.accumulation or 1))
     parts["activations"] = flying * tokens * sum(each.saved[choice.recompute] for each in kinds)
     working = max(each.whole for each in kinds) * tokens
-    parts["working"] = working if choice.recompute != "none" else 0.5 * working
+    again = choice.recompute != "none" or training.sequence_chunks > 1
+    parts["working"] = (working if again else 0.5 * working) / training.sequence_chunks
     stream = config.model.hidden_size * size * tokens
     if choice.pipeline > 1:
         parts["working"] += 2 * max(2, flying) * stream

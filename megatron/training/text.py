@@ -1,14 +1,19 @@
-"""What generate.py does: open a checkpoint of any layout in one process and continue texts."""
+"""What generate.py does: open a checkpoint of any layout and continue texts, in one process or in several that share
+the keys of a long one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint import Fragment, open_checkpoint
 from megatron.checkpoint.configuration import config_of
@@ -19,7 +24,9 @@ from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.model.generate import Sampling, complete, room
 from megatron.model.stack import DTYPES, Model, build_model
+from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import logical_of, stored_tensors
+from megatron.worker.place import WorkerEnvironment, worker_environment
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Model, Config]:
@@ -38,9 +45,14 @@ def _target(tensor: torch.Tensor) -> Fragment:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
+    # Ranks of torchrun share a text. What a scheduler says of a host that somebody works on is no such thing.
+    place = worker_environment() if "WORLD_SIZE" in os.environ else WorkerEnvironment()
+    if place.world_size > 1 and options.prompt is None and options.file is None:
+        sys.stderr.write("several ranks must have --prompt or --file: only one of them could be asked\n")
+        return 2
     try:
         path = find_checkpoint(options.path)
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = _device(options.device, place)
         model, config = load_model(path, device)
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
@@ -50,9 +62,18 @@ def main(arguments: Sequence[str]) -> int:
             f"{path}: --depth and --tolerance are for models with a recurrent(...) group in model.layers\n"
         )
         return 2
+    with _sharing(place, device) as axis:
+        _continue(model, config, options, device, path, axis)
+    return 0
+
+
+def _continue(
+    model: Model, config: Config, options: argparse.Namespace, device: torch.device, path: Path, axis: Axis
+) -> None:
+    """Continue each prompt; rank 0 writes."""
     tokenizer = build_tokenizer(config.tokenizer)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    if not options.json:
+    if not options.json and not axis.rank:
         print(f"{path}, {device}", file=sys.stderr)
     for number, prompt in enumerate(_prompts(options)):
         ids = tokenizer.encode(prompt)
@@ -75,16 +96,37 @@ def main(arguments: Sequence[str]) -> int:
             cache=not options.no_cache,
             depth=options.depth,
             tolerance=options.tolerance,
+            axis=axis,
         )
         text = pieces(made, tokenizer, options.stop)
-        if options.json:
+        if axis.rank:
+            deque(text, maxlen=0)
+        elif options.json:
             print(json.dumps({"prompt": prompt, "text": "".join(text)}, ensure_ascii=False))
-            continue
-        print(prompt, end="", flush=True)
-        for piece in text:
-            print(piece, end="", flush=True)
-        print()
-    return 0
+        else:
+            print(prompt, end="", flush=True)
+            for piece in text:
+                print(piece, end="", flush=True)
+            print()
+
+
+def _device(asked: str | None, place: WorkerEnvironment) -> torch.device:
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", place.local_rank) if device.type == "cuda" and place.world_size > 1 else device
+
+
+@contextmanager
+def _sharing(place: WorkerEnvironment, device: torch.device) -> Iterator[Axis]:
+    """The ranks that were started together (`torchrun --nproc-per-node 4 generate.py ...`), which share keys."""
+    if place.world_size == 1:
+        yield ALONE
+        return
+    os.environ.update(place.variables)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=place.rank, world_size=place.world_size)
+    try:
+        yield Axis(place.rank, place.world_size, dist.group.WORLD, tuple(range(place.world_size)))
+    finally:
+        dist.destroy_process_group()
 
 
 def pieces(made: Iterable[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:

@@ -35,6 +35,7 @@ def mechanisms(case: Case) -> list[str]:
         *(["offload"] if "offload_optimizer" in zero else []),
         f"ZeRO {zero.get('stage', 1)}",
         f"recomputation {training.get('activation_checkpointing', {}).get('mode', 'none')}",
+        *(["chunks"] if training.get("sequence_chunks", 1) > 1 else []),
         "several micro-batches" if several else "one micro-batch",
     ]
 

@@ -58,3 +58,12 @@ def test_an_empty_stop_string_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["nowhere", "--stop", ""])
     assert "--stop must be a text of at least one character" in capsys.readouterr().err
+
+
+def test_several_ranks_cannot_be_asked(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert main(["runs/mine"]) == 2
+    assert "must have --prompt or --file" in capsys.readouterr().err

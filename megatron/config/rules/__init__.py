@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..problems import Problem
 from ..rule_context import RuleContext
 from . import (
+    chunks,
     communication,
     cost,
     data,
@@ -36,6 +37,7 @@ MODULES = (
     sequences,
     stages,
     communication,
+    chunks,
     recipe,
     optimizers,
     schedule,

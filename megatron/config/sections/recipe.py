@@ -118,6 +118,14 @@ class TrainingSection(Section):
     activation_checkpointing: ActivationCheckpointing = key(
         ActivationCheckpointing, "Trade computation for activation memory."
     )
+    sequence_chunks: int = key(
+        1,
+        "Chunks of a sequence that a layer works on one after the other: each is recomputed in the backward pass, and "
+        "keys and values of earlier ones wait in the host's memory (docs/long_context.md).",
+        unit="chunks",
+        ge=1,
+        le=2**16,
+    )
     weight_average: float | None = key(
         None,
         "Coefficient of an exponential moving average of the weights over steps, such as 0.999. It is evaluated beside "

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import LONG, attend, prepare
-from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attend import LONG, prepare
+from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
-from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.multiplied import times
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -121,9 +121,7 @@ class Attention(nn.Module):
         shared = self.options.kv_heads < self.options.heads
         return LogitClip(threshold, self.heads, self.D, both[0], None if shared else both[1], device)
 
-    def forward(
-        self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None, call: Call | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: Call | None = None) -> Tensor:
         x_BSH = enter(times(x, self.options.input_multiplier), self.mesh)
         q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
@@ -131,8 +129,9 @@ class Attention(nn.Module):
             angles = stream_angles(self.rotary, self.D, stream, begin, x_BSH, self.context.size)
             q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        if cache is not None:
-            k, v = cache.append(k, v)
+        elsewhere = cache
+        if isinstance(cache, KeyValueCache):
+            elsewhere, (k, v) = None, cache.append(k, v)
         if not self.shard_kv:
             k, v = self._used_heads(k), self._used_heads(v)
         if self.logit_clip is not None and self.training and cache is None:
@@ -142,19 +141,7 @@ class Attention(nn.Module):
         if self.training and self.options.dropout > 0.0:
             key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation
             dropout = Dropped(self.options.dropout, key, stream.sample_numbers, self.first_head)
-        if self.context.size > 1:
-            y = attend_across(self.context, q, k, v, self.pattern, stream, dropout, self.sinks)
-        else:
-            y = attend(
-                q,
-                k,
-                v,
-                self.pattern,
-                documents_BS=stream.documents,
-                dropout=dropout,
-                sinks_n=self.sinks,
-                remember=stream.remember,
-            )
+        y = attend_in(self.context, q, k, v, self.pattern, stream, dropout, self.sinks, elsewhere)
         y_BsH = self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
         return times(y_BsH, self.options.output_multiplier)
 

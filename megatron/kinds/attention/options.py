@@ -130,6 +130,13 @@ def clipped_logits_follow_from_the_weights(at: Use[AttentionOptions]) -> Iterato
             rule="must be null where ranks share the tokens of a sample: no rank has all products of a head",
             fix="use parallel.context=1, or qk_norm: head",
         )
+    if config.training.sequence_chunks > 1:
+        yield at.problem(
+            ".qk_clip",
+            "training.sequence_chunks",
+            rule="must be null with sequence_chunks: no chunk has all products of a head",
+            fix="leave sequence_chunks out, or use qk_norm: head",
+        )
     if config.zero.offload_optimizer.device != "none":
         yield at.problem(
             ".qk_clip",

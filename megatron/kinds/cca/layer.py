@@ -8,7 +8,7 @@ channels of queries and keys; heads of this rank unless said otherwise.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import attend
-from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_pattern import Pattern
 from megatron.kinds.common.convolution import last_taps, with_past
 from megatron.kinds.common.documents import piece_starts, shared_starts
-from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.recomputed import recomputed
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -45,10 +44,10 @@ class CCAState:
         cache: compressed keys and values.
         query_key: [B, taps, C], the last inputs of the two convolutions.
         value: [B, 1, delayed channels], what the next token takes from the last one.
-        documents: int [B, length], document of every token so far, where there are documents.
+        documents: int [B, length], document of every token so far (of a chunk, of its own), where there are documents.
     """
 
-    cache: KeyValueCache = field(default_factory=KeyValueCache)
+    cache: Keys = field(default_factory=KeyValueCache)
     query_key: Tensor | None = None
     value: Tensor | None = None
     documents: Tensor | None = None
@@ -151,13 +150,16 @@ class CCA(nn.Module):
             state.query_key = last_taps(projected, past.query_key, self.taps, starts)
             state.value = value[:, -1:, self.undelayed :]
             if documents is not None:
-                documents = documents if state.documents is None else torch.cat([state.documents, documents], 1)
+                if isinstance(state.cache, KeyValueCache) and state.documents is not None:
+                    documents = torch.cat([state.documents, documents], 1)
                 state.documents = documents
-            k, v = state.cache.append(k, v)
-        if self.context.size > 1:
-            y = attend_across(self.context, q, k, v, self.pattern, stream)
-        else:
-            y = attend(q, k, v, self.pattern, documents_BS=documents, remember=stream.remember)
+        elsewhere: Keys | None = past.cache
+        if isinstance(elsewhere, KeyValueCache):
+            if state is not None:
+                k, v = elsewhere.append(k, v)
+                stream = replace(stream, documents=documents)
+            elsewhere = None
+        y = attend_in(self.context, q, k, v, self.pattern, stream, elsewhere=elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def _before(self, projected: Tensor, value: Tensor, starts_BS: Tensor | None) -> CCAState:

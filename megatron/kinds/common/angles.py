@@ -24,8 +24,9 @@ def stream_angles(
 
     def make() -> tuple[Tensor, Tensor]:
         positions = stream.positions
-        if positions is None and begin:
+        if positions is None and (begin or stream.chunk is not None):
             positions = torch.arange(begin, begin + length, device=x_BSH.device).unsqueeze(0)
-        return rotary.angles(begin + length * ranks, positions, x_BSH)
+        whole = begin + length * ranks if stream.chunk is None else stream.chunk.whole
+        return rotary.angles(whole, positions, x_BSH)
 
     return stream.remember(("rotary", rotary.name, channels, begin, length), make)

@@ -16,12 +16,15 @@ from megatron.config import Config
 from megatron.config.sequences import choose_cut, choose_method
 from megatron.config.variants import options_of
 from megatron.model.options import kind_of
-from megatron.model.stream import Stream
+from megatron.model.stream import Chunk, Stream
 from megatron.parallel.context import ContextGroup
 
 from .attend import Remember, attend
 from .attention_pattern import Dropped, Pattern
+from .chunked_keys import ChunkedKeys
+from .key_value_cache import Keys
 from .ring import ring_attention
+from .spread_keys import SpreadKeys
 
 
 def describe_context(config: Config) -> list[str]:
@@ -80,6 +83,43 @@ def attend_across(
         documents = all_documents(context, stream)
         return ring_attention(context, 1, q, k, v, pattern, documents, dropout, sinks_n, stream.remember)
     return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n)
+
+
+def attend_in(
+    context: ContextGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    stream: Stream,
+    dropout: Dropped | None = None,
+    sinks_n: Tensor | None = None,
+    elsewhere: Keys | None = None,
+) -> Tensor:
+    """Causal attention of a stream's tokens, wherever the keys before them are; arguments as those of `attend_across`.
+
+    Args:
+        elsewhere: the layer's state, where that has keys which are not among `k`.
+    """
+    documents = stream.documents
+    if isinstance(elsewhere, SpreadKeys):
+        return elsewhere.attend(q, k, v, pattern, sinks_n)
+    if isinstance(elsewhere, ChunkedKeys):
+        return elsewhere.attend(q, k, v, chunk_of(stream), pattern, documents, dropout, sinks_n)
+    if context.size > 1:
+        return attend_across(context, q, k, v, pattern, stream, dropout, sinks_n)
+    return attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=stream.remember)
+
+
+def chunk_of(stream: Stream) -> Chunk:
+    """Which part of a sequence the stream is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if stream.chunk is None:
+        raise ValueError("a layer with the state of a chunk got a stream that is none")
+    return stream.chunk
 
 
 def all_documents(context: ContextGroup, stream: Stream) -> Tensor | None:

@@ -150,11 +150,12 @@ def part(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor
     normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
     for rows, keys, piece in at.pieces(q, k):
         if keys.start < keys.stop:
-            y[:, :, rows], normalizer[:, :, rows] = _written(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
+            y[:, :, rows], normalizer[:, :, rows] = written(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
     return y, normalizer
 
 
-def _written(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
+def written(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
+    """`part`, with all logits at once."""
     logits, _ = _logits(q, k, at)
     normalizer = logits.logsumexp(-1)
     shares = (logits - finite(normalizer).unsqueeze(-1)).exp()

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.parallel.mesh import Axis
+
+from .chunked_keys import ChunkedKeys
+from .spread_keys import SpreadKeys
+
 
 @dataclass
 class KeyValueCache:
@@ -35,8 +40,19 @@ class KeyValueCache:
         self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
+    def in_chunks(self) -> ChunkedKeys:
+        """What takes its place where a sequence is worked on in chunks."""
+        return ChunkedKeys()
+
+    def over(self, axis: Axis) -> SpreadKeys:
+        """What takes its place where ranks share the tokens of a text."""
+        return SpreadKeys(axis)
+
     def _grown(self, old: Tensor | None, new: Tensor, room: int) -> Tensor:
         buffer = new.new_empty((new.shape[0], new.shape[1], room, new.shape[3]))
         if old is not None:
             buffer[:, :, : self.length] = old[:, :, : self.length]
         return buffer
+
+
+Keys = KeyValueCache | ChunkedKeys | SpreadKeys  # states of a layer that attends

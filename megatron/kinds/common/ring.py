@@ -10,10 +10,10 @@ Shapes: as in `blocks`; s tokens of a member of the ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Ring:
         """One rank that has the whole sequence, in pieces of which those that are masked are left out."""
         size = max(PIECE, -(-length // PIECES))
         runs = tuple(Run(begin, begin, min(size, length - begin)) for begin in range(0, length, size))
-        ranges = {} if documents_BS is None else _ranges(documents_BS, runs)
+        ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
         masks = {}
         for queries, keys in product(runs, repeat=2):
             documents = list(zip(ranges.get(queries.first, ()), ranges.get(keys.first, ())))
@@ -111,6 +111,10 @@ class Ring:
     def at(self, place: int) -> int:
         """The rank of the member at a place, counted around."""
         return self.members[place % len(self.members)]
+
+    def home(self, own: Tensor) -> Home:
+        """Where the gradients of keys and values go; `own` are those of this rank's, so far."""
+        return Home(self, own)
 
     def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """(owner, its keys and values) for each step; None where this rank gets none. The next are on their way."""
@@ -176,6 +180,32 @@ def _wait(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
+class Gathering(Protocol):
+    """Where the gradients of keys and values are added up."""
+
+    def add(self, step: int, owner: int, more: Tensor | None) -> None: ...
+
+    def done(self) -> Tensor:
+        """Those of the own keys and values, complete."""
+
+
+class Source(Protocol):
+    """Where keys and values come from: the ranks of a ring, or the chunks of a sequence (`chunked_keys`)."""
+
+    @property
+    def place(self) -> int: ...
+
+    @property
+    def runs(self) -> Sequence[tuple[Run, ...]]: ...
+
+    @property
+    def masks(self) -> Mapping[tuple[int, int], str]: ...
+
+    def keys(self, kv: Tensor) -> Iterator[tuple[int, Tensor | None]]: ...
+
+    def home(self, own: Tensor) -> Gathering: ...
+
+
 @dataclass(frozen=True)
 class Task:
     """What a layer asks of a ring.
@@ -185,13 +215,13 @@ class Task:
         dropout: with the length of the whole sequence.
     """
 
-    ring: Ring
+    ring: Source
     pattern: Pattern
     documents_BS: Tensor | None
     dropout: Dropped | None
 
     def rectangles(self, owner: int) -> Iterator[tuple[Run, Run, Rectangle]]:
-        """Those of this rank's queries and the owner's keys that are not all masked."""
+        """Those of the own queries and the owner's keys that are not all masked."""
         for queries, keys in product(self.ring.runs[self.ring.place], self.ring.runs[owner]):
             mask = self.ring.masks.get((queries.first, keys.first))
             if mask is None:
@@ -203,15 +233,20 @@ class Task:
 
 
 class _RingAttention(torch.autograd.Function):
+    """The output, and a number without a value. Where that is the `after` of another call, the other call's gradient
+    is computed first."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, task: Task) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, after: Tensor | None, task: Task
+    ) -> tuple[Tensor, Tensor]:
         y, normalizer = (each.detach() for each in kept(lambda: _forward(q, k, v, sinks_n, task)))
         ctx.task, ctx.layer = task, here()
         ctx.save_for_backward(q, k, v, y, normalizer, sinks_n)
-        return y
+        return y, y.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_y: Tensor, of_done: Tensor) -> tuple[Any, ...]:
         q, k, v, y, normalizer, sinks_n = ctx.saved_tensors
         shared = (at_least_fp32(of_y) * at_least_fp32(y)).sum(-1)
         of_q, of_kv = _backward(q, k, v, y, normalizer, of_y.contiguous(), shared, ctx.task)
@@ -220,7 +255,14 @@ class _RingAttention(torch.autograd.Function):
         if sinks_n is not None:
             share = (at_least_fp32(sinks_n).view(1, -1, 1) - normalizer).exp()
             of_sinks = -(share * shared).sum((0, 2)).to(sinks_n.dtype)
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None
+        return (
+            of_q.to(q.dtype),
+            of_k.to(k.dtype),
+            of_v.to(v.dtype),
+            of_sinks,
+            (of_done if ctx.needs_input_grad[4] else None),
+            None,
+        )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, task: Task) -> tuple[Tensor, Tensor]:
@@ -250,11 +292,11 @@ def _backward(
     """Gradients of the queries and, side by side, of the keys and values."""
     kv = torch.cat([k, v], -1)
     of_q = torch.zeros_like(q, dtype=shared.dtype)
-    home = Home(task.ring, torch.zeros_like(kv, dtype=shared.dtype))
+    home = task.ring.home(torch.zeros_like(kv, dtype=shared.dtype))
     for step, (owner, theirs) in enumerate(task.ring.keys(kv)):
         of_theirs = None
         if theirs is not None:
-            of_theirs = torch.zeros_like(home.own)
+            of_theirs = torch.zeros_like(theirs, dtype=shared.dtype)
             for queries, keys, at in task.rectangles(owner):
                 own_k, own_v = theirs[:, :, keys.here].split([k.shape[-1], v.shape[-1]], -1)
                 mine = [each[:, :, queries.here] for each in (of_y, q, y, normalizer, shared)]
@@ -263,6 +305,18 @@ def _backward(
                 of_theirs[:, :, keys.here] += torch.cat([more_k, more_v], -1)
         home.add(step, owner, of_theirs)
     return of_q, home.done()
+
+
+def attend_to(
+    q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, after: Tensor | None, task: Task
+) -> tuple[Tensor, Tensor]:
+    """Attention to what the task's source has.
+
+    Args:
+        after: what an earlier call gave beside its output, if this call's gradient must be computed before that one's.
+    """
+    y, done = _RingAttention.apply(q, k, v, sinks_n, after, task)
+    return y, done
 
 
 def ring_attention(
@@ -291,13 +345,13 @@ def ring_attention(
 
     def make() -> Ring:
         runs = [run for each in neighbourhoods(context, together, length) for run in each]
-        ranges = {} if documents_BS is None else _ranges(documents_BS, runs)
+        ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
         return Ring.of(context, together, length, pattern.window, ranges)
 
     ring = remember(("ring", together, length, pattern.window), make)
     if dropout is not None:
         dropout = replace(dropout, length=length * context.size // together)
-    return _RingAttention.apply(q, k, v, sinks_n, Task(ring, pattern, documents_BS, dropout))
+    return attend_to(q, k, v, sinks_n, None, Task(ring, pattern, documents_BS, dropout))[0]
 
 
 def attend_in_pieces(
@@ -316,7 +370,7 @@ def attend_in_pieces(
     ring = remember(("pieces", length, pattern.window), lambda: Ring.alone(length, pattern.window, documents_BS))
     if dropout is not None and dropout.length is None:
         dropout = replace(dropout, length=length)
-    return _RingAttention.apply(q, k, v, sinks_n, Task(ring, pattern, documents_BS, dropout))
+    return attend_to(q, k, v, sinks_n, None, Task(ring, pattern, documents_BS, dropout))[0]
 
 
 def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[tuple[Run, ...], ...]:
@@ -325,7 +379,7 @@ def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[t
     return tuple(context.runs_together(place * together, together, length // together) for place in places)
 
 
-def _ranges(documents_BS: Tensor, runs: Sequence[Run]) -> dict[int, list[Range]]:
+def ranges_of(documents_BS: Tensor, runs: Sequence[Run]) -> dict[int, list[Range]]:
     """The lowest and the highest document of each run, by its first place; one pair per sample."""
     if is_fake(documents_BS):  # a rehearsal: they may be anything
         return {run.first: [(0, 1)] for run in runs}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.angles import stream_angles
-from megatron.kinds.common.attend import LONG, attend
-from megatron.kinds.common.attend_across import attend_across
+from megatron.kinds.common.attend import LONG
+from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_pattern import Dropped, Pattern
-from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
+from megatron.kinds.common.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
@@ -73,7 +74,7 @@ class MLA(nn.Module):
         self.pattern = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
-    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
         x_BSH, begin = enter(x, self.mesh), cache.length if cache is not None else 0
         q = x_BSH
         if self.query_down is not None and self.query_norm is not None:
@@ -85,12 +86,13 @@ class MLA(nn.Module):
             angles = stream_angles(self.rotary, self.options.rope_dim, stream, begin, x_BSH, self.context.size)
             q, turned = self.rotary.turn(q, angles), self.rotary.turn(turned, angles)
         q, turned = q.transpose(1, 2), turned.transpose(1, 2)
-        if cache is not None:
-            latent, turned = cache.append(latent, turned)
-        if begin:
-            y = self._among_latents(q, latent, turned, stream)
+        elsewhere, among = cache, isinstance(cache, SpreadKeys)
+        if isinstance(cache, KeyValueCache):
+            elsewhere, (latent, turned), among = None, cache.append(latent, turned), begin > 0
+        if among:
+            y = self._among_latents(q, latent, turned, stream, elsewhere)
         else:
-            y = self._attend(q, *self._expanded(latent, turned), stream)
+            y = self._attend(q, *self._expanded(latent, turned), stream, elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def new_state(self) -> KeyValueCache:
@@ -103,7 +105,9 @@ class MLA(nn.Module):
         k, v = both.split([self.options.nope_dim, self.options.value_dim], -1)
         return torch.cat([turned.expand(-1, self.heads, -1, -1), k], -1), v
 
-    def _among_latents(self, q: Tensor, latent: Tensor, turned: Tensor, stream: Stream) -> Tensor:
+    def _among_latents(
+        self, q: Tensor, latent: Tensor, turned: Tensor, stream: Stream, elsewhere: Keys | None
+    ) -> Tensor:
         """The same attention without the keys and values of the tokens before: up_kv is applied to the new tokens'
         queries and results instead, so that a step of decoding reads R + P numbers per token and not n (P + N + V).
         """
@@ -111,16 +115,14 @@ class MLA(nn.Module):
         for_keys, for_values = matrix.split([self.options.nope_dim, self.options.value_dim], 1)  # [n, N or V, R]
         own_turned, own = q.split([self.options.rope_dim, self.options.nope_dim], -1)
         q = torch.cat([own_turned, own @ for_keys], -1)
-        y = self._attend(q, torch.cat([turned, latent], -1), latent, stream)
+        y = self._attend(q, torch.cat([turned, latent], -1), latent, stream, elsewhere)
         return y @ for_values.transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, stream: Stream, elsewhere: Keys | None = None) -> Tensor:
         dropout = None
         if self.training and self.options.dropout > 0.0:
             dropout = Dropped(self.options.dropout, self.dropout_key, stream.sample_numbers, self.first_head)
-        if self.context.size > 1:
-            return attend_across(self.context, q, k, v, self.pattern, stream, dropout)
-        return attend(q, k, v, self.pattern, documents_BS=stream.documents, dropout=dropout, remember=stream.remember)
+        return attend_in(self.context, q, k, v, self.pattern, stream, dropout, elsewhere=elsewhere)
 
     @staticmethod
     def sends(model: ModelSection, options: MLAOptions, tensor: TensorAxis) -> list[Event]:

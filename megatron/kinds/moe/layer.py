@@ -27,7 +27,7 @@ from .balance import Balance
 from .choice import ExpertChoice, choose, classes, real, scores_of, weights_of
 from .dispatch import AllToAllDispatch, LocalDispatch
 from .experts import Experts
-from .losses import auxiliary_losses, count
+from .losses import Routed, auxiliary_losses, count
 from .permute import Rows, combine, permute, sort
 from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
 from .shared import SharedExpert
@@ -49,7 +49,9 @@ class MoE(nn.Module):
         if options.shared_size:
             self.shared = SharedExpert(make.scope("shared"), model.hidden_size, options, init)
 
-    def forward(self, x: Tensor, stream: Stream, cache: object = None) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, stream: Stream, cache: Routed | None = None
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         x_BSH = enter(x, self.mesh)
         x_TH = x_BSH.flatten(0, 1)
         logits_TE, channels = self.router(self._jittered(x_BSH, stream), stream)
@@ -60,7 +62,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         y = leave(y_TH.view_as(x_BSH), self.mesh)
-        losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH))
+        losses = self._account(logits_TE, scores_TE, choice, rows, len(x_BSH), stream, cache)
         channels = {**channels, **self._loss(y, losses, stream)}
         return (y, channels) if channels else y
 
@@ -69,7 +71,8 @@ class MoE(nn.Module):
         width = self.options.router.jitter
         if not width or not self.training:
             return x_BSH
-        counters = sequence_counters(self.context.places(x_BSH.shape[1], x_BSH.device), x_BSH.shape[2])
+        places = self.context.places(x_BSH.shape[1], x_BSH.device) + stream.first
+        counters = sequence_counters(places, x_BSH.shape[2])
         return at_least_fp32(x_BSH) * (
             1.0 - width + 2.0 * width * uniform(self.jitter_key, stream.sample_numbers, counters)
         )
@@ -87,20 +90,34 @@ class MoE(nn.Module):
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
         return combine(y_RH, rows, weights)
 
+    def new_state(self) -> Routed:
+        """What the losses need of earlier chunks of the same samples; decoding reads none of it."""
+        return Routed()
+
     def _account(
-        self, logits_TE: Tensor, scores_TE: Tensor, choice: ExpertChoice, rows: Rows, samples: int
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        choice: ExpertChoice,
+        rows: Rows,
+        samples: int,
+        stream: Stream,
+        state: Routed | None,
     ) -> dict[str, Tensor]:
-        """The auxiliary losses; in training the layer's tally has them and the load, once for each token."""
+        """The auxiliary losses, of a sequence in chunks with the last one; in training the layer's tally has them and
+        the load, once for each token."""
         if not self.training:
             return {}
-        experts = self.options.experts
+        experts, routed = self.options.experts, state or Routed()
         every_BC = count(choice, samples, classes(self.options))
-        counts_BE = every_BC[:, :experts]
-        whole_BE = self.context.sum(counts_BE)
-        losses = auxiliary_losses(logits_TE, scores_TE, whole_BE, self.options.losses, self.mesh.data)
+        dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
+        routed.add(logits_TE, scores_TE, every_BC, dropped, self.options)
+        if routed.counts_BE is None or not (stream.chunk is None or stream.chunk.last):
+            return {}
+        counts_BE = routed.counts_BE[:, :experts]
+        losses = auxiliary_losses(routed, self.context.sum(counts_BE), self.options.losses, self.mesh.data)
         if not repeating():
-            dropped = every_BC[:, experts:].sum() if rows.kept_Tk is None else (~rows.kept_Tk).sum()
-            self.balance.add(counts_BE.sum(0), dropped, losses)
+            self.balance.add(counts_BE.sum(0), routed.dropped, losses)
         return losses
 
     def _loss(self, y: Tensor, losses: dict[str, Tensor], stream: Stream) -> dict[str, Tensor]:
@@ -112,6 +129,8 @@ class MoE(nn.Module):
         if not (options.balance or options.sequence or options.z):
             return {}
         total = sum(getattr(options, name) * loss for name, loss in losses.items()) / self.mesh.tensor.size
+        if stream.chunk is not None:  # the head takes the mean over all tokens, of which the last chunk's have it
+            total = total * (stream.chunk.whole / stream.chunk.tokens)
         before = stream.channels.get(LOSS)
         before = y.new_zeros((*y.shape[:2], 1)) if before is None else before
         # Spread before it is rounded, so that the gradient is summed in fp32: scaled for fp16, the sum is none of its

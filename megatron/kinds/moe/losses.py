@@ -9,43 +9,78 @@ Shapes: B samples, S positions, T = B S tokens, E experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from megatron.kinds.moe.options import AuxiliaryLossOptions
+from megatron.kinds.moe.options import AuxiliaryLossOptions, MoEOptions
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Axis
 
 from .choice import ExpertChoice
 
 
-def auxiliary_losses(
-    logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, options: AuxiliaryLossOptions, data: Axis
-) -> dict[str, Tensor]:
+@dataclass
+class Routed:
+    """What the losses are made of: sums over the tokens so far, where these come in chunks.
+
+    Attributes:
+        counts_BE: how often each sample has chosen each class, the experts first and then using none.
+        dropped: choices without a place, or of no expert.
+        tokens: of a sample.
+        share_BE: of the scores that each expert had of a token's.
+        z_B: of the squared logsumexp of the logits.
+    """
+
+    counts_BE: Tensor | None = None
+    dropped: Tensor | None = None
+    tokens: int = 0
+    share_BE: Tensor | None = None
+    z_B: Tensor | None = None
+
+    def add(
+        self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor, dropped: Tensor, options: MoEOptions
+    ) -> None:
+        """More tokens of the same samples; logits and scores are of all classes."""
+        samples, losses = len(counts_BE), options.losses
+        self.tokens += len(logits_TE) // samples
+        self.counts_BE, self.dropped = _plus(self.counts_BE, counts_BE), _plus(self.dropped, dropped)
+        if losses.balance or losses.sequence:
+            own_TE = scores_TE[:, : options.experts]
+            share_TE = own_TE / own_TE.sum(-1, keepdim=True)
+            self.share_BE = _plus(self.share_BE, share_TE.unflatten(0, (samples, -1)).sum(1))
+        if losses.z:
+            squares_T = logits_TE.logsumexp(-1).square()
+            self.z_B = _plus(self.z_B, squares_T.view(samples, -1).sum(1))
+
+
+def _plus(before: Tensor | None, more: Tensor) -> Tensor:
+    return more if before is None else before + more
+
+
+def auxiliary_losses(routed: Routed, counts_BE: Tensor, options: AuxiliaryLossOptions, data: Axis) -> dict[str, Tensor]:
     """The losses that have a coefficient, without it.
 
     Args:
-        logits_TE, scores_TE: of the experts, and of using none.
         counts_BE: how often each sample has chosen each expert, on all ranks that share its tokens. The means of scores
             are of this rank's tokens: those of such ranks are averaged where their losses are.
         data: the data parallel axis.
     """
     found: dict[str, Tensor] = {}
-    samples, experts = counts_BE.shape
-    counts_BE = counts_BE.to(scores_TE.dtype)
-    if options.balance or options.sequence:
-        scores_TE = scores_TE[:, :experts]
-        share_BSE = (scores_TE / scores_TE.sum(-1, keepdim=True)).unflatten(0, (samples, -1))
-    if options.balance:
-        counts_E = counts_BE.sum(0)
-        if options.over == "ranks":
-            counts_E = all_reduce(counts_E, data)
-        found["balance"] = experts * (counts_E / counts_E.sum().clamp(min=1) * share_BSE.mean((0, 1))).sum()
-    if options.sequence:
-        load_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
-        found["sequence"] = experts * (load_BE * share_BSE.mean(1)).sum(-1).mean()
-    if options.z:
-        found["z"] = logits_TE.logsumexp(-1).square().mean()
+    experts = counts_BE.shape[1]
+    if routed.share_BE is not None:
+        counts_BE, share_BE = counts_BE.to(routed.share_BE.dtype), routed.share_BE / routed.tokens
+        if options.balance:
+            counts_E = counts_BE.sum(0)
+            if options.over == "ranks":
+                counts_E = all_reduce(counts_E, data)
+            found["balance"] = experts * (counts_E / counts_E.sum().clamp(min=1) * share_BE.mean(0)).sum()
+        if options.sequence:
+            load_BE = counts_BE / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+            found["sequence"] = experts * (load_BE * share_BE).sum(-1).mean()
+    if routed.z_B is not None:
+        found["z"] = routed.z_B.mean() / routed.tokens
     return found
 
 

@@ -365,23 +365,27 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
 
 
 def tokens_choose_by_themselves(at: Use[MoEOptions]) -> Iterator[Problem]:
-    """Where tokens compete for experts, those of one rank would compete alone, and the result depend on the cut."""
-    if at.config.parallel.context == 1:
-        return
-    if at.options.capacity_factor is not None:
-        yield at.problem(
-            ".capacity_factor",
-            "parallel.context",
-            rule="must be none with context parallelism: each rank would drop tokens by the load of its own part",
-            fix="leave capacity_factor out, or use parallel.context=1",
-        )
-    if at.options.router.select != "top_k":
-        yield at.problem(
-            ".router.select",
-            "parallel.context",
-            rule="must be top_k with context parallelism: tokens of a whole micro-batch compete, which no rank has",
-            fix="use router.select: top_k, or parallel.context=1",
-        )
+    """Where tokens compete for experts, those of one rank or chunk would compete alone, and the result depend on the
+    cut."""
+    cuts = (
+        ("parallel.context", at.config.parallel.context, "context parallelism", "rank"),
+        ("training.sequence_chunks", at.config.training.sequence_chunks, "sequence_chunks", "chunk"),
+    )
+    for key, count, name, part in cuts:
+        if count > 1 and at.options.capacity_factor is not None:
+            yield at.problem(
+                ".capacity_factor",
+                key,
+                rule=f"must be none with {name}: each {part} would drop tokens by the load of its own part",
+                fix=f"leave capacity_factor out, or use {key}=1",
+            )
+        if count > 1 and at.options.router.select != "top_k":
+            yield at.problem(
+                ".router.select",
+                key,
+                rule=f"must be top_k with {name}: tokens of a whole micro-batch compete, which no {part} has",
+                fix=f"use router.select: top_k, or {key}=1",
+            )
 
 
 # Each looks at one use of the kind.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.config.pattern import Kind
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.attention.layer import Attention, Call
-from megatron.kinds.common.key_value_cache import KeyValueCache
+from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.mlp.layer import MLP
 from megatron.kinds.shared_attention.options import SharedAttentionOptions
 from megatron.model.counts import Counts
@@ -75,7 +75,7 @@ class SharedBlock(nn.Module):
         self.mlp = MLP(make.scope("mlp"), model, options.mlp, init)
 
     def forward(
-        self, x_Bs2H: Tensor, stream: Stream, cache: KeyValueCache | None, call: Call, adapter: Adapter | None
+        self, x_Bs2H: Tensor, stream: Stream, cache: Keys | None, call: Call, adapter: Adapter | None
     ) -> Tensor:
         y = self.attention(self.norm(x_Bs2H), stream, cache, call)
         return self.mlp(self.ffn_norm(y), stream, adapter=adapter)
@@ -125,7 +125,7 @@ class SharedAttention(nn.Module):
         self.output = WholeLinear(make.scope("output"), H, H, init=init.output(H, H))
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
-    def forward(self, x: Tensor, stream: Stream, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
         both = torch.cat([x, stream.channels[EMBEDDING]], -1)
         adapters = None
         if self.adapters is not None:
