@@ -133,7 +133,6 @@ def write(file: Path, cells: Sequence[Cell], facts: dict[str, Any]) -> Path:
     for name in ("found", "chosen"):
         values = [[getattr(cell, name) for cell in cells if cell.depth == depth] for depth in depths]
         rows = [f"{depth:g} %" for depth in depths]
-        ends = (0, len(lengths) - 1)
-        maps.append(HeatMap(name, values, "lengths: " + ", ".join(map(str, lengths)), "depth", ends, rows))
+        maps.append(HeatMap(name, values, "tokens", "depth", rows=rows, names=[f"{each:,}" for each in lengths]))
     save_heat_maps(file.with_suffix(".png"), maps, title="needles in haystacks", most=1.0, middle=0.5)
     return file.with_suffix(".png")

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 from megatron.config.recurrence import core_of, expected_passes, passes_of_step
+from megatron.config.stages import as_stage, stages_of
 
 from .block import block_counts, streams_saved
 from .counts import Counts
@@ -181,3 +182,13 @@ def flops_of_step(config: Config, total: Totals, step: int) -> float:
     options = config.model.recurrence
     mean, own = expected_passes(options), passes_of_step(options, config.training.seed, step)
     return total.training_flops + total.core_flops * (own.without - mean.without + 3 * (own.backward - mean.backward))
+
+
+def training_operations(config: Config, completed: int) -> int:
+    """FLOPs of all tokens of so many updates, forward and backward; shorter stages of sequence length have fewer."""
+    training, found = config.training, 0
+    for stage in stages_of(config):
+        end = completed if stage.end is None else min(stage.end, completed)
+        if end > stage.begin:
+            found += (end - stage.begin) * totals(as_stage(config, stage)).training_flops
+    return found * training.global_batch_size * training.sequence_length

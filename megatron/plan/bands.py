@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config import Config, ConfigError, read_resolved
 from megatron.config.problems import UserError
-from megatron.model.describe import totals
+from megatron.model.describe import training_operations
 from megatron.parallel.durations import Durations
 from megatron.parallel.layout import Layout
 from megatron.report.communication import FOLDER as ACCOUNTS
@@ -230,8 +230,6 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> Profile
         "end": seconds["end"],
     }
     bands |= {each: Band(each, taken, True, LEDGER) for each, taken in outside.items()}
-    training = told.config.training
-    tokens = (training.global_batch_size or 0) * training.sequence_length * account.completed
     return Profile(
         run=run,
         device=name,
@@ -242,7 +240,7 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> Profile
         bands=tuple(bands[each] for each in TITLES if each in bands),
         peak=tflops,
         peak_source=source,
-        flops=totals(told.config).training_flops * tokens / told.ranks,
+        flops=training_operations(told.config, account.completed) / told.ranks,
         matrix_rate=rate,
     )
 

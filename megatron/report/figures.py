@@ -21,6 +21,7 @@ class HeatMap:
     y: str
     columns: Sequence[float] | None = None  # labels of the first and the last column
     rows: Sequence[str] = ()
+    names: Sequence[str] = ()  # of the columns, in the place of numbers
 
 
 def write_figure(figure: Any, path: str | Path) -> None:
@@ -55,6 +56,8 @@ def save_heat_maps(path: str | Path, maps: Sequence[HeatMap], *, title: str, mos
             each.values, aspect="auto", cmap="coolwarm", norm=norm, extent=extent, interpolation="nearest"
         )
         axes.set(title=each.title, xlabel=each.x, ylabel=each.y)
+        if each.names:
+            axes.set_xticks(range(len(each.names)), each.names, fontsize=7)
         axes.set_yticks(range(len(each.rows)), each.rows, fontsize=7)
     figure.colorbar(image, ax=figure.axes)
     write_figure(figure, path)

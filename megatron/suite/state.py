@@ -88,6 +88,8 @@ def data_group(config: Config) -> str:
     """A short name that runs share if their configurations ask for the same batches."""
     data = {key: value for key, value in thaw(config.data.model_dump()).items() if key not in _NOT_READ}
     training = {key: getattr(config.training, key) for key in _READ}
+    if schedule := config.training.sequence_schedule:
+        training["sequence_schedule"] = [(each.until, each.sequence_length) for each in schedule]
     text = json.dumps([data, training, thaw(config.tokenizer.model_dump())], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -17,17 +17,17 @@ SEED = "seed"  # the axis over which results are averaged
 
 
 def size_of(resolved: Resolved) -> tuple[int, int]:
-    """(parameters, FLOPs of a token forward and backward) of a member's model, counted by its layers.
+    """(parameters, FLOPs of all updates forward and backward) of a member's run, counted by its layers.
 
     Raises:
         UserError: its vocabulary is not known yet.
     """
-    from megatron.model.describe import totals
+    from megatron.model.describe import totals, training_operations
 
     if resolved.config.model.vocab_size is None:
         raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")
     total = totals(resolved.config)
-    return total.parameters, total.training_flops
+    return total.parameters, training_operations(resolved.config, resolved.config.training.steps)
 
 
 def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mapping[str, State]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mappin
             "parameters": parameters,
             "steps": training.steps,
             "tokens": tokens,
-            "flops": flops * tokens,
+            "flops": flops,
             "data": data_group(config),
             "state": states[member.name].word,
             "step": states[member.name].step,

@@ -224,3 +224,15 @@ def test_a_run_gets_further_stages(tokens, tmp_path) -> None:
     changed = [line.partition(":")[0] for line in resumed["changed"]]
     assert "training.sequence_schedule" in changed and "training.sequence_length" in changed
     assert not any(key.startswith("model.") for key in changed)
+
+
+def test_operations_of_a_run_are_those_of_its_stages(staged) -> None:
+    from megatron.model.describe import totals, training_operations
+
+    config, ends = run_config(staged[0]), {2: 16, 4: 32, 6: 64}
+    parts = [config_of(open_checkpoint(staged[0] / "checkpoints" / f"step_{step:08d}")) for step in ends]
+    assert [part.training.sequence_length for part in parts] == list(ends.values())
+    each = [totals(part).training_flops * 2 * 256 for part in parts]
+    assert len(set(each)) == 3
+    for step, wanted in ((0, 0), (2, each[0]), (3, each[0] + each[1] // 2), (6, sum(each))):
+        assert training_operations(config, step) == wanted

@@ -33,11 +33,13 @@ def points_of(
     Raises:
         UserError: no run has such losses, or there are several sets and no name.
     """
+    from megatron.model.describe import training_operations
+
     rows: list[tuple[str, float, float, float, float]] = []
     sets: set[str] = set()
     for member in suite.members:
         own = resolved[member.name].config
-        parameters, flops = _size(own, embeddings)
+        parameters = _size(own, embeddings)
         for run, config in _runs(member, own, kind):
             losses = list(_losses(run / "metrics.jsonl"))
             sets |= {each for _, each, _ in losses}
@@ -46,7 +48,7 @@ def points_of(
                 wanted = [(step, loss) for step, loss in wanted if _is_constant(config, step)]
             for step, loss in wanted if kind == "constant" else wanted[-1:]:
                 tokens = step * config.training.global_batch_size * config.training.sequence_length
-                rows.append((run.name, parameters, tokens, flops * tokens, loss))
+                rows.append((run.name, parameters, tokens, training_operations(config, step), loss))
     if name is None and len(sets) > 1:
         raise UserError(f"--validation must name one of {', '.join(sorted(sets))}")
     if not rows:
@@ -84,11 +86,11 @@ def _is_constant(config: Config, step: int) -> bool:
     return last > 0 and schedule.lr(last) == schedule.lr(last - 1)
 
 
-def _size(config: Config, embeddings: bool) -> tuple[int, int]:
-    """(parameters, FLOPs of a token forward and backward)."""
+def _size(config: Config, embeddings: bool) -> int:
+    """Parameters."""
     from megatron.model.describe import totals
 
     if config.model.vocab_size is None:
         raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")
     total = totals(config)
-    return total.parameters if embeddings else total.non_embedding_parameters, total.training_flops
+    return total.parameters if embeddings else total.non_embedding_parameters
