@@ -1,7 +1,7 @@
 """The model as EleutherAI's lm-evaluation-harness sees it (`lm_eval`, 0.4.13).
 
-Its rules on contexts and continuations are the harness's own (`TemplateLM`). What is too long is cut on the left, as
-its Hugging Face backend does. So a score is that of `lm_eval --model hf` on the exported model.
+Its rules on contexts and continuations are the harness's own (`TemplateLM`). What is too long is refused, or cut on the
+left as its Hugging Face backend does. So a score is that of `lm_eval --model hf` on the exported model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ class HarnessModel(TemplateLM):
     Args:
         max_length: tokens that the model reads at once.
         seed: of generations that sample.
+        truncate: whether a context that is too long loses its beginning.
 
     Raises:
         TaskError: the tokenizer has no end-of-document token, which stands before texts without a context.
     """
 
-    def __init__(self, leader: Leader, tokenizer: Tokenizer, max_length: int, seed: int = 0) -> None:
+    def __init__(
+        self, leader: Leader, tokenizer: Tokenizer, max_length: int, seed: int = 0, *, truncate: bool = True
+    ) -> None:
         super().__init__()
         if tokenizer.eod_id is None:
             raise TaskError("the tokenizer has no end-of-document token; set tokenizer.eod_token or tokenizer.eod_id")
         self._leader, self._tokens, self._seed, self._end = leader, tokenizer, seed, tokenizer.eod_id
-        self.max_length = max_length
+        self.max_length, self._truncate = max_length, truncate
 
     @property
     def eot_token_id(self) -> int:
@@ -71,12 +74,20 @@ class HarnessModel(TemplateLM):
         return found
 
     def _text(self, words: tuple[str, str] | None, context: Sequence[int], continuation: Sequence[int]) -> Text:
+        self._fits(len(context) + len(continuation) - 1)
         tokens = (*context, *continuation)[-(self.max_length + 1) :]
         try:
             return Text(tuple(tokens), len(continuation))
         except ValueError as error:
             about = "a window of a text" if words is None else f"the continuation {words[1]!r}"
             raise TaskError(f"{about} has {len(continuation)} tokens, the model reads {self.max_length}") from error
+
+    def _fits(self, tokens: int) -> None:
+        if tokens > self.max_length and not self._truncate:
+            raise TaskError(
+                f"a text has {tokens} tokens, and the model reads {self.max_length}; give fewer examples, a larger "
+                "--max-length, or evaluation.truncate=true, which leaves beginnings out as lm_eval does"
+            )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Each token of a text once: windows follow each other, and the last one has as much before it as it can."""
@@ -120,7 +131,9 @@ class HarnessModel(TemplateLM):
                 f"the task generates {tokens} tokens and the model reads {self.max_length}, so nothing is left for the "
                 "prompt; give the task a smaller max_gen_toks, or evaluate with a larger --max-length"
             )
-        prompts = [(self.tok_encode(context) or [self.prefix_token_id])[-room:] for context in contexts]
+        prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        self._fits(max(map(len, prompts)) + tokens)
+        prompts = [prompt[-room:] for prompt in prompts]
         made = self._leader.generate(prompts, tokens, sampling, [stop for stop in stops if stop and stop != end])
         return [postprocess_generated_text(self._tokens.decode(each), stops, None) for each in made]
 

@@ -100,11 +100,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = ()) -> Options:
+def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = (), folders: Sequence[str] = ()) -> Options:
     """The options of a command line.
 
     Args:
         tasks: of the configuration; they are taken where the command line names none.
+        folders: of the configuration, with task files; the command line adds to them.
 
     Raises:
         OptionError: they make no sense.
@@ -123,7 +124,7 @@ def parse(words: Sequence[str], tasks: Sequence[TaskOptions] = ()) -> Options:
         given.checkpoint,
         given.all_checkpoints,
         given.output,
-        tuple(given.include_path),
+        (*folders, *given.include_path),
         given.max_length,
         given.batch_size,
         given.log_samples,

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.config.sections.output import TaskOptions
+from megatron.config.stages import stage_of
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import build_tokenizer
 
 from .arguments import OptionError, parse
+from .foreign import tokenizer_problems
+from .loading import data_problems
 from .probes import ProbeError, read_probes
-from .select import Request, problems
+from .select import Request, near, problems
 
 
 def before_start(words: Sequence[str], config: Config) -> list[str]:
@@ -23,13 +26,14 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         config: of the model.
     """
     try:
-        options = parse(words, config.evaluation.tasks)
+        options = parse(words, config.evaluation.tasks, config.evaluation.task_folders)
     except OptionError as error:
         return [str(error)]
     found = []
     if config.tokenizer.type == "none":
         found.append("tokenizer.type is none, so no task can be read; set tokenizer.type and tokenizer.path")
-    found += checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
+    missing = checkpoint_problems(options.checkpoint, config, "a step, a checkpoint or a Hugging Face folder")
+    found += missing or tokenizer_problems(config, _place(options.checkpoint, config))
     longest = config.model.embedding.max_positions
     if longest is not None and options.needles and max(options.needles) > longest:
         found.append(
@@ -37,7 +41,30 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
         )
     if options.needles and not options.requests:
         return found
-    return [*found, *problems(options.requests, options.folders)]
+    return [*found, *_readable(options.requests, options.folders, config, options.max_length)]
+
+
+def _place(named: str | None, config: Config) -> Path | None:
+    """Where the checkpoint is, as far as that is known before it is opened; a URL's is not."""
+    if named is None or named.isdigit():
+        return Path(config.checkpoint.dir)
+    return None if "://" in named else Path(named)
+
+
+def _readable(
+    requests: Sequence[Request], folders: tuple[str, ...], config: Config, longest: int | None = None
+) -> list[str]:
+    """What is wrong with tasks: their names, and if these are right their data and the lengths of their texts."""
+    if found := problems(requests, folders):
+        return found
+    if config.tokenizer.type == "none":
+        return []  # said already
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except DataError as error:
+        return [f"tasks need the run's tokenizer: {error}"]
+    longest = longest or config.training.sequence_length
+    return data_problems(requests, folders, tokenizer, longest, config.evaluation.truncate)
 
 
 def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[str]:
@@ -48,10 +75,21 @@ def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[s
         wrong = protocol_problem(named)
         return [f"--checkpoint {named}: {wrong[0]}; {wrong[1]}"] if wrong else []
     if named is not None and not named.isdigit() and not Path(named).exists():
-        return [f"--checkpoint {named} does not exist; give {kinds}"]
+        return [f"--checkpoint {named} does not exist; give {kinds}{near(named)}"]
+    if named is not None and named.isdigit():
+        return _step_problems(int(named), Path(config.checkpoint.dir))
     if named is None and not Path(config.checkpoint.dir).is_dir():
         return [f"there is no folder {config.checkpoint.dir}; train the run first, or give --checkpoint"]
     return []
+
+
+def _step_problems(step: int, folder: Path) -> list[str]:
+    there = sorted(int(each.name[5:]) for each in folder.glob("step_*") if each.name[5:].isdigit())
+    if step in there:
+        return []
+    closest = sorted(sorted(there, key=lambda each: abs(each - step))[:5])
+    known = f"the closest are those of {', '.join(map(str, closest))}" if there else "there are none"
+    return [f"--checkpoint {step}: {folder} has no checkpoint of step {step}; {known}"]
 
 
 def before_training(words: Sequence[str], config: Config) -> list[str]:
@@ -68,11 +106,15 @@ def _tasks(config: Config) -> list[str]:
     tasks = during_training(config)
     if not tasks:
         return []
+    steps = config.training.steps
+    first = min(min(task.every or steps, steps) for task in tasks)  # what the model reads grows by stages
+    longest = stage_of(config, first).length
     found = []
     if config.tokenizer.type == "none":
         found.append("evaluation.tasks needs a tokenizer, and tokenizer.type is none; set tokenizer.type and .path")
     requests = [Request(task.name, task.few_shot, task.limit) for task in tasks]
-    return [*found, *(f"evaluation.tasks: {line}" for line in problems(requests))]
+    folders = tuple(config.evaluation.task_folders)
+    return [*found, *(f"evaluation.tasks: {line}" for line in _readable(requests, folders, config, longest))]
 
 
 def _probes(config: Config) -> list[str]:

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .harness import undisturbed
-from .select import Request, manager_for, names
+from .loading import load, named
+from .select import Request, manager_for
 
 
 def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Names and texts of the documents that tasks are scored on: the prompt without examples, and the right answer."""
     with undisturbed():
         index = manager_for(requests, folders)
-        found = index.load(list(dict.fromkeys(name for request in requests for name in names(request, index))))
-        for name, task in found["tasks"].items():
+        tasks = {name: task for each in named(requests, index) for name, task in load(each, index).items()}
+        for name, task in tasks.items():
             for number, document in enumerate(task.eval_docs):
                 yield f"{name}:{number}", text_of(task, document)
 

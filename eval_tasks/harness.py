@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +19,11 @@ from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.scoring import Scorer
 
+from . import loading
 from .chorus import Leader, follow
-from .errors import TaskError
-from .select import Request, manager_for, names
+from .select import Request, manager_for
 
 if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
-
     from .adapter import HarnessModel
 
 BOOTSTRAPS = (
@@ -75,39 +72,29 @@ def run_tasks(
     try:
         with undisturbed(), contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
             config = scorer.config
-            model = HarnessModel(leader, tokenizer, max_length or longest(config), seed=config.training.seed)
+            model = HarnessModel(
+                leader,
+                tokenizer,
+                max_length or longest(config),
+                seed=config.training.seed,
+                truncate=config.evaluation.truncate,
+            )
             return _evaluate(model, requests, tuple(folders), samples, dict(facts or {}))
     finally:
         leader.dismiss()
 
 
-def load_tasks(requests: Sequence[Request]) -> None:
+def load_tasks(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> None:
     """Load the tasks and their data, so that what is missing is known before anything is computed.
 
     Raises:
         TaskError: data cannot be had.
     """
     with undisturbed():
-        for alike in _alike(requests):
-            index = manager_for(alike)
-            with _data_of(alike):
-                index.load(_named(alike, index))
-
-
-def _named(requests: Sequence[Request], index: TaskManager) -> list[str | dict[str, Any]]:
-    return list(dict.fromkeys(name for request in requests for name in names(request, index)))
-
-
-@contextlib.contextmanager
-def _data_of(requests: Sequence[Request]) -> Iterator[None]:
-    try:
-        yield
-    except (ConnectionError, FileNotFoundError) as error:  # of the library that loads the tasks' data
-        raise TaskError(
-            f"the data of {', '.join(request.name for request in requests)} cannot be loaded: {error}\nfix: check the "
-            "network and the task's data files; without a network, tools/benchmarks.py unpacks real benchmarks, and "
-            "the tasks deepy_* need nothing"
-        ) from error
+        for request in requests:
+            index = manager_for([request], folders)
+            for name in loading.named([request], index):
+                loading.load(name, index)
 
 
 def _evaluate(
@@ -116,12 +103,12 @@ def _evaluate(
     from lm_eval import simple_evaluate
 
     whole: dict[str, Any] = {}
-    for alike in _alike(requests):
+    for alike in loading.alike(requests):
         index = manager_for(alike, folders)
-        with _data_of(alike):
+        with loading.data_of(", ".join(request.name for request in alike)):
             results = simple_evaluate(
                 model=model,
-                tasks=_named(alike, index),
+                tasks=loading.named(alike, index),
                 num_fewshot=alike[0].few_shot,
                 limit=alike[0].limit,
                 bootstrap_iters=BOOTSTRAPS,
@@ -131,14 +118,6 @@ def _evaluate(
         _merge(whole, results)
     whole["config"] = {**whole["config"], "model": "deepy", "model_args": facts}
     return whole
-
-
-def _alike(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one call of the harness can answer."""
-    groups: dict[tuple, list[Request]] = {}
-    for request in requests:
-        groups.setdefault((request.few_shot, request.limit), []).append(request)
-    return list(groups.values())
 
 
 def _merge(whole: dict[str, Any], results: Mapping[str, Any]) -> None:
@@ -160,17 +139,14 @@ def undisturbed() -> Iterator[None]:
     """The harness seeds every generator of the process, and talks. Afterwards all is as before."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
     forks = os.environ.get(NO_FORKS)
     os.environ[NO_FORKS] = "1"
     describe, collect_env.get_pretty_env_info = collect_env.get_pretty_env_info, _environment
     try:
-        yield
+        with loading.quiet():
+            yield
     finally:
         collect_env.get_pretty_env_info = describe
-        logger.setLevel(level)
         if forks is None:
             del os.environ[NO_FORKS]
         else:

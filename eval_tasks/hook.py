@@ -29,6 +29,7 @@ class TasksHook(Hook):
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
         self._tasks, self._communicator = during_training(config), world.communicator
+        self._folders = tuple(config.evaluation.task_folders)
         self._tokenizer = build_tokenizer(config.tokenizer)
         texts = config.training.micro_batch_size
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
@@ -44,7 +45,7 @@ class TasksHook(Hook):
         failure = None
         if self._communicator.rank == 0:
             try:
-                load_tasks(self._requests(self._tasks))
+                load_tasks(self._requests(self._tasks), self._folders)
             except TaskError as error:
                 failure = str(error)
         if failure := self._communicator.broadcast(failure):
@@ -62,6 +63,7 @@ class TasksHook(Hook):
                 self._communicator,
                 self._tokenizer,
                 max_length=stage_of(trainer.config, trainer.completed).length,
+                folders=self._folders,
                 progress=False,
             )
         if results is not None:

@@ -23,11 +23,12 @@ from megatron.worker.place import StartError
 
 from . import results
 from .arguments import OptionError, Options, parse
+from .check import before_start
 from .checkpoints import named_checkpoints
 from .errors import TaskError
+from .foreign import tokenizer_problems
 from .harness import run_tasks
 from .needles import needles, table, write
-from .select import problems
 
 FOLDER = "evaluations"  # in the run's directory: a file for each checkpoint, and their picture
 PICTURE = "curves.png"
@@ -38,15 +39,10 @@ def evaluate() -> int:
     """Evaluate as the arguments and the environment of this process say. Returns the exit status."""
     config, place = read_job(check_inputs=False)
     try:
-        options = parse(place.own, config.evaluation.tasks)
+        options = parse(place.own, config.evaluation.tasks, config.evaluation.task_folders)
     except OptionError as error:
         raise StartError(str(error)) from error
-    if (
-        options.requests
-        and place.rank == 0
-        and place.starter != "agent"
-        and (wrong := problems(options.requests, options.folders))
-    ):
+    if place.rank == 0 and place.starter != "agent" and (wrong := before_start(place.own, config)):
         raise StartError("\n".join(wrong))  # deepy.py has looked before it started anything
     world = join(config, place)
     try:
@@ -74,6 +70,12 @@ def run(config: Config, options: Options, world: World) -> None:
     texts = options.texts or config.training.micro_batch_size
     for path in todo:
         checkpoint = open_checkpoint(path, verify="sizes")
+        if (
+            options.checkpoint is not None
+            and "://" in options.checkpoint
+            and (wrong := tokenizer_problems(config, path))
+        ):
+            raise TaskError(wrong[0])  # of others the launcher has looked
         log(f"evaluating {path}")
         if engine is None:  # one for all
             engine = build_engine(config, world.mesh, world.device, values=False)
@@ -102,7 +104,7 @@ def _tasks(
         max_length=options.max_length or length,
         folders=options.folders,
         samples=options.samples,
-        facts=facts(checkpoint, options),
+        facts=facts(scorer.config, checkpoint, options),
     )
 
 
@@ -125,13 +127,14 @@ def _find_needles(
     log(f"results: {file}, {picture}")
 
 
-def facts(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
+def facts(config: Config, checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
     """What results depend on: the checkpoint and the options. Results with the same facts are not made again."""
     return {
         "step": checkpoint.meta.step,
         "checkpoint": str(checkpoint.path),
         "requests": [asdict(request) for request in options.requests],
         "max_length": options.max_length,
+        **({"truncate": True} if config.evaluation.truncate else {}),
     }
 
 
@@ -143,7 +146,7 @@ def _done(config: Config, options: Options, path: Path) -> bool:
     """Whether a checkpoint has results with the same facts."""
     found = results.read(_file(config, path))
     return found is not None and found.get("config", {}).get("model_args") == facts(
-        open_checkpoint(path, verify="sizes"), options
+        config, open_checkpoint(path, verify="sizes"), options
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -85,15 +86,32 @@ def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list
     if find_spec(HARNESS) is None:
         return ["the evaluation harness is not installed; pip install -r requirements/eval.txt"]
     found = [
-        f"{folder} is not a folder; --include-path must name folders with task files"
+        f"{folder} is not a folder; --include-path and evaluation.task_folders must name folders with task files"
+        f"{near(folder)}"
         for folder in folders
         if not Path(folder).is_dir()
     ]
     found += [line for request in requests for line in _values(request)]
+    found += [
+        f"there is no task file {request.name}{near(request.name)}"
+        for request in requests
+        if _is_file(request.name) and not Path(request.name).is_file()
+    ]
     if found:
         return found
     index = manager_for(requests, folders)
     return [line for request in requests if (line := _name(request.name, index))]
+
+
+def near(path: str | os.PathLike) -> str:
+    """`; did you mean X?` where a folder has something of about that name; else nothing."""
+    wanted = Path(path)
+    try:
+        there = [each.name for each in wanted.parent.iterdir()]
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(wanted.name, there, n=1)
+    return f"; did you mean {wanted.with_name(found[0])}?" if found else ""
 
 
 def _values(request: Request) -> list[str]:
@@ -107,12 +125,14 @@ def _values(request: Request) -> list[str]:
     return found
 
 
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
 def _name(name: str, index: TaskManager) -> str | None:
-    if name.endswith((".yaml", ".yml")):
-        return None if Path(name).is_file() else f"there is no task file {name}"
     known = [*index.task_index]
-    if name in index.task_index or fnmatch.filter(known, name):
+    if _is_file(name) or name in index.task_index or fnmatch.filter(known, name):
         return None
-    near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists those of the harness"
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
     return f"there is no task {name!r}; {hint} The project's own are {', '.join(own_tasks())}"

@@ -39,8 +39,8 @@ def judges(config: Config) -> bool:
 
 
 def watches(config: Config) -> bool:
-    """Whether a run has a gate: because it looks at updates, or computes steps twice."""
-    return judges(config) or config.training.audit is not None
+    """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
+    return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
 
 
 def gate_traffic(config: Config, layout: Layout, rank: int) -> Tally:

@@ -3,10 +3,14 @@
 They are taken around the `step` of the torch optimizer, which DeepSpeed calls once or (ZeRO 1 to 3) once for each of
 its parameter groups, from the ranges of logical tensors that a rank owns there. An element that several ranks have is
 counted by one of them, the one that saves it, so the sums over all ranks are those of one process.
+
+Where an optimizer evaluates other weights than it trains (schedule-free), weights and update are of those that are
+evaluated and saved, and the gradient is where it is taken, at the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +42,7 @@ class UpdateStatistics:
         self._state = state
         self.layers = list(dict.fromkeys(layer_of(owned.tensor.name) for owned in state.owned()))
         self._own: dict[int, list[Owned]] | None = None
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before: list[Tensor] = []
         self._squares: dict[tuple[str, str], Tensor] = {}
         optimizer.register_step_pre_hook(self._pre)
         optimizer.register_step_post_hook(self._post)
@@ -60,19 +64,22 @@ class UpdateStatistics:
     def _pre(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._own is None:
             return
-        for flat in _flats(optimizer):
+        for group, flat in _flats(optimizer):
             for owned in self._own.get(id(flat), ()):
                 self._add(owned, GRADIENT, owned.view(flat.grad) if flat.grad is not None else None)
-            self._before.append((flat, flat.detach().clone()))
+            evaluated = _evaluated(optimizer, group, flat)
+            self._before.append(flat.detach().clone() if evaluated is None else evaluated)
 
     @torch.no_grad()
     def _post(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._own is None:
             return
-        for flat, before in self._before:
+        for (group, flat), before in zip(_flats(optimizer), self._before, strict=True):
+            evaluated = _evaluated(optimizer, group, flat)
+            after = flat if evaluated is None else evaluated
             for owned in self._own.get(id(flat), ()):
-                self._add(owned, WEIGHT, owned.view(flat))
-                self._add(owned, UPDATE, owned.view(flat) - owned.view(before))
+                self._add(owned, WEIGHT, owned.view(after))
+                self._add(owned, UPDATE, owned.view(after) - owned.view(before))
         self._before = []
 
     def _add(self, owned: Owned, kind: str, values: Tensor | None) -> None:
@@ -82,5 +89,14 @@ class UpdateStatistics:
             self._squares[at] = self._squares[at] + square if at in self._squares else square
 
 
-def _flats(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [flat for group in optimizer.param_groups for flat in group["params"]]
+def _flats(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Mapping[str, Any], Tensor]]:
+    for group in optimizer.param_groups:
+        for flat in group["params"]:
+            yield group, flat
+
+
+def _evaluated(optimizer: Any, group: Mapping[str, Any], flat: Tensor) -> Tensor | None:
+    """The weights that are evaluated, where they are others than those that are trained: not before the first step."""
+    if not hasattr(optimizer, "evaluation_weights") or not optimizer.state.get(flat):
+        return None
+    return optimizer.evaluation_weights(group, flat, optimizer.state[flat])

@@ -1,5 +1,7 @@
 """Steps that are computed twice, to see whether the machine repeats itself: every n-th, and those of a spike.
 
+Steps without an update also tell the gradient of a part of the batch, for the noise scale.
+
 The first time the update is left out, so that the second one begins from the same weights, with the same batch and the
 same draws. Where two results differ in a bit, hardware has failed for a moment, or a kernel does not repeat itself.
 """
@@ -14,6 +16,8 @@ from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.gate import StepGate
 from megatron.engine.protocol import StepResult
+
+from .noise_scale import noise_scale, small_batch
 
 if TYPE_CHECKING:
     from .attribution import Attribution
@@ -38,28 +42,48 @@ class Replay:
     Args:
         every: `training.audit`.
         confirm: `spikes.confirm`.
+        noise: `logging.noise_scale`.
         engine: one with a `gate`.
         attribution: finds out whose fault a value is that stays.
     """
 
-    def __init__(self, every: int | None, confirm: bool, engine: Any, attribution: Attribution | None = None) -> None:
-        self._every, self._confirm, self._engine, self._attribution = every, confirm, engine, attribution
+    def __init__(
+        self, every: int | None, confirm: bool, noise: int | None, engine: Any, attribution: Attribution | None = None
+    ) -> None:
+        self._every, self._confirm, self._noise = every, confirm, noise
+        self._engine, self._attribution = engine, attribution
         self._gate: StepGate = engine.gate
 
     @classmethod
     def of(cls, config: Config, engine: Any, attribution: Attribution | None = None) -> Replay | None:
         """What a run asks for, if it does."""
         confirm = config.spikes.confirm or attribution is not None
-        wanted = config.training.audit is not None or confirm
-        return cls(config.training.audit, confirm, engine, attribution) if wanted else None
+        audit, noise = config.training.audit, config.logging.noise_scale
+        wanted = confirm or audit is not None or noise is not None
+        return cls(audit, confirm, noise, engine, attribution) if wanted else None
 
     def step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         """As the engine's `step`; all ranks call it."""
+        small = None
+        if self._noise is not None and step % self._noise == 0:
+            training = trainer.config.training
+            pieces = training.sequence_length // batch.labels.shape[-1]  # of each sample, in a stage of shorter ones
+            small = self._run(small_batch(batch, training.global_batch_size * pieces), lr, None, trial=True)
         result = self._step(trainer, step, batch, lr, look)
         good = result.spike is None or not result.spike.leaves_out
         if good and self._attribution is not None and self._attribution.expects(step):
             self._attribution.passes(trainer, step, float(self._engine.losses.loss))
+        if small is not None:
+            self._compare(trainer, small, result)
         return result
+
+    @staticmethod
+    def _compare(trainer: Trainer, small: StepResult, large: StepResult) -> None:
+        """Put the noise scale into the record: the batch's gradient beside that of a part."""
+        b, B = trainer.exchange.sum([small.tokens, large.tokens]).tolist()
+        if small.grad_norm is None or large.grad_norm is None or small.skipped or large.skipped or not 0 < b < B:
+            return
+        trainer.extra_metrics["noise_scale"] = noise_scale(float(small.grad_norm), b, float(large.grad_norm), B)
 
     def _step(self, trainer: Trainer, step: int, batch: StepBatch, lr: float, look: Look) -> StepResult:
         if self._every is not None and (step + 1) % self._every == 0:

@@ -68,6 +68,7 @@ def settings(kind: str, folder: Path) -> dict:
         "model": {"hidden_size": 32, "vocab_size": SIZE, **KINDS[kind]},
         "training": {"steps": 10, "sequence_length": LENGTH, "micro_batch_size": 4, "global_batch_size": 8},
         "data": {"synthetic": "copy"},
+        "evaluation": {"truncate": True},
         "tokenizer": {"type": "huggingface", "path": str(folder / "tokenizer.json")},
     }
 

@@ -43,6 +43,7 @@ def configuration(folder: Path, **sections) -> Path:
         "training": {"steps": 12},
         "checkpoint": {"every": 6},
         **sections,
+        "evaluation": {"truncate": True, **sections.get("evaluation", {})},  # the model reads a few words
     }
     file = folder / "run.yml"
     file.write_text(yaml.safe_dump(values))

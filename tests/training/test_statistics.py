@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.store import Store
+from megatron.data.loader import build_loader
 from megatron.training.text import load_model
 from tests.training.test_run import job
 from tests.workers import run as on_ranks
@@ -20,19 +23,23 @@ model:
   hidden_size: 16
   vocab_size: 64
   attention: {heads: 2}
+  norm: {type: rmsnorm}
+  mlp: {gated: true, activation: silu}
 training: {steps: 3, sequence_length: 16, global_batch_size: 4, micro_batch_size: 1}
 optimizer: {lr: 0.01, gradient_clipping: 0.05, betas: [0.9, 0.95], epsilon: 1.0e-6}
 schedule: {type: constant}
 data: {synthetic: copy}
 evaluation: {at_end: false}
-checkpoint: {every: 1}
-logging: {console: quiet, curve: false, predictions: false, statistics: 1}
+checkpoint: {every: 1, steps: [0]}
+logging: {console: quiet, curve: false, predictions: false, statistics: 1, noise_scale: 1}
 """
+SCHEDULE_FREE = ["optimizer.type=schedule_free_adamw"]
 EXPERTS = ["model.layers=attention/mlp attention/moe", "model.moe.experts=4", "model.moe.hidden_size=16"]
 LAYOUTS = {
     2: {
         "dp2, ZeRO 1": ["zero.stage=1"],
         "dp2, ZeRO 3": ["zero.stage=3"],
+        "schedule-free, dp2, ZeRO 3": [*SCHEDULE_FREE, "zero.stage=3"],
         "cp2": ["parallel.context=2"],
         "experts, ep2": [*EXPERTS, "parallel.expert=2", "zero.stage=1"],
     },
@@ -62,9 +69,10 @@ def alone(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     folder = tmp_path_factory.mktemp("statistics")
     layouts = {
         "one": [],
-        "off": ["logging.statistics=null"],
+        "off": ["logging.statistics=null", "logging.noise_scale=null"],
         "experts": EXPERTS,
         "recomputed": ["training.activation_checkpointing.mode=full", "logging.statistics=2"],
+        "schedule-free": SCHEDULE_FREE,
     }
     return folder, trained(folder, 1, layouts)
 
@@ -78,17 +86,22 @@ def test_training_does_not_notice(alone):
     on, off = lines(found["one"]), lines(found["off"])
     for key in ("loss", "grad_norm", "batch_hash"):
         assert [line[key] for line in on] == [line[key] for line in off]
-    assert all("statistics" in line for line in on) and not any("statistics" in line for line in off)
+    for name in ("statistics", "noise_scale"):
+        assert all(name in line for line in on) and not any(name in line for line in off)
 
 
-def test_norms_are_those_of_the_checkpoints(alone):
-    """Weights and their changes from the saved checkpoints; the gradient's parts make the whole, before clipping."""
+@pytest.mark.parametrize(("name", "number"), [("one", 0), ("schedule-free", 4)])
+def test_norms_are_those_of_the_checkpoints(alone, name, number):
+    """Weights and their changes from the saved checkpoints, which hold the average with a schedule-free optimizer; the
+    gradient's parts make the whole, before clipping."""
     folder, found = alone
     before = None
-    for number, path in enumerate(Store(folder / "1-0" / "checkpoints").paths()):
+    first, *paths = Store(folder / f"1-{number}" / "checkpoints").paths()
+    assert first.name == "step_00000000" and len(paths) == 3
+    for number, path in enumerate(paths):
         model, _ = load_model(path, torch.device("cpu"))
         weights = {name: tensor.detach().double() for name, tensor in model.named_parameters()}
-        numbers = lines(found["one"])[number]["statistics"]
+        numbers = lines(found[name])[number]["statistics"]
         assert list(numbers) == ["embedding", "layers.0", "layers.1", "final_norm", "head"]
         for block in ("0", "1"):
             own = [name for name in weights if f".{block}." in name]
@@ -99,7 +112,7 @@ def test_norms_are_those_of_the_checkpoints(alone):
                 change = math.sqrt(sum(float((weights[name] - before[name]).square().sum()) for name in own))
                 assert numbers[f"layers.{block}"]["update"] == pytest.approx(change, rel=1e-4)
         whole = math.sqrt(sum(each["gradient"] ** 2 for each in numbers.values()))
-        line = lines(found["one"])[number]
+        line = lines(found[name])[number]
         assert whole == pytest.approx(line["grad_norm"], rel=1e-6) and line["grad_norm"] > 0.05
         before = weights
     assert before is not None
@@ -116,15 +129,17 @@ def test_recomputation_and_every_nth_step(alone):
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_no_layout_changes_them(alone, tmp_path, ranks):
     for name, found in trained(tmp_path, ranks, LAYOUTS[ranks]).items():
-        one = lines(alone[1]["experts" if name.startswith("experts") else "one"])
+        one = lines(alone[1][name.partition(",")[0] if name.startswith(("experts", "schedule-free")) else "one"])
         assert len(lines(found)) == 3
         for line, other in zip(lines(found), one):
             compare(line["statistics"], other["statistics"], name)
+            compare({"noise": line["noise_scale"]}, {"noise": other["noise_scale"]}, name)
 
 
 # What is looked for is a shard that is missed or counted twice, which changes a norm by some percent. Adam makes much
 # of the rounding of gradients near its epsilon, so updates differ by more than fp32 rounds.
 APART = 1e-3
+FP32 = 1e-5  # of numbers that fp32 computes in an order of its own, beside float64
 
 
 def compare(found: dict, expected: dict, name: str = "") -> None:
@@ -133,6 +148,59 @@ def compare(found: dict, expected: dict, name: str = "") -> None:
         assert set(numbers) == set(expected[layer])
         for kind, value in numbers.items():
             assert value == pytest.approx(expected[layer][kind], rel=APART), (name, layer, kind)
+
+
+def reference(folder: Path, run: int, step: int) -> tuple[Any, torch.Tensor]:
+    """transformers' model with the weights of before a step, and the sequences that the step read."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron.checkpoint.hf.export import config_of, export
+
+    path = folder / f"1-{run}" / "checkpoints" / f"step_{step:08d}"
+    target = folder / f"hf-{run}-{step}"
+    if not target.exists():
+        export(open_checkpoint(path), target)
+    model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").double()
+    loader = build_loader(config_of(open_checkpoint(path)), data_rank=0, data_ranks=1)
+    return model, loader.step(step).tokens.flatten(0, 1)
+
+
+def test_entropy_and_size_of_outputs_are_those_of_transformers(alone):
+    """Of eager attention's own probabilities, and of the hidden states."""
+    folder, found = alone
+    for step in (0, 2):
+        model, tokens = reference(folder, 0, step)
+        with torch.no_grad():
+            out = model.eval()(tokens[:, :-1], output_attentions=True, output_hidden_states=True)
+        numbers = lines(found["one"])[step]["statistics"]
+        for block, (probabilities, hidden) in enumerate(zip(out.attentions, out.hidden_states)):
+            entropy = -torch.xlogy(probabilities, probabilities).sum(-1).mean()
+            assert numbers[f"layers.{block}"]["attention_entropy"] == pytest.approx(float(entropy), rel=FP32)
+            layer = "embedding" if block == 0 else f"layers.{block - 1}"
+            assert numbers[layer]["activation"] == pytest.approx(float(hidden.square().mean().sqrt()), rel=FP32)
+        assert numbers["layers.1"]["attention_entropy"] < math.log(16) and len(out.attentions) == 2
+
+
+def test_noise_scale_is_that_of_two_gradients(alone):
+    """The published formula with gradients of transformers' model: of all four sequences, and of the first."""
+    folder, found = alone
+    for step in (0, 2):
+        model, tokens = reference(folder, 0, step)
+        squares = {}
+        for count in (1, 4):
+            model.zero_grad()
+            logits = model(tokens[:count, :-1]).logits
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:count, 1:].flatten()).backward()
+            squares[count] = sum(float(each.grad.square().sum()) for each in model.parameters())
+        b, B = 16, 64  # tokens
+        signal = (B * squares[4] - b * squares[1]) / (B - b)
+        noise = (squares[1] - squares[4]) / (1 / b - 1 / B)
+        line = lines(found["one"])[step]["noise_scale"]
+        assert line["signal"] == pytest.approx(signal, rel=FP32, abs=FP32 * squares[1])
+        assert line["noise"] == pytest.approx(noise, rel=FP32, abs=FP32 * squares[1] * b)
+        assert ("tokens" in line) == (signal > 0 and noise > 0)
+        if "tokens" in line:
+            assert line["tokens"] == line["noise"] / line["signal"]
 
 
 def test_names_in_tensorboard():

@@ -151,12 +151,25 @@ def profiled_steps_are_run(context: RuleContext) -> Iterator[Problem]:
 
 def statistics_are_logged(context: RuleContext) -> Iterator[Problem]:
     logging = context.config.logging
-    if logging.statistics is not None and logging.statistics % logging.every:
+    for name in ("statistics", "noise_scale"):
+        every = getattr(logging, name)
+        if every is not None and every % logging.every:
+            yield context.problem(
+                f"logging.{name}",
+                "logging.every",
+                rule="must be a multiple of logging.every, since they are part of the logged lines",
+                fix=f"use {-(-every // logging.every) * logging.every}",
+            )
+
+
+def noise_is_told_from_the_gradient(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if config.logging.noise_scale is not None and config.training.global_batch_size < 2:
         yield context.problem(
-            "logging.statistics",
-            "logging.every",
-            rule="must be a multiple of logging.every, since they are part of the logged lines",
-            fix=f"use {-(-logging.statistics // logging.every) * logging.every}",
+            "logging.noise_scale",
+            "training.global_batch_size",
+            rule="must have at least two samples in a batch, of which it compares a part with the whole",
+            fix="remove it, or use a larger training.global_batch_size",
         )
 
 
@@ -289,6 +302,7 @@ RULES = (
     resuming_needs_optimizer_state,
     profiled_steps_are_run,
     statistics_are_logged,
+    noise_is_told_from_the_gradient,
 )
 INPUT_RULES = (
     resume_exists,

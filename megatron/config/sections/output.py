@@ -168,6 +168,12 @@ class EvaluationSection(Section):
         list, "Texts whose losses are recorded one by one during training (docs/evaluation.md)."
     )
     tasks: list[TaskOptions] = key(list, "Benchmark tasks that run during training (docs/evaluation.md).")
+    task_folders: list[str] = key(list, "Folders with task files of your own, which are tasks under their names.")
+    truncate: bool = key(
+        False,
+        "Leave out the beginnings of tasks' contexts that are longer than the model reads, as lm_eval does; otherwise "
+        "such tasks are refused.",
+    )
 
 
 class WandbOptions(Section):
@@ -207,7 +213,15 @@ class LoggingSection(Section):
     )
     statistics: int | None = key(
         None,
-        "Record norms of each layer's weights, gradient, update and output every n steps (docs/launching.md).",
+        "Record norms of each layer's weights, gradient, update and output, and the entropy of attention, every n "
+        "steps (docs/launching.md).",
+        unit="steps",
+        gt=0,
+    )
+    noise_scale: int | None = key(
+        None,
+        "Estimate the gradient noise scale every n steps, each at the cost of another forward and backward pass "
+        "(docs/launching.md).",
         unit="steps",
         gt=0,
     )

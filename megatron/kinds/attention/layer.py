@@ -16,6 +16,7 @@ from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import LONG, prepare
 from megatron.kinds.common.attend_across import attend_in
+from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.multiplied import times
@@ -111,6 +112,7 @@ class Attention(nn.Module):
         scale = (options.scale or D**-0.5) * init.factors.attention(D)
         self.pattern = Pattern(scale, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
+        self.entropy = AttentionEntropy()
         self.logit_clip = None
         if options.qk_clip is not None:
             self.logit_clip = self._clip(options.qk_clip, make.device)
@@ -137,6 +139,8 @@ class Attention(nn.Module):
         if self.logit_clip is not None and self.training and cache is None:
             scale, window = self.pattern.scale, self.pattern.window
             self.logit_clip.see(largest_logits(q, k, scale, window, stream.documents))
+        if self.entropy.active and self.training and cache is None:
+            self.entropy.see(q, k, self.pattern, stream, self.context, self.sinks)
         dropout = None
         if self.training and self.options.dropout > 0.0:
             key = self.dropout_key if call is None else call.dropout_key  # read here: each value is a compilation

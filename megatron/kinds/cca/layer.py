@@ -18,6 +18,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.cca.options import CCAOptions
 from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend_across import attend_in
+from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Pattern
 from megatron.kinds.common.convolution import last_taps, with_past
 from megatron.kinds.common.documents import piece_starts, shared_starts
@@ -119,6 +120,7 @@ class CCA(nn.Module):
         )
         self.rotary = Rotary(options.rotary, D) if options.position == "rotary" else None
         self.pattern = Pattern(D**-0.5, options.window)
+        self.entropy = AttentionEntropy()
 
     def forward(self, x: Tensor, stream: Stream, state: CCAState | None = None) -> Tensor:
         x_BSH = enter(x, self.mesh)
@@ -159,6 +161,8 @@ class CCA(nn.Module):
                 k, v = elsewhere.append(k, v)
                 stream = replace(stream, documents=documents)
             elsewhere = None
+        if self.entropy.active and self.training and state is None:
+            self.entropy.see(q, k, self.pattern, stream, self.context)
         y = attend_in(self.context, q, k, v, self.pattern, stream, elsewhere=elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 

@@ -17,6 +17,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import LONG
 from megatron.kinds.common.attend_across import attend_in
+from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Dropped, Pattern
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.spread_keys import SpreadKeys
@@ -72,6 +73,7 @@ class MLA(nn.Module):
         )
         self.rotary = Rotary(options.rotary, options.rope_dim) if options.position == "rotary" else None
         self.pattern = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
+        self.entropy = AttentionEntropy()
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
@@ -92,7 +94,10 @@ class MLA(nn.Module):
         if among:
             y = self._among_latents(q, latent, turned, stream, elsewhere)
         else:
-            y = self._attend(q, *self._expanded(latent, turned), stream, elsewhere)
+            k, v = self._expanded(latent, turned)
+            if self.entropy.active and self.training and cache is None:
+                self.entropy.see(q, k, self.pattern, stream, self.context)
+            y = self._attend(q, k, v, stream, elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
     def new_state(self) -> KeyValueCache:

@@ -180,6 +180,7 @@ def _norms(runs: list[RunHistory], charts: Charts) -> Section:
         "gradient": "Norm of the gradient before clipping",
         "update": "Norm of the update",
         "activation": "Root mean square of the layer's output",
+        "attention_entropy": "Entropy of attention",
     }
     drawn = []
     for kind, title in titles.items():
@@ -193,7 +194,8 @@ def _norms(runs: list[RunHistory], charts: Charts) -> Section:
             for style, key in enumerate(shown):
                 label = f"{run.name}: {key.split('/')[1]}"
                 curves.append(Curve(label, run.metric(key), run.clock(), run=number, style=style))
-        drawn.append(charts.lines(title, "norm", curves, log=True))
+        entropy = kind == "attention_entropy"
+        drawn.append(charts.lines(title, "nats" if entropy else "norm", curves, log=not entropy))
     return Section("norms", "Norms by layer", drawn)
 
 

@@ -1,4 +1,4 @@
-"""Norms layer by layer: weights, gradients, updates, and the size of what layers give."""
+"""Numbers layer by layer: norms of weights, gradients and updates, the size of outputs, the entropy of attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.engine.statistics import GRADIENT, KINDS, UpdateStatistics, layer_of
+from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding
 from megatron.parallel.parameters import logical_of
@@ -18,7 +19,7 @@ from ..exchange import StepReport
 from ..hook import Hook, Parts
 from ..trainer import Trainer
 
-ACTIVATION = "activation"
+ACTIVATION, ENTROPY = "activation", "attention_entropy"
 
 
 class StatisticsHook(Hook):
@@ -26,8 +27,9 @@ class StatisticsHook(Hook):
 
     weight and update are norms over the layer's tensors after and of the step's update, gradient is that of the mean
     over the global batch before clipping, and activation the root mean square of the layer's output (the residual
-    stream after it) over the tokens of the batch. All are sums over the elements of logical tensors and tokens, so no
-    layout changes them. A step without an update has the activation alone. Nothing that is computed is touched.
+    stream after it) over the tokens of the batch. attention_entropy, of layers with softmax attention, is the mean over
+    tokens and heads, in nats. All are sums over the elements of logical tensors and tokens, so no layout changes them.
+    A step without an update has the last two alone. Nothing that is computed is touched.
 
     Args:
         every: n.
@@ -38,6 +40,7 @@ class StatisticsHook(Hook):
         self._updates: UpdateStatistics | None = None
         self._layers: list[str] = []
         self._outputs: dict[str, list[Tensor]] | None = None  # layer -> squares of elements, and their number
+        self._entropies: list[tuple[str, AttentionEntropy]] = []
 
     @classmethod
     def of(cls, parts: Parts) -> StatisticsHook | None:
@@ -50,6 +53,9 @@ class StatisticsHook(Hook):
             if isinstance(each, (Block, Embedding)):
                 name = layer_of(logical_of(next(each.parameters())).name)
                 each.register_forward_hook(self._observer(name))
+            entropy = getattr(each, "entropy", None)
+            if isinstance(entropy, AttentionEntropy):
+                self._entropies.append((layer_of(logical_of(next(each.parameters())).name), entropy))
         named = [self._updates.layers]
         if trainer.mesh.layout.world_size > 1:
             named = [[] for _ in range(trainer.mesh.layout.world_size)]
@@ -60,6 +66,8 @@ class StatisticsHook(Hook):
         if step % self._every == 0 and self._updates is not None:
             self._updates.begin()
             self._outputs = {}
+            for _, entropy in self._entropies:
+                entropy.begin()
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         outputs, self._outputs = self._outputs, None
@@ -68,6 +76,7 @@ class StatisticsHook(Hook):
         squares = self._updates.finish()
         values: list[Any] = [squares.get((layer, kind), 0.0) for layer in self._layers for kind in KINDS]
         values += [number for layer in self._layers for number in outputs.get(layer, (0.0, 0.0))]
+        values += self._entropy_sums()
         sums = trainer.exchange.sum(values).tolist()
         result = report.result
         left_out = result.skipped or result.unlabelled or (result.spike is not None and result.spike.leaves_out)
@@ -79,7 +88,18 @@ class StatisticsHook(Hook):
             square, elements = sums[count + 2 * number : count + 2 * number + 2]
             if elements:
                 found[layer][ACTIVATION] = math.sqrt(square / elements)
+            total, queries = sums[count + 2 * (len(self._layers) + number) :][:2]
+            if queries:
+                found[layer][ENTROPY] = total / queries
         trainer.extra_metrics["statistics"] = found
+
+    def _entropy_sums(self) -> list[Any]:
+        """Of each layer the sum over its queries, and their number."""
+        sums: dict[str, list[Any]] = {layer: [0.0, 0.0] for layer in self._layers}
+        for layer, entropy in self._entropies:
+            total, queries = entropy.finish()
+            sums[layer] = [sums[layer][0] + total, sums[layer][1] + queries]
+        return [number for pair in sums.values() for number in pair]
 
     def _observer(self, layer: str) -> Any:
         @torch.no_grad()

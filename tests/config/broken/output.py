@@ -147,6 +147,19 @@ OUTPUT = [
         "use 30",
     ),
     case(
+        "noise scale between logged lines",
+        "logging: {every: 10, noise_scale: 25}",
+        "a.yml:2: logging.noise_scale = 25",
+        "must be a multiple of logging.every",
+        "use 30",
+    ),
+    case(
+        "noise scale of one sample",
+        "training: {global_batch_size: 1, micro_batch_size: 1}\nparallel: {tensor: 2}\nlogging: {noise_scale: 10}",
+        "logging.noise_scale = 10",
+        "at least two samples in a batch",
+    ),
+    case(
         "rollback without checkpoints",
         "spikes: {action: rollback}",
         "a.yml:2: spikes.action = 'rollback'",

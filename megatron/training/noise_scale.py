@@ -1,0 +1,44 @@
+"""The gradient noise scale: the batch size at which noise and gradient are equally large (McCandlish et al. 2018).
+
+With G the true gradient and S the trace of the covariance of one label's gradient, the gradient of b labels has the
+expected square norm |G|^2 + S / b. Two batch sizes give both (arXiv 1812.06162, appendix A.1). Here they are the whole
+batch and its first samples, both by their numbers in the run's order, so that no layout changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.data.batch import StepBatch
+
+SHARE = 8  # the small batch is the first 1/8 of the samples: noise outweighs the gradient there
+
+
+def small_batch(batch: StepBatch, global_batch_size: int) -> StepBatch:
+    """The same batch, of which the labels of the first samples alone count."""
+    first = batch.step * global_batch_size
+    chosen = batch.sample_ids < first + max(1, global_batch_size // SHARE)
+    mask = torch.ones(batch.labels.shape) if batch.loss_mask is None else batch.loss_mask
+    return replace(batch, loss_mask=mask * chosen.unsqueeze(-1))
+
+
+def noise_scale(small: float, b: float, large: float, B: float) -> dict[str, Any]:
+    """What the norms of the gradients of b and B labels say.
+
+    Args:
+        small, large: the norms.
+        b, B: labels, b < B.
+
+    Returns:
+        noise: S; signal: |G|^2; either may be below 0, as estimates from one step can. tokens: S / |G|^2, where both
+        are above 0.
+    """
+    noise = (small**2 - large**2) / (1 / b - 1 / B)
+    signal = (B * large**2 - b * small**2) / (B - b)
+    found: dict[str, Any] = {"noise": noise, "signal": signal}
+    if noise > 0 and signal > 0:
+        found["tokens"] = noise / signal
+    return found
