@@ -51,7 +51,7 @@ from .logit_clipping import LogitClipping
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import PASSES, PASSES_BACKWARD, LabelGroups, StepResult
-from .reduction import clear_sums_once, reduce_nothing, sum_large_gradients_in_place
+from .reduction import clear_sums_once, compress_gradients, reduce_nothing, sum_large_gradients_in_place
 from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
@@ -205,6 +205,9 @@ class BaseEngine:
         self._tell_of_reductions()
         sum_large_gradients_in_place(self.deepspeed)
         clear_sums_once(self.deepspeed.optimizer)
+        wire = self.config.parallel.communication.compress.data
+        compressed = wire != "none" and self.mesh.replicas.size > 1
+        self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
         average = self.config.training.weight_average is not None
         self.state = EngineState(
@@ -232,6 +235,8 @@ class BaseEngine:
 
     def _begin(self, step: int, lr: float) -> None:
         self.stages.enter(step)
+        if self.compressed is not None:
+            self.compressed.begin()
         self.state.for_training()
         if self.plan.depth is not None:
             self.plan.depth.step = step

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
+
+from megatron.parallel.compression import CompressedSum
 
 
 def sum_large_gradients_in_place(engine: Any) -> None:
@@ -29,6 +32,42 @@ def sum_large_gradients_in_place(engine: Any) -> None:
         pack([each for each in bucket if each.numel() <= numel_per_bucket], dp_group, numel_per_bucket, dp_world_size)
 
     engine.allreduce_no_retain = reduce
+
+
+def compress_gradients(engine: Any, wire: str) -> CompressedSum:
+    """Have DeepSpeed average gradients in another form: at ZeRO 0 and in its bf16 optimizer the engine does it, at
+    ZeRO 1 and 2 their optimizer. Both are given the buckets that they would have all-reduced.
+
+    Args:
+        engine: DeepSpeed's.
+        wire: of `megatron.config.wire`.
+    """
+    sums = CompressedSum(wire)
+
+    def by_engine(bucket: Sequence[Tensor], dp_group: Any, dp_world_size: float | None = None) -> Tensor:
+        return average(engine.flatten(bucket), dp_group, dp_world_size)
+
+    def by_optimizer(
+        bucket: Sequence[Tensor],
+        communication_data_type: Any,
+        rank: int | None = None,
+        log: Any = None,
+        divide: bool = True,
+        process_group: Any = None,
+    ) -> Tensor:
+        if rank is not None:
+            raise RuntimeError("gradients that are reduced to one rank cannot be compressed")
+        group = process_group if process_group is not None else engine.optimizer.dp_process_group
+        return average(engine.optimizer.flatten(bucket), group, None if divide else 1)
+
+    def average(tensor: Tensor, group: Any, ranks: float | None) -> Tensor:
+        summed = sums.sum(tensor, group)
+        return tensor.copy_(summed.div_(dist.get_world_size(group) if ranks is None else ranks))
+
+    engine.allreduce_bucket = by_engine
+    if hasattr(engine.optimizer, "allreduce_bucket"):
+        engine.optimizer.allreduce_bucket = by_optimizer
+    return sums
 
 
 def reduce_nothing(engine: Any, stage: int) -> None:

@@ -23,6 +23,7 @@ from megatron.model.stack import ModelPlan
 from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traffic
 from megatron.objectives.named import objective_of
 from megatron.parallel.account import _TYPES, group_name
+from megatron.parallel.compression import sum_messages
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import logical_of
@@ -118,6 +119,7 @@ class _Predictor:
         self.plan = ModelPlan(config, mesh, "meta", values=False)
         self.module = _layers(self.plan, held)
         self.parameters = list(dict.fromkeys(self.module.parameters()))
+        self.wire = config.parallel.communication.compress.data
         self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
 
     def add(
@@ -207,8 +209,14 @@ class _Predictor:
                 by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
         for sizes in by_type.values():
             dtype = self.config.precision.reduce if compute != "fp32" else "fp32"
-            messages = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
-            self.add("backward", "data", "all_reduce", dtype, sum(sizes), messages)
+            filled = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
+            if self.wire == "none":
+                self.add("backward", "data", "all_reduce", dtype, sum(filled), len(filled))
+                continue
+            for elements in filled:
+                exchanged, gathered = sum_messages(self.wire, elements, self.layout.data)
+                self.add("backward", "data", "all_to_all", "uint8", exchanged)
+                self.add("backward", "data", "all_gather", "uint8", gathered)
 
     def _model_norm(self, messages: int, dtype: str = "fp32") -> None:
         """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
@@ -298,22 +306,24 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
     return modules
 
 
-def _buckets_after(sizes: Iterable[int], limit: int) -> int:
-    """Messages where a bucket is sent as soon as it has more than `limit` elements, and larger tensors alone."""
+def _buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
+    """Elements of messages where a bucket is sent as soon as it has more than `limit`, and larger tensors alone."""
     sizes = list(sizes)
-    messages, filled = sum(size > limit for size in sizes), 0
+    messages, filled = [size for size in sizes if size > limit], 0
     for size in (each for each in sizes if each <= limit):
         filled += size
         if filled > limit:
-            messages, filled = messages + 1, 0
-    return messages + bool(filled)
+            messages.append(filled)
+            filled = 0
+    return messages + [filled] * bool(filled)
 
 
-def _buckets_before(sizes: Iterable[int], limit: int) -> int:
-    """Messages where a bucket is sent when the next parameter would make it larger than `limit`."""
-    messages = filled = 0
+def _buckets_before(sizes: Iterable[int], limit: int) -> list[int]:
+    """Elements of messages where a bucket is sent when the next parameter would make it larger than `limit`."""
+    messages, filled = [], 0
     for size in sizes:
         if filled and filled + size > limit:
-            messages, filled = messages + 1, 0
+            messages.append(filled)
+            filled = 0
         filled += size
-    return messages + bool(filled)
+    return messages + [filled] * bool(filled)

@@ -27,6 +27,7 @@ from megatron.model.compile import describe_compile
 from megatron.model.describe import flops_of_step, totals
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
+from megatron.parallel.compression import describe_wire
 from megatron.parallel.watched import watched_collectives
 from megatron.plan.prediction import Prediction, predict
 from megatron.report.run import open_run
@@ -151,6 +152,8 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
         f"{layout.pipeline}, {f'context {layout.context}, ' if layout.context > 1 else ''}"
         f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
     )
+    if config.parallel.communication.compress.data != "none" and world.mesh.replicas.size > 1:
+        log(describe_wire(config.parallel.communication.compress.data))
     log(describe_compile(config, world.device))
     for line in (*describe_kernels(config, world.device), *describe_context(config)):
         log(line)

@@ -60,8 +60,9 @@ def test_the_table_is_faster_and_sends_less(tuned):
         point = next(each for each in found["points"] if (each["operation"], each["size"]) == (operation, 2**20))
         ratios = [a / b for a, b in zip(point["rounds"]["backend"], point["rounds"][name])]
         assert statistics.median(ratios) > 1, (operation, ratios)
-        # headers and answers of TCP come to less than a tenth
-        assert 1 <= point["link"][name] / point["crossing"][name] < 1.1, point
+        # headers and answers of TCP come to less than a tenth; a reduce-scatter of gloo's is an all-reduce
+        twice = 2 if (operation, name) == ("reduce_scatter", "two_level") else 1
+        assert 1 <= point["link"][name] / point["crossing"][name] / twice < 1.1, point
         assert point["link"]["backend"] > 1.4 * point["link"][name], point
 
 
@@ -70,7 +71,14 @@ def test_a_run_uses_it(slow_link, tuned):
     folder, _ = tuned
     found = {}
     for name, own in (("plain", []), ("table", ["parallel.communication.table=machine.yml"])):
-        words = [f"run.dir={name}", "training.steps=2", "checkpoint.every=null", "logging.communication=counts", *own]
+        words = [
+            f"run.dir={name}",
+            "training.steps=2",
+            "schedule.warmup_steps=0",
+            "checkpoint.every=null",
+            "logging.communication=counts",
+            *own,
+        ]
         command = [*DEEPY, "--hostfile", "hosts", str(ROOT / "train.py"), TINY, *FORWARD, *words]
         done = slow_link.run("login", command, timeout=600, folder=folder)
         assert done.returncode == 0, done.stderr

@@ -45,5 +45,24 @@ def table_is_for_this_job(context: RuleContext) -> Iterator[Problem]:
         yield context.problem(TABLE, rule=f"must be a table that was made on such a job ({'; '.join(wrong)})", fix=MAKE)
 
 
-RULES = (islands_fill_the_job,)
+def compressed_gradients_are_ours_to_sum(context: RuleContext) -> Iterator[Problem]:
+    config, key = context.config, "parallel.communication.compress.data"
+    if config.parallel.communication.compress.data == "none":
+        return
+    if config.zero.stage == 3:
+        yield context.problem(
+            key,
+            "zero.stage",
+            rule="must be none at ZeRO 3, where DeepSpeed scatters gradients by itself, parameter by parameter",
+            fix="use zero.stage=1, or compress.data=none",
+        )
+    if context.replicas == 1:
+        yield context.warning(
+            key,
+            rule="must go with several data parallel ranks; with one nothing is sent",
+            fix="start more ranks, or remove the key",
+        )
+
+
+RULES = (islands_fill_the_job, compressed_gradients_are_ours_to_sum)
 INPUT_RULES = (table_is_for_this_job,)

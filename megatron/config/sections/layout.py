@@ -12,12 +12,22 @@ def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
     return own["tensor"]
 
 
+class CompressOptions(Section):
+    data: Literal["none", "bf16", "fp16", "int8_block", "top_k"] = key(
+        "none",
+        "Form in which gradients travel between data parallel ranks (ZeRO 0 to 2): rounded to 16 bits, to 8 bits in "
+        "blocks of 256, or the largest of every 32 alone; the last two add what is left out to the next step's. Sums "
+        "are in fp32.",
+    )
+
+
 class CommunicationOptions(Section):
     table: str | None = key(
         None,
         "machine.yml with the algorithm of each collective by operation, hosts and size, as "
         "`tools/bench/communication.py --tune` writes it; none leaves all to the backend.",
     )
+    compress: CompressOptions = key(CompressOptions, "Collectives in fewer bytes, by axis.")
     island: int | None = key(
         None,
         "Neighbouring ranks that share fast links, for algorithms in two levels and the account; none is a host.",

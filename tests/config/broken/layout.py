@@ -258,6 +258,13 @@ LAYOUT = [
         ranks=4,
     ),
     case(
+        "compressed gradients at ZeRO 3",
+        "parallel: {communication: {compress: {data: int8_block}}}\nzero: {stage: 3}",
+        "a.yml:2: parallel.communication.compress.data = 'int8_block'",
+        "must be none at ZeRO 3",
+        "use zero.stage=1",
+    ),
+    case(
         "a table that is not there",
         "parallel: {communication: {table: none.yml}}",
         "a.yml:2: parallel.communication.table = 'none.yml'",

@@ -35,6 +35,13 @@ WARNED = [
         "base_width must go with type: mup or completep; it has no effect here",
     ),
     case(
+        "compressed gradients of one rank",
+        "parallel: {communication: {compress: {data: bf16}}}",
+        "a.yml:2: parallel.communication.compress.data = 'bf16'",
+        "must go with several data parallel ranks",
+        ranks=1,
+    ),
+    case(
         "sequence parallel alone",
         "parallel: {sequence: true}",
         "a.yml:2: parallel.sequence = true",

@@ -1,0 +1,21 @@
+"""In what form gradients travel between data parallel ranks, and how many bytes that is. No torch."""
+
+from __future__ import annotations
+
+WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
+FEEDS_BACK = ("int8_block", "top_k")  # what these leave out is added to the next gradients
+BLOCK = 256  # elements with a scale of their own
+SHARE = 32  # of so many elements one is sent
+
+
+def part_elements(wire: str, elements: int, ranks: int) -> int:
+    """Elements of each rank's part of a tensor, padded to whole blocks."""
+    unit = {"int8_block": BLOCK, "top_k": SHARE}.get(wire, 1)
+    return -(-elements // (ranks * unit)) * unit
+
+
+def part_bytes(wire: str, elements: int) -> int:
+    """Of a part on its way."""
+    if wire == "int8_block":
+        return elements + 4 * (elements // BLOCK)
+    return 8 * (elements // SHARE) if wire == "top_k" else 2 * elements
