@@ -134,6 +134,7 @@ def facts(config: Config, checkpoint: Checkpoint, options: Options) -> dict[str,
         "checkpoint": str(checkpoint.path),
         "requests": [asdict(request) for request in options.requests],
         "max_length": options.max_length,
+        **({"given": options.checkpoint} if options.checkpoint is not None else {}),
         **({"truncate": True} if config.evaluation.truncate else {}),
     }
 

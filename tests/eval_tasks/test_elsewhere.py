@@ -53,7 +53,9 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
         return str(error)
     found = results.read(output)
     assert found is not None
-    return {"results": results.numbers(found), "step": found["config"]["model_args"]["step"]}
+    told = found["config"]["model_args"]
+    assert Path(told["checkpoint"]).name == "step_00000007" and told["given"] == words[words.index("--checkpoint") + 1]
+    return {"results": results.numbers(found), "step": told["step"]}
 
 
 @pytest.fixture(scope="module")
