@@ -110,7 +110,6 @@ ABOUT_KINDS = {
     "megatron.command.verbs": "a folder of tools",
     "megatron.engine.expert_groups": "DeepSpeed's word for optimizer groups of experts",
     "megatron.engine.optimizers.groups": "DeepSpeed's word for optimizer groups of experts",
-    "megatron.engine.preload": "a model of any kind: the first resolution makes the schema",
     "megatron.engine.expert_load": "the name of a record in metrics.jsonl",
     "megatron.plan.bands": "a band of a run's time has a kind's name",
     "megatron.plan.bands_text": "the same band",

@@ -10,15 +10,11 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import setuptools  # noqa: F401
 
 import megatron.engine.engine  # noqa: F401
-from megatron.config import resolve
+from megatron.config.catalog import catalog
 from megatron.config.kind import kinds_of
 
 for kind in kinds_of().values():
     _ = kind.module
-resolve({  # the schema and its catalog are made at the first use
-    "model": {"layers": "mlp", "hidden_size": 8, "vocab_size": 8},
-    "training": {"steps": 1, "sequence_length": 8},
-    "data": {"synthetic": "copy"},
-})
+catalog()  # of all keys, made at the first use
 gc.collect()
 gc.freeze()  # shared with the workers, and not looked at by their collections
