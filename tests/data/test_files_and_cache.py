@@ -174,6 +174,13 @@ def test_standard_library_corpus(tmp_path):
     assert not again["kept"] and again["files"] == made["files"]
 
 
+def test_a_part_without_documents_is_refused(tmp_path):
+    with pytest.raises(DataError, match="of its 5 documents none belongs to validation"):
+        prepare("stdlib", tmp_path, 1e-9, limit=5)
+    assert not list(tmp_path.iterdir())
+    assert prepare("stdlib", tmp_path, 0.0, limit=5)["files"]["validation"]["documents"] == 0
+
+
 @pytest.mark.parametrize("name", ["stdlib_train.jsonl", "stdlib.json"])
 def test_files_of_others_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")

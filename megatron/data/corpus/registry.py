@@ -217,11 +217,28 @@ def _cut(name: str, records: Iterator[dict], folder: Path, validation: float, li
             key = record.pop("group", record["text"]).encode("utf-8", "replace")
             draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") / 2**64
             parts["validation" if draw < validation else "train"].add(record)
+        if validation > 0:
+            _refuse_empty(name, {part: lines.documents for part, lines in parts.items()})
     except BaseException:
         for part in parts.values():
             part.abandon()
         raise
     return {part: lines.finish() for part, lines in parts.items()}
+
+
+def _refuse_empty(name: str, documents: dict[str, int]) -> None:
+    """Refuse a cut of which one part has nothing: no token file can be made of it.
+
+    Raises:
+        DataError: with the part.
+    """
+    for part, number in documents.items():
+        if number == 0:
+            raise DataError(
+                name,
+                f"of its {sum(documents.values())} documents none belongs to {part}",
+                "give another share to --validation (0 for none), or a higher --limit",
+            )
 
 
 def stdlib_texts() -> Iterator[dict]:
