@@ -137,10 +137,10 @@ def relayed(repeat: bool):
         return x
 
     if repeat:
-        from megatron.model.recompute import _deciding
+        from megatron.model.recompute import deciding
 
         y = torch.utils.checkpoint.checkpoint(
-            layers, x, use_reentrant=False, preserve_rng_state=False, context_fn=_deciding
+            layers, x, use_reentrant=False, preserve_rng_state=False, context_fn=deciding
         )
     else:
         y = layers(x)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.kinds.attention import layer as attention
+from megatron.kinds.common import attend_across
+from megatron.kinds.common.attention_pattern import Pattern
 from megatron.model.logit_clip import largest_logits
 from megatron.model.stack import build_model
 from megatron.testing.ranks import on_ranks
@@ -72,7 +73,7 @@ def plainly(values: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
     masters = [p.detach() + torch.from_numpy(runs.noise(p.logical)) for p in dict.fromkeys(begun.parameters())]
     optimizer = runs.PlainOptimizer(config, [p.logical for p in parameters], masters)
     named = {p.logical.name: master for p, master in zip(parameters, masters)}
-    attend, losses, tops = attention.attend, [], []
+    attend, losses, tops = attend_across.attend, [], []
     calls: list[torch.Tensor] = []
 
     def watched(q, k, v, pattern, *, documents_BS=None, **more):
@@ -82,7 +83,7 @@ def plainly(values: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
     for step in range(STEPS):
         runs.load(parameters, masters, torch.float32)
         calls.clear()
-        with mock.patch.object(attention, "attend", watched):
+        with mock.patch.object(attend_across, "attend", watched):
             loss, gradients = runs.plain_gradients(config, model, parameters, step)
         norm = torch.sqrt(sum(g.double().square().sum() for g in gradients))
         optimizer.step([g * min(1.0, 0.3 / (float(norm) + 1e-6)) for g in gradients])
@@ -140,5 +141,5 @@ def test_the_largest_logits_are_those_of_the_whole_matrix(monkeypatch):
     documents = (torch.rand(2, 11, generator=draw) < 0.2).int().cumsum(-1)
     for window in (None, 1, 4, 20):
         for which in (None, documents):
-            pattern = attention.Pattern(0.3, window)
+            pattern = Pattern(0.3, window)
             torch.testing.assert_close(largest_logits(q, k, 0.3, window, which), seen(q, k, pattern, which))

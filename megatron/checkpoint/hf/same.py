@@ -80,6 +80,7 @@ def _drop_idle_rotary(values: dict[str, Any]) -> None:
     used = {
         "none": (),
         "linear": ("factor",),
+        "dynamic": ("factor", "original_length"),
         "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
         "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     }[values["rotary"]["scaling"]["type"]]

@@ -189,8 +189,6 @@ def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
             rule="must go with checkpoint.initialize_from: tensors are made from those of that checkpoint",
             fix="give checkpoint.initialize_from, or leave the map out",
         )
-    if checkpoint.initialize_layers:
-        yield from _layers_have_a_source(context)
     for ours, theirs in checkpoint.initialize_map.items():
         if theirs != "new" and ours.count("*") != theirs.count("*"):
             yield context.problem_at(
@@ -200,8 +198,10 @@ def map_has_its_source(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-def _layers_have_a_source(context: RuleContext) -> Iterator[Problem]:
+def layers_have_a_source(context: RuleContext) -> Iterator[Problem]:
     key, given = "checkpoint.initialize_layers", context.config.checkpoint.initialize_layers
+    if not given:
+        return
     if context.config.checkpoint.initialize_from is None:
         yield context.problem(
             key,
@@ -298,6 +298,7 @@ RULES = (
     levels_are_complete,
     one_way_to_start,
     map_has_its_source,
+    layers_have_a_source,
     kept_checkpoints_are_saved,
     resuming_needs_optimizer_state,
     profiled_steps_are_run,

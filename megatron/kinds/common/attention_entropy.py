@@ -6,6 +6,8 @@ channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,17 +34,17 @@ class AttentionEntropy:
         self.active = False
         self.total: Tensor | None = None
         self.count = 0
+        self._measure: Callable[..., None] = self._add
 
     def begin(self) -> None:
         self.active, self.total, self.count = True, None, 0
+        self._measure = torch.compiler.disable(self._add)  # only here: it imports the compiler
 
     def finish(self) -> tuple[Tensor | float, int]:
         """The sum and the number since `begin`."""
         self.active = False
         return 0.0 if self.total is None else self.total, self.count
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def see(
         self,
         q: Tensor,
@@ -59,6 +61,12 @@ class AttentionEntropy:
             stream: has the documents of these tokens.
             sinks_n: a logit of each head that takes its share of the softmax.
         """
+        self._measure(q, k, pattern, stream, context, sinks_n)
+
+    @torch.no_grad()
+    def _add(
+        self, q: Tensor, k: Tensor, pattern: Pattern, stream: Stream, context: ContextGroup, sinks_n: Tensor | None
+    ) -> None:
         documents, places = stream.documents, context.places(q.shape[2], q.device)
         whole = documents
         if context.size > 1:
