@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers as hf
 
-from tests.float64 import wider
+from tests.float64 import DOUBLE, wider
 from tests.model.parity import LLAMA_LIKE, TINY, compare
 from tests.model.recurrent_cases import RECURRENT
 
@@ -299,10 +301,10 @@ CASES |= RECURRENT
 @pytest.mark.parametrize("name", CASES)
 def test_equals_transformers(name: str):
     torch.manual_seed(0)
-    config = CASES[name]
+    config = copy.deepcopy(CASES[name])  # transformers notes a model's type in it, for the next one
     with wider():
         theirs = hf.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        ).double()
+            config, attn_implementation="eager", experts_implementation="eager", dtype=DOUBLE
+        )
     # shared blocks have norms without residuals, which amplify rounding (theirs as ours) with the size of matrices
     compare(theirs, seed=sum(name.encode()), std=0.075 if name.startswith("zamba") else 0.15)
