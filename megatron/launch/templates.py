@@ -145,11 +145,7 @@ def kubernetes(plan: JobPlan) -> str:
         file = shlex.quote(config.launch.environment_file)
         notes = f"# kubectl create secret generic {name}-environment --from-env-file={file}\n"
         secret = f"          envFrom: [{{secretRef: {{name: {name}-environment}}}}]\n"
-    wanted = ({f"{batch.gpus}.com/gpu": _gpus(plan)} if _gpus(plan) else {}) | batch.resources
-    limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
-    # Cards that read memory by themselves need it locked, which a pod may do with this capability.
-    locks = any("rdma" in each or "efa" in each for each in wanted)
-    security = ' {capabilities: {add: ["IPC_LOCK"]}}' if locks else " {}"
+    limits, security = _resources(plan)
     # A lost pod makes its peers fail too. All come back, and go on from the newest checkpoint: that must be allowed.
     pods, failures = batch.nodes, max(config.launch.restarts, LOST_PODS) * batch.nodes
     return f"""{notes}apiVersion: v1
@@ -195,6 +191,16 @@ spec:
         - {{name: shared-memory, emptyDir: {{medium: Memory}}}}
         - {{name: work, persistentVolumeClaim: {{claimName: {name}}}}}
 """
+
+
+def _resources(plan: JobPlan) -> tuple[str, str]:
+    """What a pod's container asks for and what it may do, as the values of `resources` and `securityContext`."""
+    batch = plan.launch.batch
+    wanted = ({f"{batch.gpus}.com/gpu": _gpus(plan)} if _gpus(plan) else {}) | batch.resources
+    limits = f"\n            limits: {json.dumps(wanted)}" if wanted else " {}"
+    # Cards that read memory by themselves need it locked, which a pod may do with this capability.
+    locks = any("rdma" in each or "efa" in each for each in wanted)
+    return limits, ' {capabilities: {add: ["IPC_LOCK"]}}' if locks else " {}"
 
 
 def _command_of_a_pod(plan: JobPlan, service: str) -> str:
