@@ -4,8 +4,6 @@ The loss of a step is the mean over all labels of the global batch that count. E
     weight * (replicas * accumulation) / (sum of weights in the global batch)
 because DeepSpeed divides by the accumulation and averages gradients over the replicas, the ranks of the data and
 context axes; so micro-batches and ranks with unequal numbers of labels still add up to the exact mean.
-
-A batch has whole samples. Where ranks share the tokens of a sample, `micro_batches` is the one place that cuts them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,9 +28,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
-from megatron.model.stream import StreamForm
 from megatron.parallel.account import EVALUATE, phase
-from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
@@ -48,6 +43,7 @@ from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .lengths import SequenceStages
 from .logit_clipping import LogitClipping
+from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import PASSES, PASSES_BACKWARD, LabelGroups, StepResult
@@ -86,78 +82,6 @@ NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
 def _nothing() -> None:
     """What an engine without pipeline stages does where samples get another length."""
-
-
-@dataclass
-class LossAccumulator:
-    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight.
-
-    Attributes:
-        groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
-        sums: by group; see `protocol.LabelGroups`.
-    """
-
-    loss: Tensor
-    weight: Tensor
-    groups: Iterator[Tensor] | None = None
-    sums: Tensor | None = None
-
-    @classmethod
-    def zero(cls, device: torch.device) -> LossAccumulator:
-        return cls(
-            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
-        )
-
-    def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
-        losses_BS = ce_BS.detach() * weights_BS
-        self.loss += losses_BS.sum()
-        self.weight += weights_BS.sum()
-        if self.groups is not None and self.sums is not None:
-            both = torch.stack([losses_BS.flatten(), weights_BS.flatten()]).double()
-            for ids_BS in next(self.groups).unbind(-1):
-                self.sums.index_add_(1, ids_BS.flatten(), both)
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loss / self.weight
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], and the form's extra inputs, of the s
-    positions that this rank has of each sample."""
-
-    tokens: Tensor
-    labels: Tensor
-    weights: Tensor
-    extras: dict[str, Tensor]
-
-
-def micro_batches(
-    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device, context: ContextGroup
-) -> Iterator[MicroBatch]:
-    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`."""
-
-    def own(whole: Tensor) -> Tensor:
-        return context.cut(whole.to(device, non_blocking=True), 2)
-
-    both = batch.tokens.to(device, non_blocking=True)
-    tokens, labels = own(both[..., :-1]), own(both[..., 1:])
-    mask = None if batch.loss_mask is None else own(batch.loss_mask)
-    positions = batch.positions
-    if form.positions and positions is None:  # a token's place in its sample, which its place here does not tell
-        positions = torch.arange(batch.inputs.shape[-1], dtype=torch.int32).expand(batch.inputs.shape)
-    named = {"positions": positions, "documents": batch.documents}
-    wanted = {name: named[name] for name in form.optional if name != "samples"}
-    missing = [name for name, each in wanted.items() if each is None]
-    if missing:
-        raise ValueError(f"the batch has no {' and no '.join(missing)}, which the model reads")
-    extras = {name: own(each) for name, each in wanted.items() if each is not None}
-    if form.samples:
-        extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
-    for index in range(tokens.shape[0]):
-        weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
-        yield MicroBatch(tokens[index], labels[index], weights * scale, {name: extras[name][index] for name in extras})
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from .spikes import ADAGC, CLIP, NORM, Spike, SpikeRule
 if TYPE_CHECKING:
     from .adagc import AdaGC
     from .clipping import GlobalClipping
-    from .engine import LossAccumulator
+    from .micro_batches import LossAccumulator
 
 _NUMBERS = 3  # sum of losses, sum of weights, gradient norm
 

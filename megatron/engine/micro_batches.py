@@ -1,0 +1,89 @@
+"""The micro-batches of a step as a rank sees them, and the sums over the labels that it has seen.
+
+A batch has whole samples. Where ranks share the tokens of a sample, `micro_batches` is the one place that cuts them.
+Shapes: B samples, s positions of this rank, K groups of a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.data.batch import StepBatch
+from megatron.model.stream import StreamForm
+from megatron.parallel.context import ContextGroup
+
+
+@dataclass
+class LossAccumulator:
+    """Sums over the labels that this rank has seen: weighted cross-entropy, and weight.
+
+    Attributes:
+        groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
+        sums: by group; see `protocol.LabelGroups`.
+    """
+
+    loss: Tensor
+    weight: Tensor
+    groups: Iterator[Tensor] | None = None
+    sums: Tensor | None = None
+
+    @classmethod
+    def zero(cls, device: torch.device) -> LossAccumulator:
+        return cls(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
+        )
+
+    def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
+        losses_BS = ce_BS.detach() * weights_BS
+        self.loss += losses_BS.sum()
+        self.weight += weights_BS.sum()
+        if self.groups is not None and self.sums is not None:
+            both = torch.stack([losses_BS.flatten(), weights_BS.flatten()]).double()
+            for ids_BS in next(self.groups).unbind(-1):
+                self.sums.index_add_(1, ids_BS.flatten(), both)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loss / self.weight
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], and the form's extra inputs, of the s
+    positions that this rank has of each sample."""
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    extras: dict[str, Tensor]
+
+
+def micro_batches(
+    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device, context: ContextGroup
+) -> Iterator[MicroBatch]:
+    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`."""
+
+    def own(whole: Tensor) -> Tensor:
+        return context.cut(whole.to(device, non_blocking=True), 2)
+
+    both = batch.tokens.to(device, non_blocking=True)
+    tokens, labels = own(both[..., :-1]), own(both[..., 1:])
+    mask = None if batch.loss_mask is None else own(batch.loss_mask)
+    positions = batch.positions
+    if form.positions and positions is None:  # a token's place in its sample, which its place here does not tell
+        positions = torch.arange(batch.inputs.shape[-1], dtype=torch.int32).expand(batch.inputs.shape)
+    named = {"positions": positions, "documents": batch.documents}
+    wanted = {name: named[name] for name in form.optional if name != "samples"}
+    missing = [name for name, each in wanted.items() if each is None]
+    if missing:
+        raise ValueError(f"the batch has no {' and no '.join(missing)}, which the model reads")
+    extras = {name: own(each) for name, each in wanted.items() if each is not None}
+    if form.samples:
+        extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
+    for index in range(tokens.shape[0]):
+        weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
+        yield MicroBatch(tokens[index], labels[index], weights * scale, {name: extras[name][index] for name in extras})
