@@ -72,6 +72,16 @@ def loss_after_start(values: dict, ranks: int, path: str) -> tuple[list, tuple[f
     return runs.portable(f for f in engine.state.fragments() if f.state == MASTER), runs.mean(*engine.evaluate(batch))
 
 
+def losses_are_of(model, found: list[float]) -> None:
+    """Each is the loss that the dense model has on the same batch, in plain PyTorch."""
+    config = resolve({"model": DENSE, "training": TRAINING})
+    batch = runs.global_batch(config, 7)
+    with torch.no_grad():
+        ce, _, _ = runs.token_losses(config, model.eval(), batch, slice(None))
+    wanted = float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
+    assert all(loss == pytest.approx(wanted, rel=1e-5) for loss in found)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
@@ -80,12 +90,7 @@ def test_computes_what_the_dense_model_does(kind: str, layout: str, tmp_path):
     moe = {**DENSE, "layers": "(attention/moe) x2", "moe": EXPERTS[kind]}
     values = {"model": moe, "training": TRAINING, "data": {"synthetic": "copy"}, **cut}
     results = run(ranks, loss_after_start, values, ranks, str(path))
-    config = resolve({"model": DENSE, "training": TRAINING})
-    batch = runs.global_batch(config, 7)
-    with torch.no_grad():
-        ce, _, _ = runs.token_losses(config, model.eval(), batch, slice(None))
-    wanted = float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
-    assert all(loss == pytest.approx(wanted, rel=1e-5) for _, (loss, _) in results)
+    losses_are_of(model, [loss for _, (loss, _) in results])
     weights = {name: each for (name, _), each in runs.assemble([result[0] for result in results]).items()}
     ours = {name: p.detach().numpy() for name, p in named(model).items()}
     down = weights["layers.1.moe.experts.down.weight"].reshape(4, 32, -1)
@@ -129,12 +134,7 @@ def test_a_deeper_model_that_computes_the_same(layout: str, tmp_path):
         **cut,
     }
     results = run(ranks, grown, values, ranks, str(path))
-    config = resolve({"model": DENSE, "training": TRAINING})
-    batch = runs.global_batch(config, 7)
-    with torch.no_grad():
-        ce, _, _ = runs.token_losses(config, model.eval(), batch, slice(None))
-    wanted = float((ce * batch.loss_mask[0]).double().sum() / batch.loss_mask.double().sum())
-    assert all(loss == pytest.approx(wanted, rel=1e-5) for _, (loss, _) in results)
+    losses_are_of(model, [loss for _, (loss, _) in results])
     weights = {name: each for (name, _), each in runs.assemble([result[0] for result in results]).items()}
     ours = {name: p.detach().numpy().reshape(-1) for name, p in named(model).items()}
     for name in ("attention.query.weight", "mlp.down.weight", "ffn_norm.weight"):
