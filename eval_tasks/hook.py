@@ -11,7 +11,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import Engine
 from megatron.engine.scoring import Scorer
 from megatron.training.exchange import StepReport
-from megatron.training.hook import Hook, Parts
+from megatron.training.hook import Hook, HookContext
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import EVALUATE
@@ -35,7 +35,7 @@ class TasksHook(Hook):
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=texts)
 
     @classmethod
-    def of(cls, parts: Parts) -> TasksHook | None:
+    def of(cls, parts: HookContext) -> TasksHook | None:
         if not during_training(parts.config) or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)

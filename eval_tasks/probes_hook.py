@@ -11,7 +11,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.protocol import Engine
 from megatron.engine.scoring import Scorer, Text
 from megatron.training.exchange import StepReport
-from megatron.training.hook import Hook, Parts
+from megatron.training.hook import Hook, HookContext
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import EVALUATE
@@ -32,7 +32,7 @@ class ProbesHook(Hook):
         self._scorer = Scorer(config, engine, world.mesh, world.device, texts=config.training.micro_batch_size)
 
     @classmethod
-    def of(cls, parts: Parts) -> ProbesHook | None:
+    def of(cls, parts: HookContext) -> ProbesHook | None:
         if not parts.config.evaluation.probes or parts.engine is None or parts.world is None:
             return None
         return cls(parts.config, parts.engine, parts.world)

@@ -27,7 +27,7 @@ if str(ROOT) not in sys.path:
 from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
-from megatron.parallel.curve import Curve, read_curves  # noqa: E402
+from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable, regular, table  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
@@ -116,7 +116,7 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     return text
 
 
-def curves_of(path: str | None) -> tuple[Curve, ...]:
+def curves_of(path: str | None) -> tuple[CostCurve, ...]:
     """The measured collectives of a machine, none without a file."""
     try:
         return read_curves(path) if path else ()

@@ -53,7 +53,7 @@ LENGTHS = (
 
 
 @dataclass(frozen=True)
-class Stage:
+class ContinualStage:
     """One of the runs: its command line for train.py, and where it ends."""
 
     name: str
@@ -66,7 +66,9 @@ class Stage:
         return _checkpoint(self.folder, self.steps)
 
 
-def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = (), seed: int | None = None) -> list[Stage]:
+def stages(
+    root: Path, divide: int = 1, overrides: tuple[str, ...] = (), seed: int | None = None
+) -> list[ContinualStage]:
     """All runs, in an order in which each finds what it starts from.
 
     Args:
@@ -86,7 +88,7 @@ def stages(root: Path, divide: int = 1, overrides: tuple[str, ...] = (), seed: i
         config = load(files, [*others, *place], ranks=1, check_inputs=False).config
         changes = shorter(config, divide) if divide > 1 else []
         steps = max(1, config.training.steps // divide)
-        found.append(Stage(name, (*files, *place, *changes, *others), steps, Path(config.run.dir)))
+        found.append(ContinualStage(name, (*files, *place, *changes, *others), steps, Path(config.run.dir)))
     return found
 
 
@@ -127,7 +129,7 @@ def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:08d}"
 
 
-def train(every: list[Stage], run: Callable[[Stage], Any], log: Callable[[str], None]) -> None:
+def train(every: list[ContinualStage], run: Callable[[ContinualStage], Any], log: Callable[[str], None]) -> None:
     """Train what has not been trained."""
     for stage in every:
         if stage.checkpoint.is_dir():
@@ -138,7 +140,7 @@ def train(every: list[Stage], run: Callable[[Stage], Any], log: Callable[[str], 
             raise FileNotFoundError(f"{stage.name} ended without its last checkpoint, {stage.checkpoint}")
 
 
-def losses(every: list[Stage]) -> dict[str, dict[str, Points]]:
+def losses(every: list[ContinualStage]) -> dict[str, dict[str, Points]]:
     """Validation losses by run and by set, each over the number of steps since the very beginning.
 
     A run that starts from another one's weights counts on from its last step; one that resumes counts its own.
@@ -242,7 +244,7 @@ def main() -> int:
         seeds = given.seeds or [None]
         every = [stages(Path(), given.divide, (*machine.extra, *given.overrides), seed) for seed in seeds]
 
-        def run(stage: Stage) -> None:
+        def run(stage: ContinualStage) -> None:
             quickstart.heading(f"Training: {stage.name}")
             quickstart.call(["./deepy.py", "--ranks", str(machine.ranks), "train.py", *stage.words])
 

@@ -227,7 +227,7 @@ def look() -> Machine:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """The training run: its directory, its checkpoints, its number of steps, and a hash of all that it depends on."""
 
     folder: Path
@@ -241,7 +241,7 @@ class Run:
         return self.checkpoints / f"step_{self.steps:08d}"
 
 
-def train(settings: Settings) -> Run:
+def train(settings: Settings) -> TrainingRun:
     """Train, or go on with training that was interrupted, or do nothing if it is finished."""
     from megatron.config import config_hash, load
 
@@ -253,7 +253,7 @@ def train(settings: Settings) -> Run:
     config = load(files, overrides, ranks=machine.ranks).config
     inputs = [settings.data / name for name in ("tokenizer.json", "train.bin", "validation.bin")]
     key = digest(config_hash(config), *inputs)
-    run = Run(Path(config.run.dir), Path(config.checkpoint.dir), config.training.steps, key)
+    run = TrainingRun(Path(config.run.dir), Path(config.checkpoint.dir), config.training.steps, key)
     if _trained(run):
         print(f"done before: {_name(run.checkpoint)}")
         return run
@@ -277,12 +277,12 @@ def _data_overrides(settings: Settings) -> list[str]:
     ]
 
 
-def _trained(run: Run) -> bool:
+def _trained(run: TrainingRun) -> bool:
     known = Record.load(run.folder / "quickstart.json").steps.get("training", {})
     return known.get("key") == run.key and known.get("finished", False) and run.checkpoint.is_dir()
 
 
-def _make_room(run: Run) -> None:
+def _make_room(run: TrainingRun) -> None:
     """Move a run of other settings or data aside, so that this one starts anew; mark the directory as this run's."""
     record = Record.load(run.folder / "quickstart.json")
     if run.folder.exists() and record.steps.get("training", {}).get("key") != run.key:
@@ -295,7 +295,7 @@ def _make_room(run: Run) -> None:
     record.put("training", run.key, [], finished=False)
 
 
-def samples(run: Run) -> None:
+def samples(run: TrainingRun) -> None:
     """Print what the model writes; kept with the run, so that the same texts are shown the next time at once."""
     heading("5/5  What it writes")
     record = Record.load(run.folder / "quickstart.json")
@@ -329,7 +329,7 @@ def unigram_entropy(prefix: Path) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def verdict(settings: Settings, run: Run, seconds: float) -> bool:
+def verdict(settings: Settings, run: TrainingRun, seconds: float) -> bool:
     """Say how good the model is, and whether that is far better than knowing only how frequent each token is."""
     from megatron.report.curve import History
 
@@ -355,7 +355,7 @@ def verdict(settings: Settings, run: Run, seconds: float) -> bool:
     return good
 
 
-def advice(settings: Settings, run: Run) -> None:
+def advice(settings: Settings, run: TrainingRun) -> None:
     """What to do next."""
     heading("What next?")
     rows = (

@@ -57,7 +57,7 @@ def summary() -> str:
 
 
 def _summary(found: list[Case]) -> list[str]:
-    places = [Place.of(case) for case in found]
+    places = [CaseSizes.of(case) for case in found]
     sequence = " (sequence too)" if any(case.values.get("parallel", {}).get("sequence") for case in found) else ""
     together = dict.fromkeys(place.axes for place in sorted(places) if place.axes.count("·"))
     modes = {case.values.get("training", {}).get("activation_checkpointing", {}).get("mode") for case in found} - {
@@ -78,7 +78,7 @@ def _summary(found: list[Case]) -> list[str]:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class CaseSizes:
     """A case's sizes of the axes, and its ZeRO stage."""
 
     tensor: int
@@ -89,7 +89,7 @@ class Place:
     zero: int
 
     @classmethod
-    def of(cls, case: Case) -> Place:
+    def of(cls, case: Case) -> CaseSizes:
         parallel = case.values.get("parallel", {})
         tensor, pipeline, context = (parallel.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
         return cls(

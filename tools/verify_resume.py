@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     from megatron.config import ConfigError, load
     from megatron.trials.job import TrialError
-    from megatron.trials.resume import Layout, other_layout, verify_resume
+    from megatron.trials.resume import TrialLayout, other_layout, verify_resume
 
     words = [options.file, *options.overrides]
     try:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         other = None
     else:
         number, *keys = options.other.split()
-        other = Layout(int(number), tuple(keys))
+        other = TrialLayout(int(number), tuple(keys))
 
     def tell(text: str) -> None:
         print(f"... {text}", file=sys.stderr, flush=True)

@@ -88,9 +88,9 @@ def run(config: Config, options: Options, world: World) -> None:
             print(f"{where}\n{summary_of(where).text()}\n", flush=True)
 
 
-def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.Job:
+def job_of(config: Config, options: Options, checkpoint: Checkpoint) -> table.RecitationJob:
     steps = options.steps
-    return table.Job(
+    return table.RecitationJob(
         str(checkpoint.path),
         checkpoint.meta.step,
         (steps.start, steps.stop, steps.step),
@@ -121,7 +121,7 @@ class Recitation:
     ) -> None:
         self.scorer, self.data, self.options, self.world, self.log = scorer, data, options, world, log
 
-    def run(self, folder: Path, job: table.Job) -> None:
+    def run(self, folder: Path, job: table.RecitationJob) -> None:
         """Write the parts that a folder does not have yet. All ranks call it."""
         have = self._begin(folder, job)
         places = ((step, sequence) for step in self.options.steps for sequence in range(job.samples))
@@ -136,7 +136,7 @@ class Recitation:
             self.world.communicator.barrier()
             self.log(f"{min((number + 1) * table.PART, total):,} of {total:,} sequences")
 
-    def _begin(self, folder: Path, job: table.Job) -> set[int]:
+    def _begin(self, folder: Path, job: table.RecitationJob) -> set[int]:
         answer: list[Any] | None = None
         if self.world.is_main:
             try:

@@ -95,7 +95,7 @@ def summary_of(folder: Path) -> Summary:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ExtractionForecast:
     """How well an early (or small) model's extractable set foretells a late (or large) one's.
 
     Attributes:
@@ -125,7 +125,7 @@ class Prediction:
         return self.false_alarms / others if others else None
 
 
-def predict(early: Path, late: Path) -> Prediction:
+def predict(early: Path, late: Path) -> ExtractionForecast:
     """Compare two folders of results over the sequences that both have.
 
     Raises:
@@ -144,7 +144,7 @@ def predict(early: Path, late: Path) -> Prediction:
             f"{early} and {late} must have sequences in common: give both runs of extract.py some --steps"
         )
     own, true = known[at], wanted[place]
-    return Prediction(len(common), int((own & true).sum()), int((own & ~true).sum()), int((true & ~own).sum()))
+    return ExtractionForecast(len(common), int((own & true).sum()), int((own & ~true).sum()), int((true & ~own).sum()))
 
 
 def _flags(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ class ResultError(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class RecitationJob:
     """What results depend on.
 
     Attributes:
@@ -58,7 +58,7 @@ class Job:
     precision: str
 
 
-def begin(folder: Path, job: Job) -> set[int]:
+def begin(folder: Path, job: RecitationJob) -> set[int]:
     """Say what a folder is for; returns the numbers of the parts that it has.
 
     Raises:

@@ -27,7 +27,7 @@ STEEP = 0.25
 
 
 @dataclass(frozen=True)
-class Coordinates:
+class CoordinateCheck:
     """Activations of one place in one model after a number of steps, mean over seeds.
 
     Attributes:
@@ -61,7 +61,7 @@ class Slope:
 
 def check(
     files: Sequence[str], overrides: Sequence[str], axis: str, sizes: Sequence[int], *, steps: int = 4, seeds: int = 2
-) -> list[Coordinates]:
+) -> list[CoordinateCheck]:
     """Train the models of these sizes a few steps in this process, at a constant rate, and look at their activations.
 
     Every model reads the same batches: those of the run's first steps. Activations are those of the first batch.
@@ -80,7 +80,7 @@ def check(
         runs = [_train(each, steps) for each in members]
         for place, step in runs[0]:
             values, changes = zip(*(run[place, step] for run in runs))
-            found.append(Coordinates(size, place, step, sum(values) / seeds, sum(changes) / seeds))
+            found.append(CoordinateCheck(size, place, step, sum(values) / seeds, sum(changes) / seeds))
     return found
 
 
@@ -174,7 +174,7 @@ def _activations(opened: Any, batch: Any) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def slopes(found: Sequence[Coordinates]) -> list[Slope]:
+def slopes(found: Sequence[CoordinateCheck]) -> list[Slope]:
     """How steeply the change of each place grows with the size, after the last step."""
     last = max(each.step for each in found)
     result = []
@@ -192,7 +192,7 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in zip(xs, ys)) / sum((a - x) ** 2 for a in xs)
 
 
-def table(found: Sequence[Coordinates], axis: str) -> str:
+def table(found: Sequence[CoordinateCheck], axis: str) -> str:
     """Changes after the last step by place and size, with their slopes and the verdict."""
     last, sizes = max(each.step for each in found), list(dict.fromkeys(each.size for each in found))
     rows = [("place", *(f"{axis} {size}" for size in sizes), "slope", "")]
@@ -204,7 +204,7 @@ def table(found: Sequence[Coordinates], axis: str) -> str:
     return "\n".join([f"mean |activation after {last} steps - activation before|", *lines, verdict(found, axis)])
 
 
-def verdict(found: Sequence[Coordinates], axis: str) -> str:
+def verdict(found: Sequence[CoordinateCheck], axis: str) -> str:
     """One sentence on all places."""
     steep = [f"{each.place} {each.verdict}" for each in slopes(found) if each.verdict != "flat"]
     if not steep:
@@ -212,7 +212,7 @@ def verdict(found: Sequence[Coordinates], axis: str) -> str:
     return f"not flat with the {axis}: {', '.join(steep)}"
 
 
-def picture(found: Sequence[Coordinates], axis: str, path: str) -> None:
+def picture(found: Sequence[CoordinateCheck], axis: str, path: str) -> None:
     """Write a picture: for each place, the change of its activations over the size, a line per step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

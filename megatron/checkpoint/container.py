@@ -37,7 +37,7 @@ MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library too
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its type, its shape, and its bytes [begin, end) counted from the start of the file."""
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Entry:
 
 def header(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorEntry]]:
     """The first bytes of a file that holds `tensors` in this order, and where each of them goes."""
     described: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)}
     place = 0
@@ -61,7 +61,7 @@ def header(
     return len(text).to_bytes(8, "little") + text, _entries(described, 8 + len(text))
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors of a file and its metadata.
 
     Raises:
@@ -91,10 +91,10 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return entries, metadata
 
 
-def _entries(described: dict, base: int) -> dict[str, Entry]:
+def _entries(described: dict, base: int) -> dict[str, TensorEntry]:
     found = {}
     for name, info in described.items():
         if name != "__metadata__":
             begin, end = info["data_offsets"]
-            found[name] = Entry(DTYPES[info["dtype"]], tuple(info["shape"]), base + begin, base + end)
+            found[name] = TensorEntry(DTYPES[info["dtype"]], tuple(info["shape"]), base + begin, base + end)
     return found

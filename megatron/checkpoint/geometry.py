@@ -17,7 +17,7 @@ from .fragment import FragmentSpec
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class FragmentRectangle:
     """Elements of the logical matrix, and where they lie in the fragment.
 
     Attributes:
@@ -59,7 +59,7 @@ def common_width(*tensors: LogicalTensor) -> int:
     return min(natural_width(tensor) for tensor in tensors)
 
 
-def rectangles(spec: FragmentSpec, width: int | None = None) -> list[Rectangle]:
+def rectangles(spec: FragmentSpec, width: int | None = None) -> list[FragmentRectangle]:
     """The fragment as rectangles of the logical matrix of `width` columns, in the order of its elements.
 
     Args:
@@ -76,14 +76,14 @@ def rectangles(spec: FragmentSpec, width: int | None = None) -> list[Rectangle]:
             low, high = max(begin, local), min(end, local + length)
             if low < high:
                 position = first * local_width + low - spec.start
-                found.append(Rectangle(first, count, column + low - local, high - low, position, local_width))
+                found.append(FragmentRectangle(first, count, column + low - local, high - low, position, local_width))
     found.sort(key=lambda rectangle: rectangle.local)
     if width in (None, own_width):
         return found
     return [part for rectangle in found for part in _refine(rectangle, own_width, width)]
 
 
-def overlap(source: list[Rectangle], target: list[Rectangle]) -> list[Piece]:
+def overlap(source: list[FragmentRectangle], target: list[FragmentRectangle]) -> list[Piece]:
     """What two fragments, as rectangles of one matrix width, have in common: how to copy it from source to target."""
     pieces = []
     for ours in target:
@@ -97,7 +97,7 @@ def overlap(source: list[Rectangle], target: list[Rectangle]) -> list[Piece]:
     return pieces
 
 
-def _position(rectangle: Rectangle, row: int, column: int) -> int:
+def _position(rectangle: FragmentRectangle, row: int, column: int) -> int:
     return rectangle.local + (row - rectangle.row) * rectangle.stride + column - rectangle.column
 
 
@@ -137,7 +137,7 @@ def _row_bands(start: int, stop: int, width: int) -> list[tuple[int, int, int, i
     return bands
 
 
-def _refine(rectangle: Rectangle, width: int, finer: int) -> list[Rectangle]:
+def _refine(rectangle: FragmentRectangle, width: int, finer: int) -> list[FragmentRectangle]:
     """The same elements as rectangles of a narrower matrix, of which each row of the wide one is several rows."""
     refined = []
     for row in range(rectangle.rows):
@@ -145,5 +145,5 @@ def _refine(rectangle: Rectangle, width: int, finer: int) -> list[Rectangle]:
         local = rectangle.local + row * rectangle.stride
         for first, count, begin, end in _row_bands(start, start + rectangle.columns, finer):
             position = local + first * finer + begin - start
-            refined.append(Rectangle(first, count, begin, end - begin, position, finer))
+            refined.append(FragmentRectangle(first, count, begin, end - begin, position, finer))
     return refined

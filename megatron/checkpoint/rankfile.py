@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ..config.paths import UnsafeName, check_name, inside
-from .container import DTYPE_NAMES, Entry, header
+from .container import DTYPE_NAMES, TensorEntry, header
 from .durable import CHUNK, naming, read_fully, write_fully
 from .errors import CheckpointError, understanding
 from .fragment import FragmentSpec
@@ -127,7 +127,7 @@ def write_rank_file(
 
 def _layout(
     rank: int, items: list[tuple[FragmentSpec, torch.dtype]], vocabulary: Vocabulary, rows: np.ndarray
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorEntry]]:
     """The header of a file and where everything goes; fills the vocabulary and the rows, all but their checksums."""
     names = {_entry_name(spec): (dtype, (spec.length,)) for spec, dtype in items}
     if len(names) < len(items):

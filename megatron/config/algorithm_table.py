@@ -31,7 +31,7 @@ def candidates(operation: str, hosts: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Table:
+class AlgorithmTable:
     """Choices for one machine and one number of ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class Table:
         return {**self.facts, "table": rows}
 
     @classmethod
-    def of(cls, document: Any) -> Table:
+    def of(cls, document: Any) -> AlgorithmTable:
         """What `document` gave.
 
         Raises:
@@ -112,7 +112,7 @@ def _row(row: Any) -> tuple[tuple[str, int, int], tuple[tuple[int, str], ...]]:
     return (operation, hosts, ranks), tuple((size, name) for size, name in steps)
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> AlgorithmTable:
     """The algorithms of a machine.yml.
 
     Raises:
@@ -125,7 +125,7 @@ def read_table(path: str | Path) -> Table:
         raise ValueError(f"{path}: {error}") from error
 
 
-def table_of(text: str) -> Table:
+def table_of(text: str) -> AlgorithmTable:
     """The algorithms in the text of a machine.yml.
 
     Raises:
@@ -138,7 +138,7 @@ def table_of(text: str) -> Table:
     found = values.get("algorithms") if isinstance(values, dict) else None
     if found is None:
         raise ValueError("it must have `algorithms`, as tools/bench/communication.py --tune writes them")
-    return Table.of(found)
+    return AlgorithmTable.of(found)
 
 
 def best(points: Iterable[tuple[int, Mapping[str, float]]], margin: float = 0.05) -> tuple[tuple[int, str], ...]:

@@ -29,7 +29,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Difference:
+class KeyDifference:
     """A key with unlike values; ABSENT where one side does not have the key."""
 
     key: str
@@ -83,12 +83,12 @@ def _is_resolved(file: File) -> bool:
         return False  # `load` says what is wrong with it
 
 
-def differences(a: Described, b: Described) -> list[Difference]:
+def differences(a: Described, b: Described) -> list[KeyDifference]:
     """The keys in which two configurations differ, in order; patterns of the same layers are equal."""
     values = [{dotted(path): value for path, value in leaves(thaw(each.config.model_dump()))} for each in (a, b)]
     same = list(map(str, a.config.model.blocks)) == list(map(str, b.config.model.blocks))
     return [
-        Difference(key, (first, second), (a.origins.get(key, "default"), b.origins.get(key, "default")))
+        KeyDifference(key, (first, second), (a.origins.get(key, "default"), b.origins.get(key, "default")))
         for key in dict.fromkeys([*values[0], *values[1]])
         if (first := values[0].get(key, ABSENT)) != (second := values[1].get(key, ABSENT))
         and not (key == "model.layers" and same)

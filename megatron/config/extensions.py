@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .catalog import Path
-from .layers import Source
+from .layers import ConfigSource
 from .origins import Origin
 from .problems import ConfigError, Problem
 from .registry import (
@@ -41,7 +41,7 @@ PLACES: tuple[tuple[str, Path], ...] = (  # where a configuration has names of t
 _NAME = re.compile(r"(?<![@\w])(?!x\s*\d+(?!\w))[A-Za-z_]\w*")
 
 
-def extensions_of(sources: list[Source]) -> tuple[str, ...]:
+def extensions_of(sources: list[ConfigSource]) -> tuple[str, ...]:
     """The modules to load, in order; what an installed package offers is added to the last source.
 
     Raises:
@@ -62,7 +62,7 @@ def extensions_of(sources: list[Source]) -> tuple[str, ...]:
     return (*found, *added)
 
 
-def _check(modules: list[str], source: Source) -> None:
+def _check(modules: list[str], source: ConfigSource) -> None:
     """Each by itself first, so that all that is wrong is said at once; then all together, whose names may clash."""
     problems = []
     for index, module in enumerate(modules):
@@ -80,7 +80,7 @@ def _check(modules: list[str], source: Source) -> None:
         raise ConfigError(problems)
 
 
-def _offered(sources: list[Source], extensions: tuple[str, ...]) -> dict[str, str]:
+def _offered(sources: list[ConfigSource], extensions: tuple[str, ...]) -> dict[str, str]:
     """The modules that installed packages offer for names that nothing listed has, each with the key of the name."""
     added: dict[str, str] = {}
     for role, path, source, name in _named(sources):
@@ -98,7 +98,7 @@ def _offered(sources: list[Source], extensions: tuple[str, ...]) -> dict[str, st
     return added
 
 
-def _named(sources: list[Source]) -> Iterator[tuple[str, Path, Source, str]]:
+def _named(sources: list[ConfigSource]) -> Iterator[tuple[str, Path, ConfigSource, str]]:
     """The names in the sources: role, key, source that says it last, name."""
     for role, path in PLACES:
         found = _last(sources, path)
@@ -114,7 +114,7 @@ def _named(sources: list[Source]) -> Iterator[tuple[str, Path, Source, str]]:
             yield role, path, source, name
 
 
-def _last(sources: list[Source], path: Path) -> tuple[Source, Any] | None:
+def _last(sources: list[ConfigSource], path: Path) -> tuple[ConfigSource, Any] | None:
     """The source that says this key last, and what it says."""
     for source in reversed(sources):
         value = get(source.values, path, None)

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path as File
 
 from ..installation import configuration_file
-from .layers import Source
+from .layers import ConfigSource
 from .problems import Problem
 from .yaml_source import read_file, read_override
 
 MOST_FILES = 40  # of a run, each counted as often as it is extended: files that extend files can double at each level
 
 
-def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[Source]:
+def gather(files: Sequence[str | os.PathLike], overrides: Sequence[str] = ()) -> list[ConfigSource]:
     """All sources, in the order in which they are merged.
 
     A file's bases (`extends:`, one path or a list, seen from the file's folder) come before the file itself. What is
     no file may be the name of a ready configuration, such as `pythia/70m`.
     """
-    sources: list[Source] = []
+    sources: list[ConfigSource] = []
     for file in files:
         path = os.fspath(file)
         sources += _with_bases(configuration_file(path) or path, (), [MOST_FILES])
@@ -45,7 +45,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [each for each in arguments if each not in overrides], overrides
 
 
-def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list[Source]:
+def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list[ConfigSource]:
     """A file and those that it extends; `left` counts down the files that may still be read."""
     source = read_file(path)
     left[0] -= 1
@@ -60,7 +60,7 @@ def _with_bases(path: str, open_files: tuple[str, ...], left: list[int]) -> list
         )
         return [source]
     chain = (*open_files, os.path.realpath(path))
-    sources: list[Source] = []
+    sources: list[ConfigSource] = []
     for name in names:
         base = os.path.join(os.path.dirname(path), name)
         if left[0] <= 0:

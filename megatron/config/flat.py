@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .catalog import Path, parse_path
 from .files import gather
-from .layers import Source
+from .layers import ConfigSource
 from .origins import Origin
 from .problems import ABSENT, ConfigError, Problem
 from .schema import Config
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .neox import FlatDocument, FlatProblem
 
 
-def translate_flat(sources: list[Source]) -> tuple[list[Source], tuple[str, ...]]:
+def translate_flat(sources: list[ConfigSource]) -> tuple[list[ConfigSource], tuple[str, ...]]:
     """`sources` with all flat ones replaced by one native one, at the place of the last of them.
 
     Flat files are read together, since GPT-NeoX lets one file's key bear on another's. Overrides of flat keys
@@ -47,7 +47,7 @@ def translate_flat(sources: list[Source]) -> tuple[list[Source], tuple[str, ...]
         else:
             places[parse_path(key)] = Origin("file", file=origin.path, line=origin.line, text=origin.key)
     read = [problem for source in flat for problem in source.problems]
-    native = Source(translation.values, places, last.fallback, read, any(source.unread for source in flat))
+    native = ConfigSource(translation.values, places, last.fallback, read, any(source.unread for source in flat))
     native.problems += [_problem(each) for each in translation.problems]
     result = [
         native if source is last else source
@@ -61,13 +61,13 @@ def translate_flat(sources: list[Source]) -> tuple[list[Source], tuple[str, ...]
 _AMBIGUOUS = {"optimizer", "precision", "tokenizer", "checkpoint", "deepspeed"}
 
 
-def _native(source: Source) -> bool:
+def _native(source: ConfigSource) -> bool:
     """Whether this is plainly no flat file: known sections only, and one that GPT-NeoX has no key like."""
     names = set(source.values)
     return names <= set(Config.model_fields) and (not names or bool(names - _AMBIGUOUS))
 
 
-def _flat_argument(source: Source) -> bool:
+def _flat_argument(source: ConfigSource) -> bool:
     """Whether an override is of a flat key: no dot in it, and no section's name."""
     dotted = "." in source.fallback.text.partition("=")[0]
     return bool(source.values) and not dotted and not set(source.values) & set(Config.model_fields)
@@ -96,7 +96,7 @@ def convert(files: Sequence[str]) -> str:
     return neox.to_native_yaml(translation)
 
 
-def _document(source: Source) -> FlatDocument:
+def _document(source: ConfigSource) -> FlatDocument:
     from .neox import FlatDocument
 
     lines = {name: source.origin((name,)).line for name in source.values}

@@ -26,7 +26,7 @@ O = TypeVar("O", bound=Section)
 
 
 @dataclass(frozen=True)
-class Use(Generic[O]):
+class KindUse(Generic[O]):
     """A kind as the layer pattern uses it, plain or with a variant: what its rules look at.
 
     Attributes:
@@ -108,7 +108,7 @@ class LayerKind:
     options: type[Section]
     about: str
     layer: str
-    rules: tuple[Callable[[Use[Any]], Iterator[Problem]], ...] = ()
+    rules: tuple[Callable[[KindUse[Any]], Iterator[Problem]], ...] = ()
     stack_rules: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     keeps_fp32: bool = False

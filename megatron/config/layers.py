@@ -13,7 +13,7 @@ from .tree import drop, get, leaves, put
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Nested values and the origin of each key.
 
     Attributes:
@@ -47,14 +47,14 @@ class Source:
         return {known[len(path) :]: place for known, place in self.places.items() if known[: len(path)] == path}
 
 
-def merge(sources: list[Source]) -> tuple[Source, list[Overridden]]:
+def merge(sources: list[ConfigSource]) -> tuple[ConfigSource, list[Overridden]]:
     """Merge sources left to right: mappings key by key, everything else replaced; null takes back what came before
     (but is a value in a variant, whose options replace those of a kind).
 
     Returns:
         The merged source, and each value that lost to a different one.
     """
-    result, lost = Source({}), []
+    result, lost = ConfigSource({}), []
     for source in sources:
         result.problems += source.problems
         result.unread |= source.unread
@@ -77,7 +77,7 @@ def _whole(path: Path) -> Path:
     return path
 
 
-def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
+def _set(result: ConfigSource, path: Path, source: ConfigSource) -> list[Overridden]:
     """Take one value (a scalar, a whole list, or an empty mapping) of `source` over into `result`."""
     value, origin = get(source.values, path), source.origin(path)
     lost = []
@@ -105,6 +105,6 @@ def _set(result: Source, path: Path, source: Source) -> list[Overridden]:
     return lost
 
 
-def _forget(result: Source, path: Path) -> None:
+def _forget(result: ConfigSource, path: Path) -> None:
     for rest in result.places_at(path):
         del result.places[(*path, *rest)]

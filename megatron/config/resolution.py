@@ -15,7 +15,7 @@ from .files import gather, run_name
 from .flat import translate_flat
 from .former import former_runs
 from .frozen import thaw
-from .layers import Source, merge
+from .layers import ConfigSource, merge
 from .origins import DEFAULT, Origin, Overridden
 from .problems import ABSENT, ConfigError, Problem, listing
 from .rule_context import RuleContext
@@ -74,7 +74,7 @@ def resolve(values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool
     Raises:
         ConfigError: with all problems.
     """
-    return combine([Source(thaw(values))], ranks=ranks, check_inputs=check_inputs).config
+    return combine([ConfigSource(thaw(values))], ranks=ranks, check_inputs=check_inputs).config
 
 
 def load(
@@ -105,7 +105,7 @@ def load(
 
 
 def combine(
-    sources: list[Source],
+    sources: list[ConfigSource],
     *,
     ranks: int | None,
     check_inputs: bool = True,
@@ -124,7 +124,7 @@ def combine(
 
 
 def _combine(
-    sources: list[Source],
+    sources: list[ConfigSource],
     ranks: int | None,
     check_inputs: bool,
     name: str,
@@ -168,7 +168,7 @@ def _ranks_here(launch: LaunchSection) -> int | None:
     return launch.ranks if launch.hostfile is None and launch.runner in ("auto", "local") else None
 
 
-def _origins(merged: Source, derived: dict[Path, Origin], values: dict[str, Any]) -> Callable[[Path], Origin]:
+def _origins(merged: ConfigSource, derived: dict[Path, Origin], values: dict[str, Any]) -> Callable[[Path], Origin]:
     """Where the resolved value at a path came from."""
 
     def origin(path: Path) -> Origin:
@@ -192,7 +192,7 @@ def _touches(problem: Problem, unknown: frozenset[str]) -> bool:
     return any(".".join(pattern_of(parse_path(key))) in unknown for key in problem.keys)
 
 
-def _add_default_members(merged: Source) -> None:
+def _add_default_members(merged: ConfigSource) -> None:
     """Defaults of `optimizer.groups`: the user's own groups join them, key by key."""
     groups = OptimizerSection.model_fields["groups"].get_default(call_default_factory=True)
     given = get(merged.values, ("optimizer", "groups"), {})

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from .catalog import Path, dotted, parse_path
-from .kind import LayerKind, Use, kinds_of
+from .kind import KindUse, LayerKind, kinds_of
 from .origins import Origin
 from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
@@ -73,13 +73,13 @@ class RuleContext:
         """All kinds that the pattern could name."""
         return kinds_of(tuple(self.config.model.extensions))
 
-    def layers(self, kind: str | None = None) -> list[Use[Any]]:
+    def layers(self, kind: str | None = None) -> list[KindUse[Any]]:
         """Every layer, or each of a kind, in order; none whose variant does not exist, which a rule reports."""
         found = (each for block in self.blocks for each in block.kinds if kind in (None, each.name))
         return [self._use(each) for each in found if self._is_known(each)]
 
     @cached_property
-    def used(self) -> list[Use[Any]]:
+    def used(self) -> list[KindUse[Any]]:
         """Each kind of the pattern, and each of its variants, once."""
         named = dict.fromkeys((each.name, each.variant) for block in self.blocks for each in block.kinds)
         kinds = (Kind(name, variant) for name, variant in named)
@@ -88,8 +88,8 @@ class RuleContext:
     def _is_known(self, kind: Kind) -> bool:
         return kind.variant is None or kind.variant in self.config.model.variants
 
-    def _use(self, kind: Kind) -> Use[Any]:
-        return Use(self, kind.name, kind.variant, options_of(self.config.model, kind))
+    def _use(self, kind: Kind) -> KindUse[Any]:
+        return KindUse(self, kind.name, kind.variant, options_of(self.config.model, kind))
 
     def uses(self, kind: str) -> bool:
         """Whether the pattern has a layer of this kind."""

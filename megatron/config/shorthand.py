@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from .catalog import Path, lookup
-from .layers import Source
+from .layers import ConfigSource
 from .tree import get, put
 
 
-def normalise(source: Source) -> Source:
+def normalise(source: ConfigSource) -> ConfigSource:
     """`source` with its short forms written out, in place: see the branches below. Returns it."""
     _empty_sections(source, source.values, ())
     if isinstance(source.values.get("precision"), str):
@@ -31,7 +31,7 @@ def normalise(source: Source) -> Source:
     return source
 
 
-def _additions(source: Source, path: Path) -> None:
+def _additions(source: ConfigSource, path: Path) -> None:
     """An import path, a list of them or one {type, options} as a list of {type, options}."""
     value = get(source.values, path, None)
     if isinstance(value, str) or (isinstance(value, dict) and "type" in value):
@@ -45,7 +45,7 @@ def _list(value: Any) -> list:
     return value if isinstance(value, list) else []
 
 
-def _sources(source: Source, path: Path) -> None:
+def _sources(source: ConfigSource, path: Path) -> None:
     """A path, a list of paths or one {path, weight} as a list of {path, weight}."""
     value = get(source.values, path, None)
     if isinstance(value, str) or (isinstance(value, dict) and "path" in value):
@@ -56,7 +56,7 @@ def _sources(source: Source, path: Path) -> None:
             _move(source, (*path, index), {"path": item}, (*path, index, "path"))
 
 
-def _move(source: Source, path: Path, value: Any, inner: Path) -> None:
+def _move(source: ConfigSource, path: Path, value: Any, inner: Path) -> None:
     """Put `value` at `path`; what was known of places at `path` and below now holds for `inner` too."""
     origin, below = source.origin(path), source.places_at(path)
     put(source.values, path, value)
@@ -65,7 +65,7 @@ def _move(source: Source, path: Path, value: Any, inner: Path) -> None:
     source.places[inner] = source.places[path] = origin
 
 
-def _empty_sections(source: Source, values: dict[str, Any], above: Path) -> None:
+def _empty_sections(source: ConfigSource, values: dict[str, Any], above: Path) -> None:
     """`evaluation:` with nothing below it is an empty section, not null."""
     for name, value in values.items():
         key = lookup((*above, name))

@@ -16,7 +16,7 @@ import yaml
 
 from ..installation import configuration_names
 from .catalog import Path, dotted, lookup, parse_path
-from .layers import Source
+from .layers import ConfigSource
 from .origins import Origin
 from .problems import ABSENT, Problem
 from .tree import put
@@ -228,7 +228,7 @@ def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
     ), "check brackets, quotes and indentation here"
 
 
-def read_file(path: str) -> Source:
+def read_file(path: str) -> ConfigSource:
     """A YAML file as a source. An empty file is an empty mapping; what is wrong is in `problems`."""
 
     def origin(line: int) -> Origin:
@@ -239,7 +239,7 @@ def read_file(path: str) -> Source:
             text = file.read(LARGEST + 1).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = Problem("", f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8", ABSENT, path)
-        return Source({}, {}, origin(1), [problem], unread=True)
+        return ConfigSource({}, {}, origin(1), [problem], unread=True)
     except OSError as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
         fix = f"check the path; it is seen from {File.cwd()}"
@@ -249,7 +249,7 @@ def read_file(path: str) -> Source:
         elif near and not path.startswith(("/", ".")):
             fix = f"did you mean {near[0]}? Otherwise {fix}"
         problem = Problem("", reason, fix, ABSENT, path)
-        return Source({}, {}, origin(1), [problem], unread=True)
+        return ConfigSource({}, {}, origin(1), [problem], unread=True)
     value, places, problems = parse(text, origin)
     unread = value is None and bool(problems)
     value = {} if value is None else value
@@ -264,16 +264,16 @@ def read_file(path: str) -> Source:
             )
         )
         value = {}
-    return Source(value, places, origin(1), problems, unread)
+    return ConfigSource(value, places, origin(1), problems, unread)
 
 
-def read_override(argument: str) -> Source:
+def read_override(argument: str) -> ConfigSource:
     """`training.steps=500` as a source."""
     origin = Origin("argument", text=argument)
     name, equals, text = argument.partition("=")
     path: Path = tuple(name.strip().split("."))
     if len(path) > DEEPEST:
-        return Source({}, {}, origin, [Problem("", *TOO_DEEP, ABSENT, f"argument {argument[:60]}...")])
+        return ConfigSource({}, {}, origin, [Problem("", *TOO_DEEP, ABSENT, f"argument {argument[:60]}...")])
     if not equals or not all(path):
         problem = Problem(
             "",
@@ -282,7 +282,7 @@ def read_override(argument: str) -> Source:
             ABSENT,
             "argument",
         )
-        return Source({}, {}, origin, [problem])
+        return ConfigSource({}, {}, origin, [problem])
     value, below, problems = parse(text, lambda line: origin)
     values: dict[str, Any] = {}
     put(values, path, value)
@@ -292,4 +292,4 @@ def read_override(argument: str) -> Source:
         Problem(dotted((*path, each.key) if each.key else path), each.rule, each.fix, each.value, each.where)
         for each in problems
     ]
-    return Source(values, places, origin, problems)
+    return ConfigSource(values, places, origin, problems)

@@ -24,7 +24,7 @@ from .blend import Blend, normalised, weights_by_documents
 from .contract import SampleSource
 from .errors import DataError
 from .left_out import reserve
-from .sample import Infilling, Options, Sample
+from .sample import AssemblyOptions, Infilling, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
 from .targets import Targets
 
@@ -36,7 +36,7 @@ MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
 
 
 @dataclass(frozen=True)
-class Use:
+class SourceUse:
     """What the run takes from one source.
 
     Attributes:
@@ -65,7 +65,7 @@ class SampleSet(Protocol):
 
     def sample(self, number: int) -> Sample: ...
 
-    def uses(self) -> list[Use]: ...
+    def uses(self) -> list[SourceUse]: ...
 
     def warnings(self) -> list[str]: ...
 
@@ -104,7 +104,7 @@ class SamplePlan:
         self,
         phases: list[PlannedPhase],
         sources: list[OrderedSource],
-        options: Options,
+        options: AssemblyOptions,
         batch: int,
         steps: int,
         targets: Targets,
@@ -174,7 +174,7 @@ class SamplePlan:
             if draw is not None and draw < end:
                 yield from range(phase.start + draw, below, self.period or max(below, 1))
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[SourceUse]:
         """What the whole run takes from each source."""
         total, result = self.steps * self.batch, []
         for source in self.sources:
@@ -187,7 +187,7 @@ class SamplePlan:
             )
             available = source.order.tokens
             result.append(
-                Use(
+                SourceUse(
                     source.name,
                     str(source.file.prefix),
                     source.order.description,
@@ -252,7 +252,7 @@ class SyntheticPlan:
         if wrong:
             raise DataError("data.synthetic", f"sample {number} of {self.name} {wrong}", "mend its method sample")
 
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[SourceUse]:
         return []
 
     def warnings(self) -> list[str]:
@@ -418,7 +418,7 @@ class _Builder:
         }[kind]
         return [each.weight * float(size(each)) ** alpha for each in files]
 
-    def _options(self, files: list[SourceFile]) -> Options:
+    def _options(self, files: list[SourceFile]) -> AssemblyOptions:
         from .agreement import end_of_document, token_id
 
         data = self.data
@@ -441,7 +441,7 @@ class _Builder:
                 for part in ("prefix", "middle", "suffix")
             ),
         )
-        return Options(
+        return AssemblyOptions(
             self.request.sequence_length,
             data.seed,
             eod,
@@ -452,7 +452,9 @@ class _Builder:
             context=self.targets.context,
         )
 
-    def _order(self, files: list[SourceFile], parts: list, whole: bool, options: Options) -> list[OrderedSource]:
+    def _order(
+        self, files: list[SourceFile], parts: list, whole: bool, options: AssemblyOptions
+    ) -> list[OrderedSource]:
         """Order each file; the pythia order is told how many samples all blends together will ask it for."""
         total = [0] * len(files)
         for number, (start, _, members, weights) in enumerate(parts):

@@ -24,7 +24,7 @@ class Infilling:
 
 
 @dataclass(frozen=True)
-class Options:
+class AssemblyOptions:
     """How samples are made of pieces.
 
     Attributes:
@@ -59,8 +59,8 @@ class Sample:
         begins: bool [S+1], whether a document begins at this token; None if nobody asked.
         source: number of its source in the plan.
         spans: the pieces it was made of, before infilling.
-        lead: the tokens before it in the document that it begins within, `Options.context` of them or those that there
-            are; none where documents are reordered.
+        lead: the tokens before it in the document that it begins within, `AssemblyOptions.context` of them or fewer;
+            none where documents are reordered.
     """
 
     tokens: np.ndarray
@@ -97,7 +97,7 @@ def _documents(tokens: np.ndarray, lengths: list[int], eod: int | None) -> list[
     return np.split(tokens, cuts.astype(np.int64))
 
 
-def _infilled(documents: list[np.ndarray], options: Options, how: Infilling, number: int) -> list[np.ndarray]:
+def _infilled(documents: list[np.ndarray], options: AssemblyOptions, how: Infilling, number: int) -> list[np.ndarray]:
     """Each document infilled by a draw of its own; its end-of-document token stays at the end."""
     result = []
     for index, tokens in enumerate(documents):
@@ -108,11 +108,13 @@ def _infilled(documents: list[np.ndarray], options: Options, how: Infilling, num
     return result
 
 
-def assemble(pieces: list[np.ndarray], options: Options, number: int, targets: np.ndarray | None = None) -> Sample:
+def assemble(
+    pieces: list[np.ndarray], options: AssemblyOptions, number: int, targets: np.ndarray | None = None
+) -> Sample:
     """Make a sample.
 
     Args:
-        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up; see `Options.filler`.
+        pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up; see `AssemblyOptions.filler`.
         number: the sample's global number, for keyed draws.
         targets: bool, which tokens may be targets; None means all.
     """

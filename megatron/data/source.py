@@ -15,7 +15,7 @@ from .order import Order, SequentialOrder, StreamOrder, TokenRange
 from .overflow import OverflowOrder
 from .packing import PackedOrder
 from .pythia import PythiaOrder
-from .sample import IGNORED, Options, Sample, assemble
+from .sample import IGNORED, AssemblyOptions, Sample, assemble
 from .token_file import TokenFile
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class OrderedSource:
         """Whether its pieces may not fill a sample."""
         return isinstance(self.order, PackedOrder)
 
-    def sample(self, sample: int, options: Options, number: int, loss: bool) -> Sample:
+    def sample(self, sample: int, options: AssemblyOptions, number: int, loss: bool) -> Sample:
         """Sample k of this source as sample n of the run.
 
         Args:
@@ -150,7 +150,7 @@ class OrderedSource:
         lead = None if options.infilling else self._lead(spans[0], options)
         return Sample(made.tokens, made.weights, made.begins, self.index, spans, lead)
 
-    def _lead(self, span: TokenRange, options: Options) -> np.ndarray | None:
+    def _lead(self, span: TokenRange, options: AssemblyOptions) -> np.ndarray | None:
         """Up to `options.context` tokens before a piece in its document."""
         length = min(span.start, options.context)
         if not length:

@@ -28,7 +28,7 @@ Place = tuple[int, int, int]  # document, first token, tokens
 
 
 @dataclass(frozen=True)
-class Search:
+class TextSearch:
     """What each process needs; `table` has the bytes of each id, or is None where documents are decoded."""
 
     path: str
@@ -58,7 +58,7 @@ def find_text(
         show: told how many tokens of how many are done.
     """
     table = table_of(file, tokenizer)
-    search = Search(os.fspath(file.prefix), tokenizer, text, table)
+    search = TextSearch(os.fspath(file.prefix), tokenizer, text, table)
     bounds = _bounds(file, by_token=table is not None)
     workers = workers or len(os.sched_getaffinity(0))
     if file.tokens < (ALONE if table is not None else ALONE_DECODING):
@@ -70,7 +70,7 @@ def find_text(
         show(done, file.tokens)
 
 
-def _results(search: Search, bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Place]]:
+def _results(search: TextSearch, bounds: list[tuple[int, int]], workers: int) -> Iterator[list[Place]]:
     if workers == 1 or len(bounds) == 1:
         yield from (search.run(*each) for each in bounds)
         return
@@ -79,10 +79,10 @@ def _results(search: Search, bounds: list[tuple[int, int]], workers: int) -> Ite
         yield from pool.map(_run, bounds)
 
 
-_search: list[Search] = []  # of a worker process
+_search: list[TextSearch] = []  # of a worker process
 
 
-def _prepare(search: Search) -> None:
+def _prepare(search: TextSearch) -> None:
     _search[:] = [search]
 
 

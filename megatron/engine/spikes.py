@@ -46,7 +46,7 @@ class Spike:
         return self.action in (SKIP, ROLLBACK, STOP)
 
 
-class Window:
+class RunningWindow:
     """The last values of a number."""
 
     def __init__(self, length: int, sigma: float) -> None:
@@ -99,7 +99,7 @@ class SpikeRule:
 
     def __init__(self, options: SpikesSection) -> None:
         self._options = options
-        self.windows = {name: Window(options.window, options.sigma) for name in (LOSS, NORM)}
+        self.windows = {name: RunningWindow(options.window, options.sigma) for name in (LOSS, NORM)}
         self.clip = ZClip(options.clip)
         self.acted: list[int] = []  # steps whose update was left out, as far back as `within` reaches
 

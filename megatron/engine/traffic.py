@@ -40,7 +40,7 @@ META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TrafficPrediction:
     """One rank's step.
 
     Attributes:
@@ -56,7 +56,7 @@ class Prediction:
     settled: int = 0
 
 
-def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> Prediction:
+def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> TrafficPrediction:
     """What a rank sends in a step of a resolved configuration, without the trainer's own sum.
 
     Args:
@@ -82,7 +82,7 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
         found.stages()
     found.expert_loads()
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
-    return Prediction(layout, found.step, found.first, settled)
+    return TrafficPrediction(layout, found.step, found.first, settled)
 
 
 def _refuse(config: Config, layout: Layout) -> None:

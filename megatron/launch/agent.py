@@ -20,10 +20,10 @@ from megatron.worker import devices, fabric, network
 from megatron.worker.code_version import code_version
 from megatron.worker.rendezvous import SOCKET
 
-from .link import Link
+from .link import MessagePipe
 from .protocol import encode, encode_text
 from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
-from .seen import Seen
+from .seen import RankObserver
 from .sight import Sight
 from .specification import Specification
 from .status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
@@ -44,10 +44,10 @@ class Agent:
     """
 
     def __init__(self, source: int, target: int, index: int | None = None) -> None:
-        self.link, self.index = Link(source, target), index
+        self.link, self.index = MessagePipe(source, target), index
         self._job: Specification | None = None
         self.ranks: list[RankProcess] = []
-        self.seen: Seen | None = None
+        self.seen: RankObserver | None = None
         self.dropped = False
         self.selector = selectors.DefaultSelector()
         self.heard = self.beat_at = time.monotonic()
@@ -248,7 +248,7 @@ class Agent:
                 self.selector.register(
                     stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
                 )
-        self.seen = Seen(index, self.ranks, job.watch)
+        self.seen = RankObserver(index, self.ranks, job.watch)
         if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
             self.meeting.close()
 

@@ -7,7 +7,7 @@ import subprocess
 from collections import deque
 from dataclasses import dataclass, field
 
-from .link import Link
+from .link import MessagePipe
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Connection:
         )
         source, errors, target = self.process.stdout, self.process.stderr, self.process.stdin
         assert source is not None and errors is not None  # they are pipes; so is the input, if it does not dial
-        self.errors = Link(errors.fileno(), os.open(os.devnull, os.O_WRONLY), ())
+        self.errors = MessagePipe(errors.fileno(), os.open(os.devnull, os.O_WRONLY), ())
         output = os.open(os.devnull, os.O_WRONLY) if target is None else target.fileno()
-        self.link = Link(source.fileno(), output, command.hosts)
+        self.link = MessagePipe(source.fileno(), output, command.hosts)
 
     @property
     def ended(self) -> bool:

@@ -20,7 +20,7 @@ from .choose import RunnerChoice
 from .connection import Command
 from .console import RankConsole
 from .hints import hint
-from .launcher import Launcher, Result, Settings
+from .launcher import Launcher, LauncherSettings, Result
 from .specification import Host, Specification
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """One line of the table: how bad, what was looked at, what was found, on which hosts."""
 
     grade: str
@@ -92,7 +92,7 @@ class Doctor:
         self.python = python or sys.executable
         self.names = [host.name for host in choice.hosts]
 
-    def examine(self) -> list[Finding]:
+    def examine(self) -> list[HostFinding]:
         """All findings, in the order of the table."""
         folder, closed = Path(f".doctor-{secrets.token_hex(4)}").resolve(), None
         try:
@@ -106,7 +106,7 @@ class Doctor:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         findings = [
-            Finding(
+            HostFinding(
                 FAIL,
                 "reachable",
                 each.reason or each.text.strip().rpartition("\n")[2],
@@ -117,8 +117,8 @@ class Doctor:
         ]
         answers = collector.answers()
         if len(answers) < len(self.names):
-            return findings or [Finding(FAIL, "reachable", "no answer", tuple(self.names))]
-        findings.append(Finding(OK, "reachable", f"by {self.choice.transport}", tuple(self.names)))
+            return findings or [HostFinding(FAIL, "reachable", "no answer", tuple(self.names))]
+        findings.append(HostFinding(OK, "reachable", f"by {self.choice.transport}", tuple(self.names)))
         for index, answer in answers.items():
             answer["shared"] = answer["shared"] and index in back
             answer["code"] = launcher.hosts[index].code
@@ -126,7 +126,7 @@ class Doctor:
         if closed:
             findings = [each for each in findings if each.check != "shared folder"]
             findings.append(
-                Finding(
+                HostFinding(
                     FAIL,
                     "shared folder",
                     f"the current folder cannot be written to: {closed}",
@@ -153,12 +153,12 @@ class Doctor:
             heartbeat=30.0,
             bind="none",
         )
-        settings = Settings(master_address=address, start_timeout=self.timeout, check_code=False)
+        settings = LauncherSettings(master_address=address, start_timeout=self.timeout, check_code=False)
         launcher, collector = Launcher(job, self.commands(job), settings), Collector()
         launcher.console, launcher.quiet = collector, True
         return launcher, launcher.run(), collector
 
-    def _networks(self, launcher: Launcher, accelerators: int) -> list[Finding]:
+    def _networks(self, launcher: Launcher, accelerators: int) -> list[HostFinding]:
         """A small all-reduce over every network that all hosts have."""
         single = len(self.names) == 1
         if single:
@@ -170,7 +170,7 @@ class Doctor:
             ]
         if not networks:
             return [
-                Finding(
+                HostFinding(
                     FAIL,
                     "network",
                     "no network that all hosts share",
@@ -182,12 +182,12 @@ class Doctor:
         slots = (0, 1) if single and accelerators != 1 else (0,)
         return [self._reduce(backend, name, address, slots) for name, address in networks for backend in backends]
 
-    def _reduce(self, backend: str, name: str, address: str, slots: tuple[int, ...]) -> Finding:
+    def _reduce(self, backend: str, name: str, address: str, slots: tuple[int, ...]) -> HostFinding:
         _, result, collector = self._run(("reduce", backend), slots, address)
         check = f"all-reduce {backend}"
         if result.first:
             text = result.first.text.strip()
-            return Finding(
+            return HostFinding(
                 FAIL,
                 check,
                 f"{name}: {(text or result.first.reason).rpartition(chr(10))[2]}",
@@ -196,7 +196,7 @@ class Doctor:
             )
         answers = collector.answers()
         if not all(answer["right"] for answer in answers.values()):
-            return Finding(
+            return HostFinding(
                 FAIL,
                 check,
                 f"{name}: a wrong sum",
@@ -205,10 +205,12 @@ class Doctor:
             )
         slowest = max(answer["seconds"] for answer in answers.values())
         size = next(iter(answers.values()))["bytes"]
-        return Finding(OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names))
+        return HostFinding(
+            OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names)
+        )
 
 
-def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
+def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
     """What the hosts' facts mean. Versions must be equal; limits must be large enough."""
     findings = []
     for check in ("python", "torch", "deepspeed", "transformers", "pydantic", "tokenizers", "driver", "code"):
@@ -233,7 +235,7 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
         )
     apart = tuple(name for name, answer in zip(names, answers) if not answer["shared"])
     findings.append(
-        Finding(
+        HostFinding(
             WARN,
             "shared folder",
             "the current folder is not the same disk",
@@ -241,12 +243,12 @@ def judge(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
             "checkpoints and data must be on a disk that all hosts see; pdsh needs it too",
         )
         if apart
-        else Finding(OK, "shared folder", "the same everywhere", tuple(names))
+        else HostFinding(OK, "shared folder", "the same everywhere", tuple(names))
     )
     return findings
 
 
-def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[Finding]:
+def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:
     """Equal counts; hosts without any are said to be that, and are wrong where there is a driver for some."""
     counts = [answer["accelerators"] for answer in answers]
     blind = tuple(
@@ -256,9 +258,9 @@ def _accelerators(answers: list[dict[str, Any]], names: list[str]) -> list[Findi
         advice = (
             "nvidia-smi or rocm-smi; containers need --gpus all (NVIDIA) or --device /dev/kfd --device /dev/dri (AMD)"
         )
-        return [Finding(WARN, "accelerators", "none is seen, though there is a driver", blind, advice)]
+        return [HostFinding(WARN, "accelerators", "none is seen, though there is a driver", blind, advice)]
     if not any(counts):
-        return [Finding(OK, "accelerators", "none: a run here uses the CPU", tuple(names))]
+        return [HostFinding(OK, "accelerators", "none: a run here uses the CPU", tuple(names))]
     return _equal("accelerators", counts, names, WARN)
 
 
@@ -266,7 +268,7 @@ def _limit(value: int) -> float:
     return float("inf") if value < 0 else value
 
 
-def _equal(check: str, values: list[Any], names: list[str], grade: str = FAIL) -> list[Finding]:
+def _equal(check: str, values: list[Any], names: list[str], grade: str = FAIL) -> list[HostFinding]:
     """One line if all are equal, one per value if not. What is missing is never all right."""
     groups: dict[Any, list[str]] = {}
     for value, name in zip(values, names):
@@ -282,35 +284,37 @@ def _equal(check: str, values: list[Any], names: list[str], grade: str = FAIL) -
             if value == "missing"
             else "make it the same on all hosts"
         )
-        findings.append(Finding(bad, check, shown, tuple(hosts), advice))
+        findings.append(HostFinding(bad, check, shown, tuple(hosts), advice))
     return findings
 
 
-def _enough(check: str, values: list[float], low: float, unit: int, names: list[str], advice: str) -> list[Finding]:
+def _enough(check: str, values: list[float], low: float, unit: int, names: list[str], advice: str) -> list[HostFinding]:
     few = [(value, name) for value, name in zip(values, names) if value < low]
 
     def shown(value: float) -> str:
         return "unlimited" if value == float("inf") else f"{value / unit:.1f} GiB" if unit > 1 else f"{value:.0f}"
 
     if few:
-        return [Finding(WARN, check, f"{shown(value)}, less than {shown(low)}", (name,), advice) for value, name in few]
-    return [Finding(OK, check, f"{shown(min(values))} or more", tuple(names))]
+        return [
+            HostFinding(WARN, check, f"{shown(value)}, less than {shown(low)}", (name,), advice) for value, name in few
+        ]
+    return [HostFinding(OK, check, f"{shown(min(values))} or more", tuple(names))]
 
 
-def judge_clocks(offsets: list[float], names: list[str]) -> list[Finding]:
+def judge_clocks(offsets: list[float], names: list[str]) -> list[HostFinding]:
     """Offsets are the launcher's clock minus the host's, in seconds, the way of a message included."""
     wrong = [(offset, name) for offset, name in zip(offsets, names) if abs(offset) > 2.0]
     if wrong:
         return [
-            Finding(
+            HostFinding(
                 WARN, "clock", f"{-offset:+.1f} s", (name,), "start an NTP service: logs of hosts do not fit together"
             )
             for offset, name in wrong
         ]
-    return [Finding(OK, "clock", f"within {max(max(map(abs, offsets)), 0.01):.2f} s", tuple(names))]
+    return [HostFinding(OK, "clock", f"within {max(max(map(abs, offsets)), 0.01):.2f} s", tuple(names))]
 
 
-def table(findings: Iterable[Finding], total: int) -> str:
+def table(findings: Iterable[HostFinding], total: int) -> str:
     """The findings for people."""
     lines = []
     for each in findings:

@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron.config.problems import UserError
 
 from .diagnosis import Rank, diagnose
-from .watch import Watch, stacks, table
+from .watch import RankWatch, stacks, table
 
 FILE = "launcher.json"
 QUESTIONS = ("status", "stacks")
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 ANSWER_TAKES = 30.0
 
 
-class Window:
+class InquirySocket:
     """Where a running launcher can be asked.
 
     Args:
@@ -37,7 +37,7 @@ class Window:
         folder: the run's directory on this machine; without one nobody can ask.
     """
 
-    def __init__(self, watch: Watch, selector: selectors.BaseSelector, folder: Path | None) -> None:
+    def __init__(self, watch: RankWatch, selector: selectors.BaseSelector, folder: Path | None) -> None:
         self._watch, self._selector = watch, selector
         self._socket: socket.socket | None = None
         self._begin = time.monotonic()

@@ -23,7 +23,7 @@ from . import forwarding, options
 from .choose import RunnerChoice, choose, some_hosts
 from .connection import Command
 from .hosts import HostError
-from .launcher import Settings
+from .launcher import LauncherSettings
 from .settings import launch_section, registry_for
 from .specification import Specification
 
@@ -55,7 +55,7 @@ class JobPlan:
     resolved: Resolved
     choice: RunnerChoice
     job: Specification
-    settings: Settings
+    settings: LauncherSettings
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ def _plan(
     launch = resolved.config.launch
     # An agent on this machine reads the same files; what is edited meanwhile is no difference between hosts.
     check_code = launch.check_code and not choice.starter.here
-    settings = Settings(
+    settings = LauncherSettings(
         launch.master_address, launch.master_port, launch.interface, launch.start_timeout, check_code, _hang(resolved)
     )
     job = _specification(script, taken.own, resolved, choice, environment)

@@ -15,12 +15,12 @@ from megatron.worker import network
 
 from .connection import Command, Connection
 from .console import RankConsole, log
-from .inquiry import Window
-from .link import Link
+from .inquiry import InquirySocket
+from .link import MessagePipe
 from .listener import AgentListener
 from .specification import Specification
 from .status import FORWARDED_SIGNALS, HOST_LOST, STOP_SIGNALS, STOPPED, Failure, outcome, stopped
-from .watch import Watch
+from .watch import RankWatch
 
 AT_ONCE = 64  # connections that are being made at the same time
 BEAT = 5.0
@@ -30,7 +30,7 @@ FAILURE_GRACE = 5.0  # seconds between the stop and the kill of ranks whose peer
 
 
 @dataclass(frozen=True)
-class Settings:
+class LauncherSettings:
     """How the launcher behaves: what is not the ranks' business.
 
     Attributes:
@@ -59,7 +59,7 @@ class HostState:
     code: str = ""
     offset: float = float("inf")  # the launcher's clock minus the host's, at least
     heard: float = 0.0
-    link: Link | None = None
+    link: MessagePipe | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ class Launcher:
     """One start of a job on its hosts. `run` does it all, in one thread."""
 
     def __init__(
-        self, job: Specification, commands: list[Command], settings: Settings, listener: AgentListener | None = None
+        self,
+        job: Specification,
+        commands: list[Command],
+        settings: LauncherSettings,
+        listener: AgentListener | None = None,
     ) -> None:
         self.job, self.settings, self.listener = job, settings, listener
         self.waiting = list(commands)
@@ -99,8 +103,8 @@ class Launcher:
         self.give_up_at = float("inf")
         self.started = self.stopping = self.quiet = False
         folder = Path(job.directory, job.logs).parent if job.logs else None
-        self.watch = Watch(self, folder, settings.hang)
-        self.window = Window(self.watch, self.selector, folder)
+        self.watch = RankWatch(self, folder, settings.hang)
+        self.window = InquirySocket(self.watch, self.selector, folder)
         self.meeting: dict | None = None  # where ranks meet, once all hosts are ready
 
     def run(self) -> Result:
@@ -175,7 +179,7 @@ class Launcher:
                     self.hosts[index].link = connection.link
                 connection.link.send(self.job.to_message(command.index))
 
-    def _listen(self, link: Link, connection: Connection | None) -> None:
+    def _listen(self, link: MessagePipe, connection: Connection | None) -> None:
         self.selector.register(link.source, selectors.EVENT_READ, lambda: self._read(link, connection))
 
     def _visitors(self, listener: AgentListener) -> None:
@@ -293,7 +297,7 @@ class Launcher:
 
     # ---- what is heard
 
-    def _read(self, link: Link, connection: Connection | None) -> None:
+    def _read(self, link: MessagePipe, connection: Connection | None) -> None:
         for message in link.receive():
             if isinstance(message, bytes):
                 self._chatter(message, connection)
@@ -319,7 +323,7 @@ class Launcher:
         names = ", ".join(self.job.hosts[index].name for index in connection.command.hosts[:2])
         log(f"[{names}{', ...' if len(connection.command.hosts) > 2 else ''}] {text}")
 
-    def _hear(self, message: dict, link: Link) -> None:
+    def _hear(self, message: dict, link: MessagePipe) -> None:
         index, kind = message.get("host"), message["type"]
         if not isinstance(index, int) or index not in link.hosts:
             if kind == "problem":  # an agent that does not know which host it is

@@ -9,7 +9,7 @@ from typing import Any
 from .protocol import Lines, decode, encode
 
 
-class Link:
+class MessagePipe:
     """Messages to and from the other side, over a pair of descriptors that never block.
 
     Args:

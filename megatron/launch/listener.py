@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .credentials import LONGEST_LINE, PATIENCE, proof
-from .link import Link
+from .link import MessagePipe
 
 CALLERS = 64  # that have not proved anything yet; the one that has waited longest makes room for the next
 
@@ -64,7 +64,7 @@ class AgentListener:
         places = [list(listener.getsockname()[:2]) for listener in self._listeners]
         return json.dumps({"addresses": places, "secret": self.secret})
 
-    def admitted(self) -> list[Link]:
+    def admitted(self) -> list[MessagePipe]:
         """Agents that have proved themselves since the last call."""
         try:
             while self.ready.recv(4096):
@@ -75,7 +75,7 @@ class AgentListener:
         while not self._admitted.empty():
             caller, index = self._admitted.get()
             self._inside.append(caller)
-            links.append(Link(caller.fileno(), caller.fileno(), (index,)))
+            links.append(MessagePipe(caller.fileno(), caller.fileno(), (index,)))
         return links
 
     def shut(self) -> None:

@@ -14,7 +14,7 @@ STACKS_TAKE = 0.5  # seconds that ranks have to write their stacks
 AT_ONCE = 16  # ranks in one message
 
 
-class Seen:
+class RankObserver:
     """Looks at an agent's ranks.
 
     Args:

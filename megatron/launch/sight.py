@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.worker.beacon import ALL_STACKS_SIGNAL, BEACON, SIZE, STACK_SIGNAL, STACKS, Place, read
+from megatron.worker.beacon import ALL_STACKS_SIGNAL, BEACON, SIZE, STACK_SIGNAL, STACKS, RankProgress, read
 
 LONGEST_STACK = 256 << 10  # bytes
 _STATES = {"T": "stopped", "t": "stopped", "D": "in the disk or the network", "Z": "ended", "X": "ended"}
@@ -43,7 +43,7 @@ class Sight:
         """How the rank finds the descriptors."""
         return dict(zip((BEACON, STACKS), map(str, self.descriptors)))
 
-    def place(self) -> Place | None:
+    def place(self) -> RankProgress | None:
         """Where the rank says it is; None before it has said anything."""
         return read(self.memory)
 
@@ -97,7 +97,7 @@ class Sight:
             os.close(each)
 
 
-def limit(place: Place, limits: dict[str, float]) -> float:
+def limit(place: RankProgress, limits: dict[str, float]) -> float:
     """Seconds that the rank may stay in its phase: a multiple of the longest stay before, and at least the floor."""
     if not limits:
         return float("inf")

@@ -31,7 +31,7 @@ class Inquiry:
         self.texts: dict[int, str] = {}
 
 
-class Watch:
+class RankWatch:
     """Looks at the ranks of a launcher.
 
     Args:

@@ -95,7 +95,7 @@ def norm(options: NormOptions, size: int, partial: bool = True) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class Passes:
+class CallRecorder:
     """Makes calls of events.
 
     Attributes:
@@ -158,7 +158,7 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) ->
     if config.training.sequence_chunks > 1:
         raise NotPredicted("layers send something for each chunk of a sequence (training.sequence_chunks)")
     training, model = config.training, config.model
-    passes = Passes(tensor, training.micro_batch_size * training.sequence_length, config.precision.compute)
+    passes = CallRecorder(tensor, training.micro_batch_size * training.sequence_length, config.precision.compute)
     for place in layers:
         if place == 0:
             _all(tally, passes, "embedding", _embedding(model, tensor))
@@ -172,7 +172,7 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) ->
     return tally
 
 
-def _all(tally: Tally, passes: Passes, layer: str, events: list[Event]) -> None:
+def _all(tally: Tally, passes: CallRecorder, layer: str, events: list[Event]) -> None:
     for entry in (*passes.calls(layer, events), *passes.gradients(layer, events)):
         tally.add(*entry)
 
@@ -187,7 +187,7 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
     return events + ([Shared(2 * H)] if model.residual.channel_scales and cut else [])
 
 
-def _loss(tally: Tally, passes: Passes, chunk: int) -> None:
+def _loss(tally: Tally, passes: CallRecorder, chunk: int) -> None:
     """Each chunk of logits: the largest, then two sums, in fp32 per token."""
     tokens = passes.tokens
     chunks = -(-tokens // (chunk or tokens))
@@ -226,7 +226,7 @@ def _layer(model: ModelSection, kind: Kind, tensor: TensorAxis, index: int) -> l
     return layer.sends(model, options_of(model, kind), tensor, *place)
 
 
-def _block(tally: Tally, passes: Passes, config: Config, index: int) -> None:
+def _block(tally: Tally, passes: CallRecorder, config: Config, index: int) -> None:
     model, recompute = config.model, config.training.activation_checkpointing
     pattern, name = model.blocks[index], f"layers.{index}"
     parts = block_sends(model, pattern, passes.tensor, index)

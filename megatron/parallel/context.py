@@ -22,7 +22,7 @@ from .mesh import ALONE, Axis, Mesh
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Neighbouring tokens that a rank has: `length` of them, from place `begin` of its part, and `first` of the
     sequence on."""
 
@@ -47,33 +47,35 @@ class Run:
 
 
 @lru_cache(maxsize=64)
-def _runs(cut: str, rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+def _runs(cut: str, rank: int, ranks: int, length: int) -> tuple[TokenRun, ...]:
     if cut == "contiguous":
-        return (Run(0, rank * length, length),)
+        return (TokenRun(0, rank * length, length),)
     half = length // 2
     if length % 2:
         raise ValueError(f"{length} tokens of a rank cannot be cut into two equal runs")
-    return Run(0, rank * half, half), Run(half, (2 * ranks - 1 - rank) * half, half)
+    return TokenRun(0, rank * half, half), TokenRun(half, (2 * ranks - 1 - rank) * half, half)
 
 
 @lru_cache(maxsize=64)
-def _joined(cut: str, first: int, count: int, ranks: int, length: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+def _joined(
+    cut: str, first: int, count: int, ranks: int, length: int
+) -> tuple[tuple[TokenRun, ...], tuple[TokenRun, ...]]:
     """The runs of neighbouring ranks, as they have them one after the other and in the order of the sequence. Of the
     latter, runs that follow each other are one."""
     pieces = [
-        Run(place * length + run.begin, run.first, run.length)
+        TokenRun(place * length + run.begin, run.first, run.length)
         for place in range(count)
         for run in _runs(cut, first + place, ranks, length)
     ]
     pieces.sort(key=lambda run: run.first)
-    merged: list[Run] = []
+    merged: list[TokenRun] = []
     for piece in pieces:
         if merged and merged[-1].stop == piece.first:
             last = merged.pop()
-            merged.append(Run(last.begin, last.first, last.length + piece.length))
+            merged.append(TokenRun(last.begin, last.first, last.length + piece.length))
         else:
             begin = merged[-1].begin + merged[-1].length if merged else 0
-            merged.append(Run(begin, piece.first, piece.length))
+            merged.append(TokenRun(begin, piece.first, piece.length))
     return tuple(pieces), tuple(merged)
 
 
@@ -110,14 +112,14 @@ class ContextGroup:
     def cut_name(self) -> str:
         return "zigzag" if self.zigzag and self.size > 1 else "contiguous"
 
-    def runs(self, length: int) -> tuple[Run, ...]:
+    def runs(self, length: int) -> tuple[TokenRun, ...]:
         """The runs of neighbouring tokens of this rank, which has `length` tokens, in the order in which it has them.
 
         They are in the order of the sequence, too.
         """
         return _runs(self.cut_name, self.rank, self.size, length)
 
-    def runs_together(self, first: int, count: int, length: int) -> tuple[Run, ...]:
+    def runs_together(self, first: int, count: int, length: int) -> tuple[TokenRun, ...]:
         """The runs that ranks `first` to `first + count - 1` have together, in the order of the sequence, where each
         has `length` tokens. `begin` counts the tokens of all."""
         return _joined(self.cut_name, first, count, self.size, length)[1]

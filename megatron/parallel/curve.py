@@ -22,7 +22,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broad
 
 
 @dataclass(frozen=True)
-class Curve:
+class CostCurve:
     """One operation in groups of one kind.
 
     Attributes:
@@ -78,7 +78,7 @@ class Curve:
         }
 
     @classmethod
-    def of(cls, document: Any) -> Curve:
+    def of(cls, document: Any) -> CostCurve:
         """What `document` gave.
 
         Raises:
@@ -122,14 +122,14 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return alpha, 1 / slope
 
 
-def choose(curves: Iterable[Curve], operation: str, ranks: int, hosts: int, group: str = "") -> Curve | None:
+def choose(curves: Iterable[CostCurve], operation: str, ranks: int, hosts: int, group: str = "") -> CostCurve | None:
     """The curve for an operation in groups of so many ranks and hosts: with the group's name, if there is one; of
     several, that with the most groups at the same time, as in a run."""
     found = [each for each in curves if (each.operation, each.ranks, each.hosts) == (operation, ranks, hosts)]
     return max(found, key=lambda each: (each.group == group, each.together), default=None)
 
 
-def read_curves(path: str | Path) -> tuple[Curve, ...]:
+def read_curves(path: str | Path) -> tuple[CostCurve, ...]:
     """The collectives of a machine.yml.
 
     Raises:
@@ -141,6 +141,6 @@ def read_curves(path: str | Path) -> tuple[Curve, ...]:
         found = values.get("collectives") if isinstance(values, dict) else None
         if not isinstance(found, list) or not found:
             raise ValueError("it must have a list of `collectives`, as tools/bench/communication.py writes it")
-        return tuple(map(Curve.of, found))
+        return tuple(map(CostCurve.of, found))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .traffic import wire_bytes
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     """Messages that are summed.
 
     Attributes:
@@ -57,17 +57,17 @@ class Duration(NamedTuple):
 class Durations:
     """Sums by kind of message."""
 
-    def __init__(self, entries: Iterable[tuple[Kind, Duration]] = ()) -> None:
-        self._sums: dict[Kind, Duration] = {}
+    def __init__(self, entries: Iterable[tuple[MessageKind, Duration]] = ()) -> None:
+        self._sums: dict[MessageKind, Duration] = {}
         for kind, duration in entries:
             self.add(kind, duration)
 
-    def add(self, kind: Kind, duration: Duration) -> None:
+    def add(self, kind: MessageKind, duration: Duration) -> None:
         """More messages of a kind."""
         before = self._sums.get(kind)
         self._sums[kind] = duration if before is None else before.plus(duration)
 
-    def __iter__(self) -> Iterator[tuple[Kind, Duration]]:
+    def __iter__(self) -> Iterator[tuple[MessageKind, Duration]]:
         return iter(sorted(self._sums.items()))
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class Durations:
         Raises:
             ValueError: a row is none of these.
         """
-        found, texts = cls(), len(Kind._fields)
+        found, texts = cls(), len(MessageKind._fields)
         for row in rows:
             right = isinstance(row, list) and len(row) == texts + len(Duration._fields)
             if not right or not all(isinstance(each, str) for each in row[:texts]):
@@ -104,16 +104,16 @@ class Durations:
             whole = all(type(numbers[at]) is int for at in (0, 1, 5, 6))
             if not whole or not all(type(each) in (int, float) and 0 <= each < float("inf") for each in numbers):
                 raise ValueError(f"not a row of durations: {row!r}")
-            found.add(Kind(*row[:texts]), Duration(*numbers))
+            found.add(MessageKind(*row[:texts]), Duration(*numbers))
         return found
 
 
 def members_text(ranks: Iterable[int]) -> str:
-    """Ranks for `Kind.members`."""
+    """Ranks for `MessageKind.members`."""
     return " ".join(map(str, sorted(ranks)))
 
 
-def bus_bandwidth(kind: Kind, duration: Duration) -> float | None:
+def bus_bandwidth(kind: MessageKind, duration: Duration) -> float | None:
     """Bytes per second by nccl-tests' definition, of the transfer alone; None where no transfer is known."""
     if not duration.bytes or duration.split < duration.messages or duration.transfer <= 0:
         return None

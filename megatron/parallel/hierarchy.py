@@ -49,7 +49,7 @@ def places_by_host(ranks: Sequence[int], hosts: Sequence[Hashable]) -> tuple[tup
 
 
 @dataclass(frozen=True)
-class Grid:
+class HostGrid:
     """A group as this rank sees it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Grid:
     @classmethod
     def build(
         cls, ranks: Sequence[int], places: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
-    ) -> Grid:
+    ) -> HostGrid:
         """Make the two groups; all ranks of the group call it, in the same order among other groups."""
         at = next(host for host in places if rank in (ranks[place] for place in host))
         mine = [ranks[place] for place in at].index(rank)
@@ -83,7 +83,7 @@ def _axis(ranks: list[int], rank: int, timeout: timedelta | None, description: s
     return Axis(ranks.index(rank), len(ranks), new_group(ranks, timeout, description=description), tuple(ranks))
 
 
-def all_gather(out: Tensor, part: Tensor, grid: Grid, algorithm: str) -> None:
+def all_gather(out: Tensor, part: Tensor, grid: HostGrid, algorithm: str) -> None:
     """out [n l b] gets the blocks [b] of all ranks."""
     n, inner = grid.between.size, grid.inside.size
     column = part.new_empty(n * part.numel())
@@ -95,7 +95,7 @@ def all_gather(out: Tensor, part: Tensor, grid: Grid, algorithm: str) -> None:
     _from_rows(out, rows, grid, n, inner)
 
 
-def reduce_scatter(part: Tensor, whole: Tensor, grid: Grid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
+def reduce_scatter(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
     """part [b] gets this rank's block of the sum of all ranks' [n l b]."""
     n, inner = grid.between.size, grid.inside.size
     column = rows = _to_rows(whole, grid, n, inner)
@@ -105,7 +105,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, grid: Grid, algorithm: str, op: 
     _reduce_between(part.view(-1), column, grid.between, algorithm, op)
 
 
-def all_reduce(x: Tensor, grid: Grid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
+def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
     """x becomes the sum over all ranks, in place. Parts are padded to equal sizes."""
     n, inner = grid.between.size, grid.inside.size
     parts = inner if algorithm == TWO_LEVEL else inner * n
@@ -128,7 +128,7 @@ def all_reduce(x: Tensor, grid: Grid, algorithm: str, op: dist.ReduceOp.RedOpTyp
         flat.copy_(work[: flat.numel()])
 
 
-def all_to_all(out: Tensor, whole: Tensor, grid: Grid) -> None:
+def all_to_all(out: Tensor, whole: Tensor, grid: HostGrid) -> None:
     """out [n l b] gets the block for this rank from every rank's [n l b]: first to the place in one's own host that
     the receiver has in its, then between hosts, in one message for each."""
     n, inner = grid.between.size, grid.inside.size
@@ -143,7 +143,7 @@ def all_to_all(out: Tensor, whole: Tensor, grid: Grid) -> None:
     _from_rows(out, sent.transpose(0, 1).contiguous().view(-1), grid, n, inner)
 
 
-def _to_rows(whole: Tensor, grid: Grid, n: int, inner: int) -> Tensor:
+def _to_rows(whole: Tensor, grid: HostGrid, n: int, inner: int) -> Tensor:
     """[n l b] in the order of the group to [l n b]."""
     blocks = whole.reshape(n * inner, -1)
     if grid.order is None:
@@ -151,7 +151,7 @@ def _to_rows(whole: Tensor, grid: Grid, n: int, inner: int) -> Tensor:
     return blocks[grid.order.to(whole.device)].view(-1)
 
 
-def _from_rows(out: Tensor, rows: Tensor, grid: Grid, n: int, inner: int) -> None:
+def _from_rows(out: Tensor, rows: Tensor, grid: HostGrid, n: int, inner: int) -> None:
     """[l n b] to `out` in the order of the group."""
     if grid.order is None:
         out.view(n, inner, -1).copy_(rows.view(inner, n, -1).transpose(0, 1))

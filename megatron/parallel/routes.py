@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, Table
+from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, AlgorithmTable
 
 from . import hierarchy
-from .hierarchy import COMBINE, Grid, places_by_host
+from .hierarchy import COMBINE, HostGrid, places_by_host
 from .interception import ROUTES, intercept, release
 from .mesh import Axis, Mesh, new_group
 
@@ -54,7 +54,7 @@ class Way:
 
     hosts: int
     ranks: int
-    grid: Grid | None
+    grid: HostGrid | None
     others: dict[str, ProcessGroup]
 
 
@@ -73,7 +73,7 @@ class Router:
 
     def __init__(
         self,
-        table: Table,
+        table: AlgorithmTable,
         groups: Sequence[tuple[int, ...]],
         hosts: Sequence[Hashable],
         rank: int,
@@ -96,7 +96,7 @@ class Router:
         wanted = self.table.algorithms(len(places), len(ranks))
         if not wanted:
             return None
-        grid = Grid.build(ranks, places, rank, timeout) if wanted & set(LEVELS) else None
+        grid = HostGrid.build(ranks, places, rank, timeout) if wanted & set(LEVELS) else None
         names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
         others = {name: new_group(ranks, timeout, backend=name) for name in names}
         made = [axis.group for axis in (grid.inside, grid.between) if axis.group] if grid else []

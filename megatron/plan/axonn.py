@@ -26,7 +26,7 @@ FRONTIER: Table = {
 
 
 @dataclass(frozen=True)
-class Grid:
+class AxonnGrid:
     """Sizes of the groups, the product of which is the number of devices."""
 
     row: int
@@ -36,7 +36,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Work:
+class AxonnWork:
     """A transformer and its batch: blocks, width, samples, tokens of a sample."""
 
     blocks: int
@@ -51,7 +51,7 @@ def bandwidth(table: Table, inner: int, own: int) -> float:
     return row.get(own, row[None])
 
 
-def seconds(table: Table, work: Work, grid: Grid, accumulation: int = 1) -> float:
+def seconds(table: Table, work: AxonnWork, grid: AxonnGrid, accumulation: int = 1) -> float:
     """Communication of one step."""
     r, c, d, n = grid.row, grid.column, grid.depth, grid.data
     tokens = work.batch / n / d * work.length
@@ -71,11 +71,11 @@ def seconds(table: Table, work: Work, grid: Grid, accumulation: int = 1) -> floa
     return work.blocks * total
 
 
-def best(table: Table, work: Work, devices: int, least: int = 1) -> list[tuple[float, Grid]]:
+def best(table: Table, work: AxonnWork, devices: int, least: int = 1) -> list[tuple[float, AxonnGrid]]:
     """All grids of powers of two, the fastest first; `least` devices at least hold a copy of the model."""
     sizes = [2**power for power in range(devices.bit_length()) if 2**power <= devices]
     grids = [
-        Grid(r, c, d, devices // (r * c * d))
+        AxonnGrid(r, c, d, devices // (r * c * d))
         for c in sizes
         for r in sizes
         for d in sizes

@@ -30,7 +30,7 @@ from megatron.report.trace import PASSES, TraceTimes, read_traces
 from .devices import Cluster, Device, known
 from .prediction import choice_of
 from .shapes import Shapes
-from .step import Clock, Step
+from .step import StepEstimator, StepTime
 
 TITLES = {  # of the bands, in their order
     "matrix": "matrix products, at the peak",
@@ -74,7 +74,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Profile:
+class TimeProfile:
     """A run's time.
 
     Attributes:
@@ -117,7 +117,7 @@ class Profile:
         return {**asdict(self), "mfu": self.mfu, "steps_mfu": self.utilisation(self.seconds(*WITHIN)), "bands": bands}
 
 
-def profile(run: str | Path, device: str | None = None, machine: str | None = None) -> Profile:
+def profile(run: str | Path, device: str | None = None, machine: str | None = None) -> TimeProfile:
     """The account of a run.
 
     Args:
@@ -178,7 +178,7 @@ class _Told:
     def shapes(self) -> Shapes:
         return Shapes(self.config, self.ranks)
 
-    def predicted(self, device: Device | None) -> Step | None:
+    def predicted(self, device: Device | None) -> StepTime | None:
         """A step by formulas; None where they do not cover it."""
         parallel = self.config.parallel
         if device is None or parallel.expert_tensor not in (None, parallel.tensor):
@@ -188,7 +188,7 @@ class _Told:
             return None
         at = Cluster(device, known()[1]["ib400"], self.ranks, per_host)
         try:
-            return Clock(self.config, self.shapes, at).step(self.config, choice_of(self.config))
+            return StepEstimator(self.config, self.shapes, at).step(self.config, choice_of(self.config))
         except ConfigError:  # nobody knows its peak
             return None
 
@@ -210,7 +210,7 @@ class _Told:
         return sum(own) / steps if steps else None
 
 
-def _profile(run: str, told: _Told, name: str, device: Device | None) -> Profile:
+def _profile(run: str, told: _Told, name: str, device: Device | None) -> TimeProfile:
     account, compute = told.account, told.config.precision.compute
     peak = device_peak(name, compute, told.config.logging.peak_tflops)
     tflops, source = peak.tflops, peak.source
@@ -230,7 +230,7 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> Profile
         "end": seconds["end"],
     }
     bands |= {each: Band(each, taken, True, LEDGER) for each, taken in outside.items()}
-    return Profile(
+    return TimeProfile(
         run=run,
         device=name,
         ranks=told.ranks,
@@ -245,7 +245,7 @@ def _profile(run: str, told: _Told, name: str, device: Device | None) -> Profile
     )
 
 
-def _on_host(told: _Told, predicted: Step | None) -> dict[str, Band]:
+def _on_host(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
     """The bands of kept steps where phases are those of the work itself."""
     account, within = told.account, told.account.within
     passes = sum(within.get(phase, 0.0) for phase in PASSES)
@@ -271,7 +271,7 @@ def _on_host(told: _Told, predicted: Step | None) -> dict[str, Band]:
     return _fitted(bands, account.seconds["kept"], passes)
 
 
-def _on_device(told: _Told, predicted: Step | None) -> dict[str, Band]:
+def _on_device(told: _Told, predicted: StepTime | None) -> dict[str, Band]:
     """The bands of kept steps where the device works on its own."""
     account = told.account
     kept, data = account.seconds["kept"], account.within.get("data", 0.0)
@@ -305,7 +305,7 @@ def _bubble(config: Config, layout: Layout, work: float, waiting: float) -> floa
     return min(ideal, waiting)
 
 
-def _formulas(predicted: Step | None, steps: int) -> dict[str, float]:
+def _formulas(predicted: StepTime | None, steps: int) -> dict[str, float]:
     """A step's parts by formulas, as bands."""
     if predicted is None:
         return {}

@@ -9,7 +9,7 @@ from megatron.report.communication import table
 from megatron.report.console import duration
 from megatron.report.figures import write_figure
 
-from .bands import TITLES, WITHIN, Profile
+from .bands import TITLES, WITHIN, TimeProfile
 
 WORTH = 0.03  # of the wall time: from here on a band is worth a word
 ADVICE = {
@@ -40,7 +40,7 @@ HOST = {
 }
 
 
-def text(found: Profile) -> str:
+def text(found: TimeProfile) -> str:
     """The whole account."""
     rows = [
         [
@@ -60,7 +60,7 @@ def text(found: Profile) -> str:
     return "\n".join([*lines, *(["", "what to change first:", *(f"  {each}" for each in first)] if first else [])])
 
 
-def _cascade(found: Profile) -> list[str]:
+def _cascade(found: TimeProfile) -> list[str]:
     """From the peak down to wall-clock MFU."""
     if found.peak is None:
         return [f"MFU is not known: {found.peak_source}"]
@@ -78,7 +78,7 @@ def _cascade(found: Profile) -> list[str]:
     return lines
 
 
-def advice(found: Profile) -> list[str]:
+def advice(found: TimeProfile) -> list[str]:
     """Of the largest bands that can be made smaller, how: up to three sentences."""
     able = sorted(
         (each for each in found.bands if each.name != "matrix" and each.seconds >= WORTH * found.wall),
@@ -94,7 +94,7 @@ def advice(found: Profile) -> list[str]:
     return said
 
 
-def picture(found: Profile, path: str | Path) -> None:
+def picture(found: TimeProfile, path: str | Path) -> None:
     """Draw the bands as a PNG, each where the one before it ends; those that are derived are hatched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

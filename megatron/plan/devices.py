@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.config.problems import ConfigError, Problem
-from megatron.parallel.curve import Curve
+from megatron.parallel.curve import CostCurve
 from megatron.report.peaks import device_peak
 
 FILE = Path(__file__).with_name("devices.yml")
@@ -26,7 +26,7 @@ class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Link(_Entry):
+class Interconnect(_Entry):
     """Between the devices of a host.
 
     Attributes:
@@ -55,7 +55,7 @@ class Device(_Entry):
     watts: Positive
     per_host: Count
     units: Count
-    link: Link
+    link: Interconnect
     efficiency: Efficiency
     launch: Positive
     tflops: dict[str, Positive] | None = None
@@ -113,7 +113,7 @@ class Cluster:
     network: Network
     devices: int
     per_host: int
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[CostCurve, ...] = ()
 
     @property
     def hosts(self) -> int:
@@ -135,7 +135,7 @@ def known(path: str | None = None) -> tuple[Mapping[str, Device], Mapping[str, N
 
 
 @cache
-def measured(path: str | None) -> tuple[Curve, ...]:
+def measured(path: str | None) -> tuple[CostCurve, ...]:
     """The collectives of a file, as tools/bench/communication.py has measured them.
 
     Raises:
@@ -144,7 +144,7 @@ def measured(path: str | None) -> tuple[Curve, ...]:
     if path is None:
         return ()
     try:
-        return tuple(map(Curve.of, _read(Path(path)).collectives))
+        return tuple(map(CostCurve.of, _read(Path(path)).collectives))
     except ValueError as error:
         fix = "measure again with tools/bench/communication.py"
         raise ConfigError([Problem("collectives", f"must be right: {error}", fix, where=path)]) from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.variants import options_of
 from megatron.model.describe import totals
 
@@ -25,7 +25,7 @@ WORTH = 0.002  # of a step: gains below it are not shown
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintFinding:
     """A breach of a rule.
 
     Attributes:
@@ -52,7 +52,7 @@ class Finding:
         return f"{self.rule}: {self.key} = {self.value}\n    {self.text}{fix}"
 
 
-def lint(question: Question, choice: Candidate) -> list[Finding]:
+def lint(question: Question, choice: Candidate) -> list[LintFinding]:
     """All findings for a layout, those with the largest gain first."""
     checker = _Checker(question, choice)
     found = [
@@ -83,7 +83,7 @@ class _Checker:
             at[last] = value
         question = self.question
         try:
-            other = Question.from_sources([*question.sources, Source(nested)], question.at)
+            other = Question.from_sources([*question.sources, ConfigSource(nested)], question.at)
             if other.refusal(self.choice) is not None:
                 return None
             plan: Plan = other.judge(self.choice)
@@ -100,10 +100,10 @@ class _Checker:
                 found = (values, *result)
         return found
 
-    def finding(self, rule: str, key: str, value: Any, text: str, options: list[dict[str, Any]]) -> Finding:
-        return Finding(rule, key, value, text, *self.best(options))
+    def finding(self, rule: str, key: str, value: Any, text: str, options: list[dict[str, Any]]) -> LintFinding:
+        return LintFinding(rule, key, value, text, *self.best(options))
 
-    def vocabulary(self) -> Iterator[Finding]:
+    def vocabulary(self) -> Iterator[LintFinding]:
         vocab, unit = self.base.model.vocab_size, UNIT * self.choice.tensor
         if vocab % unit:
             above = -(-vocab // unit) * unit
@@ -111,7 +111,7 @@ class _Checker:
             text = f"the head's rows must be a multiple of {UNIT}{times} = {unit} for full speed"
             yield self.finding("vocabulary-alignment", "model.vocab_size", vocab, text, [{"model.vocab_size": above}])
 
-    def heads(self) -> Iterator[Finding]:
+    def heads(self) -> Iterator[LintFinding]:
         model, hidden = self.base.model, self.base.model.hidden_size
         for kind in dict.fromkeys(kind for block in model.blocks for kind in block.kinds):
             options = options_of(model, kind)
@@ -130,15 +130,15 @@ class _Checker:
             batch = self.choice.micro_batch * heads
             if batch % self.choice.tensor:
                 text = "micro-batch times heads must be a multiple of the tensor parallel size"
-                yield Finding("heads-over-ranks", f"{key}.heads", heads, text, {})
+                yield LintFinding("heads-over-ranks", f"{key}.heads", heads, text, {})
 
-    def widths(self) -> Iterator[Finding]:
+    def widths(self) -> Iterator[LintFinding]:
         """Hidden sizes: of the model, and of feed-forward networks, whose 8/3 h is seldom aligned."""
         model, tensor = self.base.model, self.choice.tensor
         hidden = model.hidden_size
         if hidden % (UNIT * tensor):
             text = f"hidden_size must be a multiple of {UNIT} times the tensor parallel size = {UNIT * tensor}"
-            yield Finding("hidden-alignment", "model.hidden_size", hidden, text, {})
+            yield LintFinding("hidden-alignment", "model.hidden_size", hidden, text, {})
         for kind in dict.fromkeys(kind for block in model.blocks for kind in block.kinds):
             width = getattr(options_of(model, kind), "hidden_size", None)
             if not isinstance(width, int) or kind.variant is not None:
@@ -153,21 +153,23 @@ class _Checker:
                 better, gain, change = self.best(values)
                 if gain + change > 0.01:  # more than what a smaller network saves by itself
                     text = "tiles of its products leave units of the device idle in the last wave"
-                    yield Finding("wave-quantisation", key, width, text, better, gain, change)
+                    yield LintFinding("wave-quantisation", key, width, text, better, gain, change)
 
-    def layers(self) -> Iterator[Finding]:
+    def layers(self) -> Iterator[LintFinding]:
         blocks, stages = len(self.base.model.blocks), self.choice.pipeline
         if stages > 1 and blocks % stages:
             text = f"{blocks} blocks do not divide over {stages} stages: the longest stage sets the pace"
-            yield Finding("stages-even", "model.layers", blocks, text, {})
+            yield LintFinding("stages-even", "model.layers", blocks, text, {})
 
-    def batch(self) -> Iterator[Finding]:
+    def batch(self) -> Iterator[LintFinding]:
         tokens = self.choice.micro_batch * self.base.training.sequence_length
         if tokens % UNIT:
             text = f"tokens of a micro-batch ({tokens}) must be a multiple of {UNIT}: rows of every product"
-            yield Finding("token-alignment", "training.sequence_length", self.base.training.sequence_length, text, {})
+            yield LintFinding(
+                "token-alignment", "training.sequence_length", self.base.training.sequence_length, text, {}
+            )
 
-    def tensor(self) -> Iterator[Finding]:
+    def tensor(self) -> Iterator[LintFinding]:
         """As little as possible is cut: a smaller tensor parallel size that fits and is faster."""
         if self.choice.tensor == 1:
             return
@@ -184,4 +186,4 @@ class _Checker:
                 "zero.stage": faster[0].choice.zero,
             }
             text = "cutting matrices makes their products small and adds sums; cut as little as memory allows"
-            yield Finding("tensor-small", "parallel.tensor", self.choice.tensor, text, better, gain)
+            yield LintFinding("tensor-small", "parallel.tensor", self.choice.tensor, text, better, gain)

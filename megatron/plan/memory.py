@@ -22,7 +22,7 @@ from megatron.parallel.layout import Layout
 
 from .candidate import Candidate, layout_of
 from .devices import Cluster
-from .shapes import Shapes, Weights
+from .shapes import RankWeights, Shapes
 
 RUNTIME = 1.5 * 2**30  # bytes: context of the device, libraries' workspaces, channels of communicators
 FRAGMENTS = 0.06  # of what is allocated: what the caching allocator cannot use
@@ -63,9 +63,9 @@ def moments(config: Config) -> int:
     return MOMENTS.get(optimizer.type, 8)
 
 
-def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> Weights:
+def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> RankWeights:
     """Parameters of the layers of a stage on one rank; shared ones once."""
-    total, shared = Weights(), dict[str, Weights]()
+    total, shared = RankWeights(), dict[str, RankWeights]()
     for place in places:
         layer = shapes.layer(place, choice)
         total += layer.own
@@ -73,7 +73,7 @@ def stage_weights(shapes: Shapes, choice: Candidate, places: range) -> Weights:
     return sum(shared.values(), total)
 
 
-def states(config: Config, layout: Layout, weights: Weights) -> dict[str, float]:
+def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state."""
     size, zero = BYTES[config.precision.compute], layout.zero_stage
     mixed, offload = config.precision.compute != "fp32", config.zero.offload_optimizer.device != "none"
@@ -102,7 +102,7 @@ def states(config: Config, layout: Layout, weights: Weights) -> dict[str, float]
     return result
 
 
-def buckets(config: Config, layout: Layout, weights: Weights, largest: int) -> float:
+def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) -> float:
     """Bytes of flat copies for communication and of what ZeRO 3 gathers.
 
     Args:

@@ -24,7 +24,7 @@ from .candidate import Candidate
 from .devices import Cluster, Device, known
 from .memory import memory
 from .shapes import Shapes
-from .step import Clock
+from .step import StepEstimator
 
 ENOUGH = 3  # runs of one device, before their errors correct a prediction
 NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's start costs is all of a small step
@@ -46,7 +46,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HistoryEntry:
     """One run in the history.
 
     Attributes:
@@ -77,7 +77,7 @@ class Prediction:
         capacity: bytes of a device; 0 where unknown.
     """
 
-    entry: Entry
+    entry: HistoryEntry
     corrected: Need
     runs: int
     capacity: float
@@ -120,9 +120,11 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
     at = Cluster(found, known()[1]["ib400"], ranks, per_host)
     choice = choice_of(config)
     shapes = Shapes(config, ranks)
-    need = Need(Clock(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total)
+    need = Need(
+        StepEstimator(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total
+    )
     kinds = sorted({word for block in config.model.blocks for word in re.findall(r"[a-z]\w*", str(block))})
-    entry = Entry(device, config.precision.compute, tuple(kinds), ranks, str(choice), need, Need(0.0, 0.0))
+    entry = HistoryEntry(device, config.precision.compute, tuple(kinds), ranks, str(choice), need, Need(0.0, 0.0))
     factor, runs = correction(read_history(), entry)
     corrected = Need(need.seconds * factor.seconds, need.memory * factor.memory)
     return Prediction(entry, corrected, runs, capacity or found.bytes)
@@ -147,7 +149,7 @@ def _device(name: str) -> Device | None:
     return next((each for each in known()[0].values() if each.name == name), None)
 
 
-def correction(history: Iterable[Entry], entry: Entry) -> tuple[Need, int]:
+def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:
     """What to multiply the formulas by for a run, and from how many runs that is known: those of the same device and
     type with steps of about the same length. Runs of the same kinds of layers count alone where there are enough.
     """
@@ -164,7 +166,7 @@ def correction(history: Iterable[Entry], entry: Entry) -> tuple[Need, int]:
     return Need(*(math.exp(statistics.median(each)) for each in zip(*map(_errors, taken)))), len(taken)
 
 
-def _errors(entry: Entry) -> tuple[float, float]:
+def _errors(entry: HistoryEntry) -> tuple[float, float]:
     """Logarithms of measured over predicted: time, memory."""
     predicted, measured = entry.predicted, entry.measured
     return math.log(measured.seconds / predicted.seconds), math.log(measured.memory / predicted.memory)
@@ -176,7 +178,7 @@ def history_file() -> Path:
     return Path(state) / "deepy" / "predictions.jsonl"
 
 
-def remember(entry: Entry, measured: Need, path: Path | None = None) -> None:
+def remember(entry: HistoryEntry, measured: Need, path: Path | None = None) -> None:
     """Append a run to the history.
 
     Raises:
@@ -193,7 +195,7 @@ def remember(entry: Entry, measured: Need, path: Path | None = None) -> None:
         os.close(handle)
 
 
-def read_history(path: Path | None = None) -> list[Entry]:
+def read_history(path: Path | None = None) -> list[HistoryEntry]:
     """The runs in the history, oldest first; lines that are damaged are passed over."""
     path = path or history_file()
     try:
@@ -205,7 +207,7 @@ def read_history(path: Path | None = None) -> list[Entry]:
     return [entry for line in lines if (entry := _entry(line)) is not None]
 
 
-def _entry(line: bytes) -> Entry | None:
+def _entry(line: bytes) -> HistoryEntry | None:
     try:
         values = json.loads(line)
         needs = [
@@ -215,7 +217,7 @@ def _entry(line: bytes) -> Entry | None:
             return None
         kinds = tuple(map(str, values["kinds"]))
         device, compute, layout = (str(values[name]) for name in ("device", "compute", "layout"))
-        return Entry(device, compute, kinds, int(values["ranks"]), layout, *needs)
+        return HistoryEntry(device, compute, kinds, int(values["ranks"]), layout, *needs)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -237,7 +239,7 @@ class Error:
     corrections: int
 
 
-def errors(history: Sequence[Entry]) -> dict[tuple[str, str], Error]:
+def errors(history: Sequence[HistoryEntry]) -> dict[tuple[str, str], Error]:
     """By device and compute type."""
     alone: dict[tuple[str, str], list[Need]] = {}
     corrected: dict[tuple[str, str], list[Need]] = {}
@@ -260,7 +262,7 @@ def _median(needs: Sequence[Need]) -> Need:
     return Need(statistics.median(each.seconds for each in needs), statistics.median(each.memory for each in needs))
 
 
-def document(history: Sequence[Entry]) -> dict[str, Any]:
+def document(history: Sequence[HistoryEntry]) -> dict[str, Any]:
     """The history and its errors as one JSON document."""
     found = [{"device": key[0], "compute": key[1], **asdict(each)} for key, each in errors(history).items()]
     return {"file": str(history_file()), "errors": found, "runs": [asdict(each) for each in history]}

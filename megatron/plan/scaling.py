@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import Config, ConfigError
 from megatron.config.divisors import divisors
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.model.describe import totals
 from megatron.report.goodput import best_interval
 
@@ -19,7 +19,7 @@ from .search import Plan, Question
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The fastest layout on a number of devices.
 
     Attributes:
@@ -45,17 +45,17 @@ def sized(at: Cluster, devices: int) -> Cluster:
     return replace(at, devices=devices, per_host=min(at.per_host, devices))
 
 
-def curve(question: Question, first: int, last: int, *, weak: bool) -> list[Point]:
+def curve(question: Question, first: int, last: int, *, weak: bool) -> list[ScalingPoint]:
     """The fastest layouts on first, 2 first, ... devices up to `last`; numbers on which nothing fits are left out.
 
     Args:
         weak: the batch grows with the devices from what it is on `first`; else it stays.
     """
-    found: list[Point] = []
+    found: list[ScalingPoint] = []
     devices, batch = first, question.base.training.global_batch_size
     while devices <= last:
         own = batch * devices // first if weak else batch
-        source = Source({"training": {"global_batch_size": own, "accumulation": None}})
+        source = ConfigSource({"training": {"global_batch_size": own, "accumulation": None}})
         try:
             asked = Question.from_sources([*question.sources, source], sized(question.at, devices))
             plans = asked.answers().plans
@@ -64,12 +64,12 @@ def curve(question: Question, first: int, last: int, *, weak: bool) -> list[Poin
         if plans:
             each = plans[0].tokens_per_second / devices
             start = found[0].plan.tokens_per_second / found[0].devices if found else each
-            found.append(Point(devices, own, plans[0], each / start))
+            found.append(ScalingPoint(devices, own, plans[0], each / start))
         devices *= 2
     return found
 
 
-def draw(strong: list[Point], weak: list[Point], path: Path, title: str) -> None:
+def draw(strong: list[ScalingPoint], weak: list[ScalingPoint], path: Path, title: str) -> None:
     """Tokens per second against devices, with the line of perfect scaling."""
     from matplotlib.figure import Figure
 
@@ -149,7 +149,7 @@ def proposals(question: Question, hours: float, ratio: float) -> list[Proposal]:
         if values is None:
             return []
         try:
-            asked = Question.from_sources([*question.sources, Source(values)], question.at)
+            asked = Question.from_sources([*question.sources, ConfigSource(values)], question.at)
         except ConfigError:
             continue
         count = totals(asked.base).parameters

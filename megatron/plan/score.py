@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 
 from .candidate import Candidate, apply, parse
 from .devices import Device, Efficiency, cluster, known
 from .search import Question
-from .step import Clock
+from .step import StepEstimator
 
 FILE = Path(__file__).with_name("published.yml")
 GRID = tuple(share / 100 for share in range(20, 100, 2))
@@ -25,7 +25,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run; `published.yml` has the meaning of its values."""
 
     values: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Run:
 class Scored:
     """A run with its prediction: tokens per second of a device."""
 
-    run: Run
+    run: PublishedRun
     measured: float
     predicted: float
 
@@ -91,8 +91,8 @@ class Scored:
 
 
 @cache
-def runs() -> tuple[Run, ...]:
-    return tuple(Run(each) for each in yaml.safe_load(FILE.read_text(encoding="utf-8"))["runs"])
+def runs() -> tuple[PublishedRun, ...]:
+    return tuple(PublishedRun(each) for each in yaml.safe_load(FILE.read_text(encoding="utf-8"))["runs"])
 
 
 @cache
@@ -100,16 +100,16 @@ def _question(number: int) -> Question:
     own = next(each for each in runs() if each.number == number)
     network = "ib200" if own.values["gpu"] == "a100" else "ib400"
     at = cluster(own.values["gpus"], own.values["gpu"], network=network)
-    return Question.from_sources([Source(own.config())], at)
+    return Question.from_sources([ConfigSource(own.config())], at)
 
 
-def score(chosen: Iterable[Run] | None = None, devices: Mapping[str, Device] | None = None) -> list[Scored]:
+def score(chosen: Iterable[PublishedRun] | None = None, devices: Mapping[str, Device] | None = None) -> list[Scored]:
     """Predictions of runs, with other devices of the same names where some are given."""
     found = []
     for run in runs() if chosen is None else chosen:
         question = _question(run.number)
         device = (devices or known()[0])[run.values["gpu"]]
-        clock = Clock(question.base, question.shapes, replace(question.at, device=device))
+        clock = StepEstimator(question.base, question.shapes, replace(question.at, device=device))
         step = clock.step(apply(question.base, run.choice, question.at.devices), run.choice)
         tokens = run.values["batch"] * run.values["length"] / step.seconds / question.at.devices
         found.append(Scored(run, run.measured(question), tokens))

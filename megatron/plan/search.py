@@ -16,7 +16,7 @@ from megatron.config import Config, ConfigError, Problem
 from megatron.config.divisors import divisors
 from megatron.config.files import gather, run_name
 from megatron.config.flat import translate_flat
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import Resolved, combine
 from megatron.config.tree import get
 from megatron.model.describe import totals
@@ -25,7 +25,7 @@ from .candidate import RECOMPUTE, Candidate, apply
 from .devices import Cluster
 from .memory import Memory, memory
 from .shapes import Shapes
-from .step import Clock, Step
+from .step import StepEstimator, StepTime
 
 MICRO_BATCHES = tuple(2**power for power in range(8))
 LONG = 16384  # tokens from which ranks may share a sequence; below, other axes serve better
@@ -43,7 +43,7 @@ class Plan:
 
     choice: Candidate
     memory: Memory
-    step: Step
+    step: StepTime
     tokens_per_second: float
     mfu: float
     share: float
@@ -70,7 +70,7 @@ class Question:
         missing: keys that the files leave open and every answer therefore says: precision, global batch.
     """
 
-    sources: list[Source]
+    sources: list[ConfigSource]
     at: Cluster
     base: Config
     missing: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Question:
         return cls.from_sources(sources, at, run_name(files[0]) if files else "run")
 
     @classmethod
-    def from_sources(cls, sources: list[Source], at: Cluster, name: str = "run") -> Question:
+    def from_sources(cls, sources: list[ConfigSource], at: Cluster, name: str = "run") -> Question:
         """The same, of sources that were read before."""
         missing: dict[str, Any] = {}
         parallel = {
@@ -97,7 +97,7 @@ class Question:
             "context_ulysses": None,
             "context_cut": "auto",
         }
-        clean = Source({**Candidate().values(), "launch": {"ranks": None, "hostfile": None}})
+        clean = ConfigSource({**Candidate().values(), "launch": {"ranks": None, "hostfile": None}})
         clean.values["parallel"] |= parallel
         clean.values["zero"]["overlap"] = True
         if at.device.name != "cpu" and not any(_says(each, "precision") for each in sources):
@@ -131,8 +131,8 @@ class Question:
         return Shapes(self.base, self.at.devices)
 
     @cached_property
-    def clock(self) -> Clock:
-        return Clock(self.base, self.shapes, self.at)
+    def clock(self) -> StepEstimator:
+        return StepEstimator(self.base, self.shapes, self.at)
 
     @cached_property
     def flops(self) -> int:
@@ -145,7 +145,7 @@ class Question:
         Raises:
             ConfigError: it would refuse.
         """
-        source = Source(choice.values())
+        source = ConfigSource(choice.values())
         return combine([*self.sources, source], ranks=self.at.devices, check_inputs=False, here=False)
 
     def refusal(self, choice: Candidate) -> Problem | None:
@@ -286,5 +286,5 @@ class Answers:
             self.closest = plan
 
 
-def _says(source: Source, key: str) -> bool:
+def _says(source: ConfigSource, key: str) -> bool:
     return get(source.values, (key,), None) is not None

@@ -15,7 +15,7 @@ from megatron.model.options import kind_of
 from .candidate import Candidate
 
 
-class Exchange(NamedTuple):
+class SequenceMessages(NamedTuple):
     """Equal messages of a rank, for one layer and one micro-batch.
 
     Attributes:
@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
     hidden: bool = False
 
 
-def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0) -> list[Exchange]:
+def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0) -> list[SequenceMessages]:
     """What a mixer sends; nothing where ranks share no sequence. Rings are counted to their last rank: causality and
     windows let some send less.
 
@@ -57,24 +57,30 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
     again = 1 if choice.recompute == "full" else 0
     if method.name == "gather":
         whole = n * tokens * keys * (of_key + of_value) * size
-        back = [Exchange("reduce_scatter", n, whole, 1, True)]
-        return [Exchange("all_gather", n, whole, 1, False), *back, *again * [Exchange("all_gather", n, whole, 1, True)]]
+        back = [SequenceMessages("reduce_scatter", n, whole, 1, True)]
+        return [
+            SequenceMessages("all_gather", n, whole, 1, False),
+            *back,
+            *again * [SequenceMessages("all_gather", n, whole, 1, True)],
+        ]
     u = method.together
-    found: list[Exchange] = []
+    found: list[SequenceMessages] = []
     if u > 1:
         keys = lcm(keys, u)
         into, out = tokens * (heads * of_key + keys * (of_key + of_value)) * size, tokens * heads * of_value * size
         once = 1 if choice.recompute != "none" else 0  # collectives of a selective recomputation run again, too
-        found += [Exchange("all_to_all", u, each, 1, backward) for each in (into, out) for backward in (False, True)]
-        found += once * [Exchange("all_to_all", u, each, 1, True) for each in (into, out)]
+        found += [
+            SequenceMessages("all_to_all", u, each, 1, backward) for each in (into, out) for backward in (False, True)
+        ]
+        found += once * [SequenceMessages("all_to_all", u, each, 1, True) for each in (into, out)]
     ring = n // u
     if ring > 1:
         kv = tokens * keys * (of_key + of_value)  # of u times the tokens, 1 / u of the heads
         hops, fp32 = ring - 1, max(4.0, size)
         found += [
-            Exchange("send", ring, hops * kv * size, hops, False, True),
-            Exchange("send", ring, (1 + again) * hops * kv * size, (1 + again) * hops, True, True),
-            Exchange("send", ring, hops * kv * fp32, hops, True, True),
+            SequenceMessages("send", ring, hops * kv * size, hops, False, True),
+            SequenceMessages("send", ring, (1 + again) * hops * kv * size, (1 + again) * hops, True, True),
+            SequenceMessages("send", ring, hops * kv * fp32, hops, True, True),
         ]
     return found
 
@@ -87,7 +93,7 @@ def widths(options: Any) -> tuple[int, int]:
     return options.nope_dim + options.rope_dim, options.value_dim
 
 
-def _states(how: str, choice: Candidate, size: float) -> list[Exchange]:
+def _states(how: str, choice: Candidate, size: float) -> list[SequenceMessages]:
     """States before a rank's tokens: by a prefix over all ranks at once, or from each rank to the next. What is left of
     a state is counted as large as the state."""
     n = choice.context
@@ -95,6 +101,6 @@ def _states(how: str, choice: Candidate, size: float) -> list[Exchange]:
     messages = 2 * steps + 1 if how == "scans" else 1
     passes = 1 if choice.recompute == "none" else 2
     return [
-        Exchange("send", 2, messages * size, messages, False),
-        Exchange("send", 2, passes * messages * size, passes * messages, True),
+        SequenceMessages("send", 2, messages * size, messages, False),
+        SequenceMessages("send", 2, passes * messages * size, passes * messages, True),
     ]

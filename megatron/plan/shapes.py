@@ -51,7 +51,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Weights:
+class RankWeights:
     """Parameters of one rank by type and by the ranks that share their states.
 
     Attributes:
@@ -64,8 +64,8 @@ class Weights:
     wide: int = 0
     expert: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.low + other.low, self.wide + other.wide, self.expert + other.expert)
+    def __add__(self, other: RankWeights) -> RankWeights:
+        return RankWeights(self.low + other.low, self.wide + other.wide, self.expert + other.expert)
 
     @property
     def dense(self) -> int:
@@ -92,8 +92,8 @@ class RankLayer:
         state: numbers per sample that a recurrence carries, for context parallelism.
     """
 
-    own: Weights
-    shared: Mapping[str, Weights]
+    own: RankWeights
+    shared: Mapping[str, RankWeights]
     matrices: tuple[Matrix, ...]
     other: float
     attends: bool
@@ -219,17 +219,17 @@ class Shapes:
 
     def _parameters(
         self, place: int, module: nn.Module, choice: Candidate, top_k: int, experts: int
-    ) -> tuple[Weights, dict[str, Weights], tuple[Matrix, ...], float]:
+    ) -> tuple[RankWeights, dict[str, RankWeights], tuple[Matrix, ...], float]:
         """(its own parameters, shared ones, products, elements of whole matrices that a token uses)."""
-        own, shared, matrices, used = Weights(), dict[str, Weights](), [], 0.0
+        own, shared, matrices, used = RankWeights(), dict[str, RankWeights](), [], 0.0
         prefix = f"layers.{place - 1}."
         tied = self.config.model.embedding.tied and choice.pipeline == 1
         for each in module.parameters():
             logical, count = logical_of(each), each.numel()
             if is_spread(each):
-                mine = Weights(expert=count)
+                mine = RankWeights(expert=count)
             else:
-                mine = Weights(wide=count) if logical.keep_fp32 else Weights(low=count)
+                mine = RankWeights(wide=count) if logical.keep_fp32 else RankWeights(low=count)
             if 0 < place < self.places - 1 and not logical.name.startswith(prefix):
                 shared[logical.name] = mine
             elif not (tied and logical.role is Role.EMBEDDING and place):  # one stage has the tied matrix once

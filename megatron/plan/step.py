@@ -22,7 +22,7 @@ from .devices import Cluster, Device
 from .memory import stage_weights
 from .network import Group, collective, groups
 from .sequence import exchanges
-from .shapes import Matrix, RankLayer, Shapes, Weights
+from .shapes import Matrix, RankLayer, RankWeights, Shapes
 
 # Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))
@@ -59,7 +59,7 @@ def product_time(device: Device, peak: float, size: int, m: float, n: int, k: in
 
 
 @dataclass(frozen=True)
-class Work:
+class MicroBatchTime:
     """Seconds of one micro-batch on a rank, by what it is spent on."""
 
     matrix: float = 0.0
@@ -70,11 +70,11 @@ class Work:
     expert: float = 0.0
     context: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+    def __add__(self, other: MicroBatchTime) -> MicroBatchTime:
+        return MicroBatchTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
-    def times(self, factor: float) -> Work:
-        return self if factor == 1 else Work(*(factor * each for each in vars(self).values()))
+    def times(self, factor: float) -> MicroBatchTime:
+        return self if factor == 1 else MicroBatchTime(*(factor * each for each in vars(self).values()))
 
     @property
     def total(self) -> float:
@@ -86,7 +86,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """The time of a step.
 
     Attributes:
@@ -104,7 +104,7 @@ class Step:
         return {"seconds": self.seconds, "parts": self.parts, "stages": list(self.stages)}
 
 
-class Clock:
+class StepEstimator:
     """Times candidates of one configuration on one machine.
 
     Args:
@@ -115,9 +115,9 @@ class Clock:
         self.shapes, self.at, self.device = shapes, at, at.device
         self.compute = config.precision.compute
         self.size, self.peak = BYTES[self.compute], at.device.peak(self.compute)
-        self._work: dict[tuple, Work] = {}
+        self._work: dict[tuple, MicroBatchTime] = {}
 
-    def step(self, config: Config, choice: Candidate) -> Step:
+    def step(self, config: Config, choice: Candidate) -> StepTime:
         """The time of one step of a candidate; `config` has its values (`candidate.apply`)."""
         layout, bounds = layout_of(choice, self.shapes.ranks), self.shapes.bounds(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
@@ -136,10 +136,10 @@ class Clock:
         parts |= {"pipeline": count * send, "bubble": bubble, "data": data, "accumulate": 0.0, "optimizer": update}
         parts["accumulate"] = count * self._accumulate(config, layout, weights)
         seconds = running + bubble + data + update + parts["accumulate"]
-        return Step(seconds, parts, tuple(totals))
+        return StepTime(seconds, parts, tuple(totals))
 
-    def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> Work:
-        total = Work()
+    def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> MicroBatchTime:
+        total = MicroBatchTime()
         for place in places:
             key = (self.shapes.class_of(place), choice)
             if key not in self._work:
@@ -148,7 +148,7 @@ class Clock:
             total += self._work[key].times(passes.backward + passes.without / 3)
         return total
 
-    def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> Work:
+    def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> MicroBatchTime:
         layer = self.shapes.layer(place, choice)
         kept = config.model.recurrence.backward if self.shapes.recurs(place) else 1
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
@@ -168,7 +168,9 @@ class Clock:
         passes = 4 if choice.recompute == "none" else 6
         expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
         context = self._context(config, choice, place, at["context"], layer.state, attention)
-        return Work(forward + backward, attention * (1 + BACKWARD_ATTENTION), 3 * moved, again, tensor, expert, context)
+        return MicroBatchTime(
+            forward + backward, attention * (1 + BACKWARD_ATTENTION), 3 * moved, again, tensor, expert, context
+        )
 
     def _context(
         self, config: Config, choice: Candidate, place: int, group: Group, state: float, attention: float
@@ -210,7 +212,13 @@ class Clock:
         return 2 * collective(self.at, pair, "send", tokens * config.model.hidden_size * size / cut)
 
     def _data(
-        self, config: Config, layout: Layout, weights: Weights, work: Work, at: dict[str, Group], count: int
+        self,
+        config: Config,
+        layout: Layout,
+        weights: RankWeights,
+        work: MicroBatchTime,
+        at: dict[str, Group],
+        count: int,
     ) -> float:
         """Sums of gradients and gathered weights that no computation hides."""
         mixed = self.compute != "fp32"
@@ -236,14 +244,14 @@ class Clock:
         reduce = max(0.0, reduce - hidden) if plain and not late else reduce
         return reduce + (gather if layout.zero_stage else 0.0)
 
-    def _accumulate(self, config: Config, layout: Layout, weights: Weights) -> float:
+    def _accumulate(self, config: Config, layout: Layout, weights: RankWeights) -> float:
         """A micro-batch's gradients added to the sums."""
         if self.compute == "fp32" or layout.zero_stage > 1:
             return 0.0
         size = self.size + 2 * BYTES[config.precision.accumulate]
         return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
 
-    def _update(self, config: Config, layout: Layout, weights: Weights) -> float:
+    def _update(self, config: Config, layout: Layout, weights: RankWeights) -> float:
         owned = weights.dense / layout.replicas + weights.expert / layout.expert_data
         owned = owned if layout.zero_stage else float(weights.total)
         return owned * OPTIMIZER_BYTES / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)

@@ -20,7 +20,7 @@ from megatron.parallel.layout import Layout
 from megatron.plan.devices import Device, known
 
 if TYPE_CHECKING:
-    from .rank import Seen
+    from .rank import RankCounts
 
 USAGE = "./deepy.py --rehearse --ranks N [--device NAME] [--rank N,...] [--json] train.py a.yml ... key.path=value ..."
 PRELOADED = "megatron.engine.preload"  # imported once, for the processes of all ranks
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(each["memory"]["fits"] is False for each in found["rehearsed"]))
 
 
-def in_own_process(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> Seen:
+def in_own_process(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> RankCounts:
     """`rehearse_rank` in a process of its own: DeepSpeed keeps much for the life of a process."""
     from .rank import rehearse_rank
 

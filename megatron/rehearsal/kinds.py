@@ -10,7 +10,7 @@ from megatron.parallel.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """What a pipeline stage holds.
 
     Attributes:
@@ -31,11 +31,11 @@ class Part:
         return ", ".join([*held, *(["head"] if self.head else [])])
 
 
-def parts(config: Config) -> list[Part]:
+def parts(config: Config) -> list[StagePart]:
     """Of all stages, in order."""
     bounds, blocks = stage_bounds(config), len(config.model.blocks)
     return [
-        Part(stage, (max(first - 1, 0), min(end - 1, blocks)), first == 0, end == blocks + 2)
+        StagePart(stage, (max(first - 1, 0), min(end - 1, blocks)), first == 0, end == blocks + 2)
         for stage, (first, end) in enumerate(zip(bounds, bounds[1:]))
     ]
 

@@ -10,7 +10,7 @@ from megatron.parallel.account import Recorder
 from megatron.parallel.mesh import Mesh
 from megatron.training.hooks.communication import label_layers
 
-from .ledger import Place
+from .storage_counter import ProgramPlace
 
 
 class Labels(Recorder):
@@ -20,7 +20,7 @@ class Labels(Recorder):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh)
         self._backward = ""
-        self._places: dict[tuple[str, str], Place] = {}
+        self._places: dict[tuple[str, str], ProgramPlace] = {}
 
     def label(self, module: nn.Module, name: str) -> None:
         """As the recorder's; and the layer's output tells when its gradient arrives."""
@@ -36,13 +36,13 @@ class Labels(Recorder):
     def _enter(self, name: str) -> None:
         self._backward = name
 
-    def now(self) -> Place:
+    def now(self) -> ProgramPlace:
         """Where the program is."""
         phase = self.phase or "start"
         if phase == "backward" and self._layers:
             phase = "recompute"
         layer = self._layers[-1] if self._layers else self._backward if phase == "backward" else ""
-        return self._places.setdefault((phase, layer), Place(phase, layer))
+        return self._places.setdefault((phase, layer), ProgramPlace(phase, layer))
 
     def of_engine(self, module: nn.Module) -> None:
         """Label the layers of a model or of a stage."""

@@ -23,14 +23,14 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 
 from .labels import Labels
-from .ledger import Allocation, Ledger, Moment, Place
 from .states import mark_states, watch_gradients
+from .storage_counter import Allocation, Moment, ProgramPlace, StorageCounter
 
 Batches = Callable[[int], StepBatch]
 
 
 @dataclass
-class Seen:
+class RankCounts:
     """What was counted of one rank. Bytes; FLOPs, operations and messages of a step of `micro_batches`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Seen:
     start: int
     kept: int
     micro_batches: int
-    flops: dict[Place, int]
+    flops: dict[ProgramPlace, int]
     operations: int
     messages: list[list[Any]]
     groups: list[int]
@@ -75,7 +75,7 @@ def shortened(config: Config, layout: Layout, micro_batches: int) -> Config:
     return config.model_copy(update={"training": training})
 
 
-def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> Seen:
+def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> RankCounts:
     """Run a rank of `ranks` on tensors without values. The process must have no process group, and gets none.
 
     Args:
@@ -89,7 +89,7 @@ def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | No
         return observe(config, Mesh.build(layout))
 
 
-def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> Seen:
+def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> RankCounts:
     """Build the engine of this process and make steps, with a ledger and a recorder.
 
     Args:
@@ -97,7 +97,7 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> Seen:
             batches of the right shapes, and leaves weights as they are.
     """
     labels = Labels(mesh)
-    ledger = Ledger(labels.now)
+    ledger = StorageCounter(labels.now)
     labels.install()
     try:
         with ledger:
@@ -106,7 +106,7 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> Seen:
         labels.remove()
 
 
-def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels, ledger: Ledger) -> Seen:
+def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels, ledger: StorageCounter) -> RankCounts:
     engine = build_engine(config, mesh, "cpu", values=batch is not None)
     if batch is None:
         _count_labels(engine)
@@ -123,7 +123,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         before = ledger.operations
         engine.step(batch(number) if batch else blank_batch(config, mesh.layout, engine.form), config.optimizer.lr)
         mark_states(ledger, engine)
-    return Seen(
+    return RankCounts(
         peak=ledger.peak,
         at=ledger.at,
         allocations=ledger.at_peak(),

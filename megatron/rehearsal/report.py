@@ -16,9 +16,9 @@ from megatron.plan.devices import Device
 from megatron.report.communication import by_group, readable, step_table, table
 
 from .kinds import parts
-from .ledger import Allocation
-from .rank import Seen
+from .rank import RankCounts
 from .states import BUCKETS, BUFFERS, GATHERED, GRADIENTS, MASTERS, MOMENTS, WEIGHTS
+from .storage_counter import Allocation
 
 KEPT = (WEIGHTS, GRADIENTS, MASTERS, MOMENTS, BUCKETS, GATHERED, BUFFERS)
 RUNTIME = 1.5 * 2**30  # bytes that the driver's context, libraries' workspaces and communicators take
@@ -49,7 +49,7 @@ def _made(allocation: Allocation) -> str:
     return "temporaries of the update" if phase == "update" else "inputs and engine"
 
 
-def messages(config: Config, layout: Layout, rank: int, seen: Seen) -> tuple[Tally, str]:
+def messages(config: Config, layout: Layout, rank: int, seen: RankCounts) -> tuple[Tally, str]:
     """What a whole step sends, and how that is known."""
     try:
         return predict(config, layout.world_size, rank).step, "formulas"
@@ -68,7 +68,7 @@ def messages(config: Config, layout: Layout, rank: int, seen: Seen) -> tuple[Tal
     return scaled, f"counted over {seen.micro_batches} of {full} micro-batches"
 
 
-def describe_rank(config: Config, layout: Layout, rank: int, seen: Seen, device: Device | None) -> dict[str, Any]:
+def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, device: Device | None) -> dict[str, Any]:
     """All about one rank, for JSON."""
     at, full = layout.coordinates(rank), accumulation_steps(config, layout)
     by_part = memory(seen.allocations)
@@ -114,7 +114,7 @@ def offloaded(config: Config) -> tuple[str, ...]:
 
 
 def document(
-    config: Config, layout: Layout, seen: dict[int, Seen], device: Device | None, seconds: float
+    config: Config, layout: Layout, seen: dict[int, RankCounts], device: Device | None, seconds: float
 ) -> dict[str, Any]:
     """The whole rehearsal, for JSON."""
     ranks = [describe_rank(config, layout, rank, each, device) for rank, each in seen.items()]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .ledger import Ledger
+from .storage_counter import StorageCounter
 
 WEIGHTS, GRADIENTS, MASTERS, MOMENTS = "weights", "gradients", "masters", "moments"
 GATHERED, BUCKETS, BUFFERS = "gathered weights", "buckets", "buffers"
@@ -26,7 +26,7 @@ _WORDS = (
 )
 
 
-def mark_states(ledger: Ledger, engine: Any) -> None:
+def mark_states(ledger: StorageCounter, engine: Any) -> None:
     """Tell the ledger what the tensors of an engine are for; again after each step, since some are made late.
 
     Args:
@@ -52,7 +52,7 @@ def mark_states(ledger: Ledger, engine: Any) -> None:
         ledger.mark(buffer, BUFFERS)
 
 
-def watch_gradients(ledger: Ledger, engine: Any) -> None:
+def watch_gradients(ledger: StorageCounter, engine: Any) -> None:
     """Have each gradient marked as soon as it is one."""
 
     def mark(parameter: Tensor) -> None:

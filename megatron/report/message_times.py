@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.parallel.curve import Curve, choose
-from megatron.parallel.durations import Duration, Durations, Kind, bus_bandwidth
+from megatron.parallel.curve import CostCurve, choose
+from megatron.parallel.durations import Duration, Durations, MessageKind, bus_bandwidth
 from megatron.parallel.traffic import Tally
 
 from .communication import TIMES, RankAccount, milliseconds, regular, table
@@ -88,11 +88,11 @@ class StepTimes:
     durations: Durations
     slowest: Slowest
     hosts: Mapping[int, str] = field(default_factory=dict)
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[CostCurve, ...] = ()
 
     @classmethod
     def of(
-        cls, accounts: Mapping[int, RankAccount], step: int | None, curves: tuple[Curve, ...] = ()
+        cls, accounts: Mapping[int, RankAccount], step: int | None, curves: tuple[CostCurve, ...] = ()
     ) -> StepTimes | None:
         """Of a step, or of the last one that all these ranks have timed; None if they have not."""
         both = set.intersection(*(set(each.times) for each in accounts.values()))
@@ -103,7 +103,7 @@ class StepTimes:
         hosts = {rank: str(each.facts["host"]) for rank, each in accounts.items() if "host" in each.facts}
         return cls(at, len(times), sum(times.values(), Durations()), slowest(times), hosts, curves)
 
-    def expected(self, kind: Kind, duration: Duration) -> float | None:
+    def expected(self, kind: MessageKind, duration: Duration) -> float | None:
         """Seconds that these messages would take by the machine's curve; None where it has none of their kind."""
         members = [int(each) for each in kind.members.split()]
         hosts = {self.hosts.get(each, "") for each in members}

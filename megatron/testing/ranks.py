@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 
-class World:
+class RankPool:
     """`size` processes, each the same rank in every job: DeepSpeed numbers modules over a process's life, alike on all
     ranks.
     """
@@ -88,7 +88,7 @@ class World:
         self.folder.cleanup()
 
 
-_worlds: dict[int, World] = {}
+_worlds: dict[int, RankPool] = {}
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """
     world = _worlds.get(ranks)
     if world is None:
-        world = _worlds[ranks] = World(ranks)
+        world = _worlds[ranks] = RankPool(ranks)
     done = False
     try:
         results = world.run(function, args)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.algorithm_table import OTHER, Table, table_of
+from megatron.config.algorithm_table import OTHER, AlgorithmTable, table_of
 from megatron.parallel.routes import Router, groups_of
 from megatron.worker.place import StartError
 
@@ -90,7 +90,7 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
         yield
 
 
-def _read(path: str, world: World) -> Table:
+def _read(path: str, world: World) -> AlgorithmTable:
     """Rank 0 reads, so that all ranks have the same."""
     found: dict[str, str] = {}
     if world.is_main:
@@ -108,7 +108,7 @@ def _read(path: str, world: World) -> Table:
     return table_of(found["text"])
 
 
-def described(table: Table, router: Router) -> Iterator[str]:
+def described(table: AlgorithmTable, router: Router) -> Iterator[str]:
     """What the table chooses in the groups of this rank, a line for each operation and form of group."""
     forms = {(way.hosts, way.ranks) for way in router.ways.values()}
     for (operation, hosts, ranks), steps in sorted(table.choices.items()):

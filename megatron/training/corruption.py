@@ -10,7 +10,7 @@ Piece = tuple[int, int]  # what stands for its name, and its hash
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateDifference:
     """A piece of the state that is not equal on all ranks that hold it.
 
     Attributes:
@@ -29,7 +29,7 @@ class Difference:
         return len(self.odd) < len(self.holders)
 
 
-def differences(ranks: Sequence[Sequence[Piece]]) -> list[Difference]:
+def differences(ranks: Sequence[Sequence[Piece]]) -> list[StateDifference]:
     """Compare the pieces of all ranks, in rank order."""
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
@@ -43,11 +43,11 @@ def differences(ranks: Sequence[Sequence[Piece]]) -> list[Difference]:
         value, most = counts.most_common(1)[0]
         holders = tuple(rank for rank, _ in each)
         certain = 2 * most > len(each)
-        found.append(Difference(code, holders, tuple(r for r, v in each if v != value) if certain else holders))
+        found.append(StateDifference(code, holders, tuple(r for r, v in each if v != value) if certain else holders))
     return found
 
 
-def guilty(found: Sequence[Difference]) -> tuple[list[int], bool]:
+def guilty(found: Sequence[StateDifference]) -> tuple[list[int], bool]:
     """The ranks at fault, and whether it is surely they: a majority somewhere tells more than a pair elsewhere."""
     certain = [each for each in found if each.certain]
     ranks = {rank for each in certain or found for rank in each.odd}

@@ -46,7 +46,7 @@ class SaverProtocol(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class HookContext:
     """What hooks are made of.
 
     Attributes:
@@ -99,7 +99,7 @@ class Hook:
     """
 
     @classmethod
-    def of(cls, parts: Parts) -> Hook | None:
+    def of(cls, parts: HookContext) -> Hook | None:
         """The hook for a run, None if the run has no use for it."""
         raise NotImplementedError(f"{cls.__name__} is made with its options, not from a run")
 

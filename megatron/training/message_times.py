@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.parallel.account import Recorder, phase
 from megatron.parallel.clocks import Offset, find_latest, measure_offset
-from megatron.parallel.durations import Duration, Durations, Kind, members_text
+from megatron.parallel.durations import Duration, Durations, MessageKind, members_text
 from megatron.parallel.timing import Clock, DeviceClock, HostClock, Message, Timed, Timer
 
 KEPT = 4  # steps whose single messages are kept for a trace
@@ -40,7 +40,7 @@ class StepMessages:
         for each in self.messages:
             if each.end is not None:
                 call, waiting = each.message.call, each.waiting
-                kind = Kind(call.phase, call.group, members_text(each.message.ranks), call.operation, call.dtype)
+                kind = MessageKind(call.phase, call.group, members_text(each.message.ranks), call.operation, call.dtype)
                 last = each.latest is not None and each.latest <= each.start
                 found.add(
                     kind,

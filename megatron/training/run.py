@@ -37,7 +37,7 @@ from megatron.worker.place import StartError, WorkerEnvironment
 
 from .algorithms import chosen_algorithms
 from .attribution import Attribution
-from .hook import Parts, ValidationSet
+from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
 from .proof import check, proven
@@ -187,7 +187,7 @@ def _train(
     if config.checkpoint.prove:
         saves = proven(saves, config, world, engine, loader)
     hooks = hooks_of(
-        Parts(
+        HookContext(
             config,
             flops_per_token=_operations(config),
             validation=validation,

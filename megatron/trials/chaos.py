@@ -16,7 +16,7 @@ from megatron.report.ledger import batch_hashes
 
 from .equality import compare
 from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount_all
-from .job import OWN_NETWORK, SLOW_LINK, Job, TrialError
+from .job import OWN_NETWORK, SLOW_LINK, TrialError, TrialJob
 from .resume import complete, with_hook
 
 MISSED = "the run ended as if nothing had been"
@@ -77,9 +77,9 @@ class Arena:
     every: int
     tell: Callable[[str], None]
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> TrialJob:
         words = [*self.words, *overrides(self.steps, self.every)]
-        return Job(self.folder / name, words, self.ranks, own_network())
+        return TrialJob(self.folder / name, words, self.ranks, own_network())
 
     def possible(self, disk: bool) -> list[Fault]:
         """Faults that can happen to this run."""
@@ -154,12 +154,12 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
             shutil.rmtree(job.folder)
 
 
-def _has_come_to(job: Job, step: int) -> bool:
+def _has_come_to(job: TrialJob, step: int) -> bool:
     return job.step() >= step
 
 
 def _round(
-    arena: Arena, job: Job, found: Round, faults: list[Fault], draw: random.Random, until: Callable[[], bool],
+    arena: Arena, job: TrialJob, found: Round, faults: list[Fault], draw: random.Random, until: Callable[[], bool],
     bag: list[str],
 ) -> None:  # fmt: skip
     """One run, to its end or to the first thing that is not as it must be."""
@@ -193,7 +193,7 @@ def _round(
         found.problems.append(f"the run ended with status {job.status}. {job.tail()}")
 
 
-def _happens(job: Job, fault: Fault, draw: random.Random, extra: str, last: int) -> Event | None:
+def _happens(job: TrialJob, fault: Fault, draw: random.Random, extra: str, last: int) -> Event | None:
     """Let a fault happen and see what follows; None if there was no occasion."""
     step, known, began = job.step(), len(job.events("restart", "start", "resume")), len(job.events())
     told = fault.act(job, draw)
@@ -214,7 +214,7 @@ def _happens(job: Job, fault: Fault, draw: random.Random, extra: str, last: int)
     return event
 
 
-def _goes_on(job: Job, fault: Fault, draw: random.Random, event: Event, at: float, began: int) -> None:
+def _goes_on(job: TrialJob, fault: Fault, draw: random.Random, event: Event, at: float, began: int) -> None:
     def noticed() -> bool:
         # A disk that refuses the very last save ends the start, which is told as a failure of the run.
         return any(each["event"] in (fault.noticed, "restart") for each in job.events()[began:])
@@ -233,7 +233,7 @@ def _goes_on(job: Job, fault: Fault, draw: random.Random, event: Event, at: floa
     event.recovered = time.monotonic() - at
 
 
-def _starts_again(job: Job, fault: Fault, event: Event, at: float, known: int, extra: str) -> None:
+def _starts_again(job: TrialJob, fault: Fault, event: Event, at: float, known: int, extra: str) -> None:
     def news() -> list[dict]:
         return job.events("restart", "start", "resume")[known:]
 
@@ -266,7 +266,7 @@ def _starts_again(job: Job, fault: Fault, event: Event, at: float, known: int, e
     event.recovered = time.monotonic() - at
 
 
-def problems_of(alone: Job, job: Job, steps: int) -> list[str]:
+def problems_of(alone: TrialJob, job: TrialJob, steps: int) -> list[str]:
     """In what a run that has ended differs from the one that was left alone, and what it has left behind."""
     found = []
     equality = compare(alone.checkpoint(steps), job.checkpoint(steps), alone.losses(), job.losses())

@@ -1,4 +1,4 @@
-"""What can happen to a run, one function each: it lays hands on a `Job` and says what it did."""
+"""What can happen to a run, one function each: it lays hands on a `TrialJob` and says what it did."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .inject import CLOCK, DIE_IN_SAVE, FLIP, NAN, SLOW_DISK, SPIKE
-from .job import SLOW_LINK, Job, kill
+from .job import SLOW_LINK, TrialJob, kill
 
 RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
-Act = Callable[[Job, random.Random], str]
+Act = Callable[[TrialJob, random.Random], str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Fault:
     needs: tuple[str, ...] = ()
 
 
-def _rank(job: Job, draw: random.Random) -> tuple[int, int]:
+def _rank(job: TrialJob, draw: random.Random) -> tuple[int, int]:
     """(rank, process id) of a rank that lives."""
     members = job.members()
     rank = draw.choice(sorted(members)) if members else -1
@@ -48,27 +48,27 @@ def _rank(job: Job, draw: random.Random) -> tuple[int, int]:
 
 
 def _signal_rank(number: signal.Signals) -> Act:
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         rank, pid = _rank(job, draw)
         return f"rank {rank}" if pid > 0 and kill(pid, number) else ""
 
     return act
 
 
-def _kill_agent(job: Job, draw: random.Random) -> str:
+def _kill_agent(job: TrialJob, draw: random.Random) -> str:
     agents = job.agents()
     return "agent" if agents and kill(agents[0], signal.SIGKILL) else ""
 
 
 def _signal_launcher(number: signal.Signals) -> Act:
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         assert job.process is not None
         return "launcher" if kill(job.process.pid, number) else ""
 
     return act
 
 
-def _term_in_save(job: Job, draw: random.Random) -> str:
+def _term_in_save(job: TrialJob, draw: random.Random) -> str:
     """TERM when a checkpoint is being written, if one is seen soon."""
     folder, limit = job.run / "checkpoints", time.monotonic() + 60
     while time.monotonic() < limit and job.status is None:
@@ -77,10 +77,10 @@ def _term_in_save(job: Job, draw: random.Random) -> str:
     return ""
 
 
-def _pause(who: Callable[[Job, random.Random], tuple[str, int]]) -> Act:
+def _pause(who: Callable[[TrialJob, random.Random], tuple[str, int]]) -> Act:
     """Stop a process, and let it go on."""
 
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         name, pid = who(job, draw)
         if pid < 0 or not kill(pid, signal.SIGSTOP):
             return ""
@@ -92,21 +92,21 @@ def _pause(who: Callable[[Job, random.Random], tuple[str, int]]) -> Act:
     return act
 
 
-def _a_rank(job: Job, draw: random.Random) -> tuple[str, int]:
+def _a_rank(job: TrialJob, draw: random.Random) -> tuple[str, int]:
     rank, pid = _rank(job, draw)
     return f"rank {rank}", pid
 
 
-def _an_agent(job: Job, draw: random.Random) -> tuple[str, int]:
+def _an_agent(job: TrialJob, draw: random.Random) -> tuple[str, int]:
     return "agent", next(iter(job.agents()), -1)
 
 
-def _the_launcher(job: Job, draw: random.Random) -> tuple[str, int]:
+def _the_launcher(job: TrialJob, draw: random.Random) -> tuple[str, int]:
     return "launcher", job.process.pid if job.process is not None else -1
 
 
 def _order(kind: str) -> Act:
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         rank = draw.randrange(job.ranks)
         (job.orders / f"{kind}.{rank}").touch()
         return f"rank {rank}"
@@ -117,7 +117,7 @@ def _order(kind: str) -> Act:
 # ---- what happens to files
 
 
-def _files(job: Job, step: int) -> list[Path]:
+def _files(job: TrialJob, step: int) -> list[Path]:
     return sorted(path for path in job.checkpoint(step).rglob("*") if path.is_file() and path.stat().st_size)
 
 
@@ -142,7 +142,7 @@ def damage(file: Path, draw: random.Random, how: str) -> str:
 def _damaged(how: str, places: tuple[int, ...], then: Act | None) -> Act:
     """Damage a file of checkpoints, by their places from the newest (-1) on; then something else, at once."""
 
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         steps = job.checkpoints()
         if len(steps) <= max(-place for place in places):  # one must be left
             return ""
@@ -159,7 +159,7 @@ def _damaged(how: str, places: tuple[int, ...], then: Act | None) -> Act:
 
 
 def _both(*acts: Act) -> Act:
-    def act(job: Job, draw: random.Random) -> str:
+    def act(job: TrialJob, draw: random.Random) -> str:
         return "; ".join(filter(None, [each(job, draw) for each in acts]))
 
     return act
@@ -192,7 +192,7 @@ def _run(*command: str) -> bool:
         return False
 
 
-def _fill(job: Job, draw: random.Random) -> str:
+def _fill(job: TrialJob, draw: random.Random) -> str:
     left = draw.randrange(4096)
     with open(job.run / "checkpoints" / "filler", "wb", buffering=0) as file:
         try:
@@ -204,37 +204,37 @@ def _fill(job: Job, draw: random.Random) -> str:
     return "no room"
 
 
-def _empty(job: Job, draw: random.Random) -> str:
+def _empty(job: TrialJob, draw: random.Random) -> str:
     (job.run / "checkpoints" / "filler").unlink()
     return "room again"
 
 
-def _forbid(job: Job, draw: random.Random) -> str:
+def _forbid(job: TrialJob, draw: random.Random) -> str:
     folder = str(job.run / "checkpoints")
     done = _run("mount", "--bind", folder, folder) and _run("mount", "-o", "remount,ro,bind", folder)
     return "read-only" if done else ""
 
 
-def _allow(job: Job, draw: random.Random) -> str:
+def _allow(job: TrialJob, draw: random.Random) -> str:
     return "writable" if unmount(job.run / "checkpoints") else ""
 
 
 # ---- what happens to the network between ranks, which is loopback in a namespace of its own
 
 
-def _network(job: Job, *command: str) -> bool:
+def _network(job: TrialJob, *command: str) -> bool:
     return job.process is not None and _run("nsenter", "-t", str(job.process.pid), "-n", *command)
 
 
-def _cut(job: Job, draw: random.Random) -> str:
+def _cut(job: TrialJob, draw: random.Random) -> str:
     return "no packet passes" if _network(job, "ip", "link", "set", "lo", "down") else ""
 
 
-def _join(job: Job, draw: random.Random) -> str:
+def _join(job: TrialJob, draw: random.Random) -> str:
     return "joined" if _network(job, "ip", "link", "set", "lo", "up") else ""
 
 
-def _cut_for_a_while(job: Job, draw: random.Random) -> str:
+def _cut_for_a_while(job: TrialJob, draw: random.Random) -> str:
     if not _cut(job, draw):
         return ""
     seconds = draw.uniform(0.5, 4.0)
@@ -243,7 +243,7 @@ def _cut_for_a_while(job: Job, draw: random.Random) -> str:
     return f"{seconds:.1f} s"
 
 
-def _slow_network(job: Job, draw: random.Random) -> str:
+def _slow_network(job: TrialJob, draw: random.Random) -> str:
     rate, seconds = draw.randrange(200, 2000), draw.uniform(1.0, 4.0)
     if not _network(job, *SLOW_LINK, f"{rate}kbit"):
         return ""

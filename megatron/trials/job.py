@@ -28,7 +28,7 @@ class TrialError(RuntimeError):
     """A run did not do what a trial needs of it; the message has what it said last."""
 
 
-class Job:
+class TrialJob:
     """`deepy.py train.py ...` in a folder, which is started, watched, hurt and started again.
 
     Args:

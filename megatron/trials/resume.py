@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.config import Config, ConfigError, load
 
 from .equality import Equality, compare
-from .job import Job, TrialError
+from .job import TrialError, TrialJob
 
 # A layout rounds otherwise in every operation of every step, the run that it is measured by in its weights once.
 MARGIN = 10.0
@@ -24,7 +24,7 @@ LEAST = 8 * 2.0**-23  # losses are sums in fp32: a few of their last digits
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrialLayout:
     """Ranks, and the overrides that make the layout."""
 
     ranks: int
@@ -69,15 +69,15 @@ class Verdict:
         return said + text + (f" (allowed: {self.bound:.1e})" if self.bound else f"; not equal: {names}")
 
 
-def other_layout(words: Sequence[str], config: Config, ranks: int) -> Layout | None:
+def other_layout(words: Sequence[str], config: Config, ranks: int) -> TrialLayout | None:
     """A layout that cuts the run in another way, on at most as many ranks or two; None if the model allows none."""
     batch = (f"training.global_batch_size={config.training.global_batch_size}", "training.accumulation=null")
     stage = config.zero.stage
     candidates = [
-        Layout(max(ranks, 2), ("parallel.tensor=2", "parallel.pipeline=1", *batch)),
-        Layout(max(ranks, 2), ("parallel.pipeline=2", "parallel.tensor=1", "zero.stage=1", *batch)),
-        Layout(max(ranks, 2), (f"zero.stage={1 if stage != 1 else 2}", *batch)),
-        Layout(1, ("parallel.tensor=1", "parallel.pipeline=1", *batch)),
+        TrialLayout(max(ranks, 2), ("parallel.tensor=2", "parallel.pipeline=1", *batch)),
+        TrialLayout(max(ranks, 2), ("parallel.pipeline=2", "parallel.tensor=1", "zero.stage=1", *batch)),
+        TrialLayout(max(ranks, 2), (f"zero.stage={1 if stage != 1 else 2}", *batch)),
+        TrialLayout(1, ("parallel.tensor=1", "parallel.pipeline=1", *batch)),
     ]
     own = (config.parallel.tensor, config.parallel.pipeline, stage, ranks)
     for each in candidates:
@@ -98,7 +98,7 @@ def verify_resume(
     steps: int,
     at: int,
     folder: Path,
-    other: Layout | None,
+    other: TrialLayout | None,
     tell: Callable[[str], None],
 ) -> list[Verdict]:
     """Train, kill, resume and compare.
@@ -114,8 +114,8 @@ def verify_resume(
         TrialError: a run failed by itself, so nothing can be said.
     """
     common = [f"training.steps={steps}", "launch.restarts=0", "checkpoint.keep_last=null", "checkpoint.resume=auto"]
-    whole = Job(folder / "whole", [*words, *common], ranks)
-    parts = Job(folder / "parts", [*words, *common, f"checkpoint.every={at}"], ranks)
+    whole = TrialJob(folder / "whole", [*words, *common], ranks)
+    parts = TrialJob(folder / "parts", [*words, *common, f"checkpoint.every={at}"], ranks)
     jobs = [whole, parts]
     try:
         tell(f"a run of {steps} steps that is left alone")
@@ -124,9 +124,9 @@ def verify_resume(
         cut(parts, at, config)
         begun = [step for step in parts.checkpoints() if step <= at]
         if other is not None:
-            moved = Job(folder / "moved", [*words, *other.overrides, *common], other.ranks)
+            moved = TrialJob(folder / "moved", [*words, *other.overrides, *common], other.ranks)
             jobs.append(moved)
-            nudged = Job(folder / "nudged", [*words, *common], ranks)
+            nudged = TrialJob(folder / "nudged", [*words, *common], ranks)
             jobs.append(nudged)
             for job, step in ((job, step) for job in (moved, nudged) for step in begun):
                 shutil.copytree(parts.checkpoint(step), job.checkpoint(step))
@@ -146,7 +146,7 @@ def verify_resume(
             job.close()
 
 
-def complete(job: Job, *overrides: str) -> None:
+def complete(job: TrialJob, *overrides: str) -> None:
     """Run to the end.
 
     Raises:
@@ -158,7 +158,7 @@ def complete(job: Job, *overrides: str) -> None:
         raise TrialError(f"the run in {job.run} ended with status {status}. {job.tail()}")
 
 
-def cut(job: Job, at: int, config: Config) -> None:
+def cut(job: TrialJob, at: int, config: Config) -> None:
     """Have a rank killed once a step after checkpoint `at` is done; the others cannot go on then.
 
     Raises:
@@ -180,7 +180,7 @@ def with_hook(config: Config, hook: Mapping[str, object]) -> str:
     return f"hooks={json.dumps([*(each.model_dump() for each in config.hooks), hook])}"
 
 
-def _verdict(whole: Job, job: Job, where: str, steps: int, bound: float) -> Verdict:
+def _verdict(whole: TrialJob, job: TrialJob, where: str, steps: int, bound: float) -> Verdict:
     resumed = [each["step"] for each in job.events("resume")]
     if not resumed:
         raise TrialError(f"the run in {job.run} has not resumed. {job.tail()}")

@@ -55,7 +55,7 @@ _GROUP_AT, _GROUP_SIZE = 1024, 256
 
 
 @dataclass(frozen=True)
-class Call:
+class GroupCall:
     """The last operation of a rank in a process group.
 
     Attributes:
@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankProgress:
     """Where a rank is.
 
     Attributes:
@@ -109,7 +109,7 @@ class Place:
     detail: str
     since: float
     longest: dict[str, float]
-    calls: list[Call]
+    calls: list[GroupCall]
 
 
 class Beacon:
@@ -267,7 +267,7 @@ class Beacon:
         _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
 
 
-def read(memory: mmap.mmap | bytes) -> Place | None:
+def read(memory: mmap.mmap | bytes) -> RankProgress | None:
     """The agent's side: where the rank is; None if it has not said anything yet.
 
     What a rank writes is not trusted: any bytes give a place or None.
@@ -280,7 +280,9 @@ def read(memory: mmap.mmap | bytes) -> Place | None:
     told = struct.unpack_from(f"={len(NAMES)}d", memory, _LONGEST_AT)
     longest = {name: seconds for name, seconds in zip(NAMES, told) if 0 < seconds < 1e9}
     words = _text(detail)
-    return Place(pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory)))
+    return RankProgress(
+        pid, bool(stacks), step, done, NAMES[phase], part, parts, words, since, longest, list(_calls(memory))
+    )
 
 
 def _whole(memory: mmap.mmap | bytes) -> tuple | None:
@@ -295,7 +297,7 @@ def _whole(memory: mmap.mmap | bytes) -> tuple | None:
     return None
 
 
-def _calls(memory: mmap.mmap | bytes) -> Iterator[Call]:
+def _calls(memory: mmap.mmap | bytes) -> Iterator[GroupCall]:
     (inside,) = _INSIDE.unpack_from(memory, _INSIDE_AT)
     for slot in range(GROUPS):
         at = _GROUP_AT + _GROUP_SIZE * slot
@@ -303,7 +305,7 @@ def _calls(memory: mmap.mmap | bytes) -> Iterator[Call]:
         operation, when, elements, peer, new, count = _GROUP_CALL.unpack_from(memory, at + _GROUP_NAME.size)
         if key and count:
             what = (_text(operation), elements, count, peer, bool(new), when, slot == inside)
-            yield Call(key, name, members, *what)
+            yield GroupCall(key, name, members, *what)
 
 
 def _text(data: bytes) -> str:

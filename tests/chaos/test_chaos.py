@@ -14,7 +14,7 @@ import torch
 from megatron.trials.chaos import Event, Round
 from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
 from megatron.trials.inject import KINDS, flip
-from megatron.trials.job import Job
+from megatron.trials.job import TrialJob
 from megatron.trials.table import table
 from tests.paths import ROOT
 
@@ -92,7 +92,7 @@ def test_flip_changes_one_bit() -> None:
 
 def test_a_job_knows_its_own_processes(tmp_path: Path) -> None:
     """And those that they have started, and no others."""
-    mine, other = Job(tmp_path / "a", [], 1), Job(tmp_path / "b", [], 1)
+    mine, other = TrialJob(tmp_path / "a", [], 1), TrialJob(tmp_path / "b", [], 1)
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, env={"DEEPY_TRIAL": mine.mark}, start_new_session=True

@@ -76,7 +76,7 @@ def loaded(config, architecture, written: dict[str, torch.Tensor], folder) -> hf
     return again
 
 
-def steps_of(config) -> list[convert.Step]:
+def steps_of(config) -> list[convert.ConversionStep]:
     model = build_model(config, device="meta")
     architecture, _ = hf_config(config)
     return convert.plan(architecture, named(model), config.model)

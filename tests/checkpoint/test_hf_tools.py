@@ -19,7 +19,7 @@ from megatron.checkpoint.hf.export import export
 from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.verify import prove
 from megatron.checkpoint.reshape import parse_layout, reshape
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.config.resolved_file import to_yaml
 from megatron.model.generate import Sampling, complete
@@ -210,7 +210,7 @@ def checkpoint_of(folder, change: dict, *, bf16: bool = False, tokenizer: dict |
         "training": {"steps": 10, "sequence_length": S},
         "tokenizer": tokenizer or {"type": "none"},
     }
-    resolved = combine([Source(values)], ranks=1, check_inputs=False, name="small")
+    resolved = combine([ConfigSource(values)], ranks=1, check_inputs=False, name="small")
     model = build_model(resolved.config)
     # norms without residuals amplify rounding with the size of matrices
     randomise(model, 5, std=0.075 if "shared_attention" in change else 0.15)

@@ -7,7 +7,7 @@ import pytest
 from megatron.checkpoint.policy import SavePolicy
 from megatron.config import load
 from megatron.config.rule_context import RuleContext
-from megatron.config.rules.cost import Weights, kept_checkpoints
+from megatron.config.rules.cost import WeightCounts, kept_checkpoints
 from megatron.model.describe import totals
 from tests.paths import ROOT
 
@@ -34,7 +34,7 @@ DIRECT = "model.variants.direct.query_rank=null"
 def test_never_more_than_the_layers_count(name, share, overrides):
     at = context_of(name, *([] if name.startswith("test") else ["data.synthetic=copy"]), *overrides)
     whole = totals(at.config).parameters
-    assert share * whole <= Weights.of(at).total <= whole
+    assert share * whole <= WeightCounts.of(at).total <= whole
 
 
 @pytest.mark.parametrize(

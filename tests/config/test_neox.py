@@ -13,7 +13,7 @@ import yaml
 
 from megatron.config import ConfigError, load
 from megatron.config.catalog import lookup, parse_path
-from megatron.config.neox import FlatDocument, Origin, is_flat, to_native_yaml, translate
+from megatron.config.neox import FlatDocument, FlatOrigin, is_flat, to_native_yaml, translate
 from megatron.config.neox.inert import NO_EFFECT, REASONS
 from megatron.config.neox.keys import NAMES, TRANSLATED
 from megatron.config.neox.refused import REFUSED, RETIRED, RETIRED_READ
@@ -271,7 +271,7 @@ def test_origins_name_file_line_and_spelling():
     assert (origin.path, origin.key) == ("pythia/70m.yml", "rotary-pct")
     assert '"rotary-pct"' in lines[origin.line - 1]
     assert translation.origins["optimizer.lr"].key == "optimizer.params.lr"
-    assert translation.origins["training.seed"] == Origin(None, None, "seed")
+    assert translation.origins["training.seed"] == FlatOrigin(None, None, "seed")
     assert set(translation.origins) == {".".join(path) for path in _leaves(translation.values, translation.origins)}
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from megatron.config import Config, ConfigError, load, resolve, to_yaml
 from megatron.config.catalog import ANY, catalog
 from megatron.config.derive import AT_START, derivations
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.config.variants import options_of
 from tests.config.test_merge import BASE
@@ -63,9 +63,9 @@ def test_batch_sizes(ranks, training, expected):
 
 
 def test_ranks_of_the_launch_section_count():
-    resolved = combine([Source(changed(launch={"ranks": 4}, parallel={"tensor": 2}))], ranks=None)
+    resolved = combine([ConfigSource(changed(launch={"ranks": 4}, parallel={"tensor": 2}))], ranks=None)
     assert resolved.ranks == 4 and resolved.config.training.global_batch_size == 2
-    several = combine([Source(changed(launch={"ranks": 4, "hostfile": "hosts"}))], ranks=None, check_inputs=False)
+    several = combine([ConfigSource(changed(launch={"ranks": 4, "hostfile": "hosts"}))], ranks=None, check_inputs=False)
     assert several.ranks is None, "launch.ranks counts each host's"
 
 

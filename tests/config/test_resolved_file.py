@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Config, ConfigError, config_hash, load, read_resolved, resolve, save_resolved, to_yaml
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.config.resolved_file import scalar
 from megatron.config.yaml_source import parse
@@ -20,7 +20,7 @@ from tests.config.test_merge import BASE
 
 
 def resolved(**sections):
-    return combine([Source({**copy.deepcopy(BASE), **sections})], ranks=2, check_inputs=False)
+    return combine([ConfigSource({**copy.deepcopy(BASE), **sections})], ranks=2, check_inputs=False)
 
 
 def test_round_trip(tmp_path):
@@ -93,7 +93,10 @@ def test_a_resolved_file_is_a_configuration_too(tmp_path):
 
 
 def test_hash_is_of_values_alone():
-    one, two = resolved(), combine([Source({"optimizer": {"lr": 3e-4}}), Source(copy.deepcopy(BASE))], ranks=2)
+    one, two = (
+        resolved(),
+        combine([ConfigSource({"optimizer": {"lr": 3e-4}}), ConfigSource(copy.deepcopy(BASE))], ranks=2),
+    )
     assert config_hash(one.config) == config_hash(two.config)
     assert config_hash(one.config) != config_hash(
         resolve({**BASE, "optimizer": {"lr": 3.0000000000000004e-4}}, ranks=2)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import ConfigError, resolve
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.training.schedule import Schedule
 from tests.config.test_merge import BASE
@@ -35,7 +35,7 @@ sections = st.fixed_dictionaries(
 @given(sections)
 def test_what_the_rules_accept_can_be_drawn(section):
     try:
-        resolved = combine([Source({**copy.deepcopy(BASE), "schedule": section})], ranks=1)
+        resolved = combine([ConfigSource({**copy.deepcopy(BASE), "schedule": section})], ranks=1)
     except ConfigError as error:
         assert all(each.key.startswith("schedule.") for each in error.problems)
         return

@@ -15,7 +15,7 @@ from megatron.data import cache
 from megatron.data.corpus import files
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
-from megatron.data.corpus.job import Job, run
+from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.registry import corpora, prepare, stdlib_texts
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
@@ -27,7 +27,11 @@ from tests.data.reference import sample_index
 
 def tokenized(folder: Path, name: str, texts: list[str]) -> Path:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    run(Job(find_inputs([str(folder / f"{name}.jsonl")]), folder / name, TokenizerSection(type="bytes"), Treatment()))
+    run(
+        TokenizeJob(
+            find_inputs([str(folder / f"{name}.jsonl")]), folder / name, TokenizerSection(type="bytes"), Treatment()
+        )
+    )
     return folder / name
 
 
@@ -42,7 +46,7 @@ def test_merging_equals_tokenizing_together(tmp_path, monkeypatch):
     one, two = tokenized(tmp_path, "a", ["one", "two " * 9]), tokenized(tmp_path, "b", ["three"])
     manifest = files.merge([str(one), str(two)], tmp_path / "both", "1")
     together = find_inputs([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
-    run(Job(together, tmp_path / "whole", TokenizerSection(type="bytes"), Treatment()))
+    run(TokenizeJob(together, tmp_path / "whole", TokenizerSection(type="bytes"), Treatment()))
     for ending in (".bin", ".idx", ".origin"):
         assert Path(f"{tmp_path / 'both'}{ending}").read_bytes() == Path(f"{tmp_path / 'whole'}{ending}").read_bytes()
     assert manifest == read_manifest(tmp_path / "both") and [each["documents"] for each in manifest.inputs] == [2, 1]

@@ -14,13 +14,13 @@ from megatron.config import load, save_resolved
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
-from megatron.data.corpus.job import Job
+from megatron.data.corpus.job import TokenizeJob
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.overlap import search as module
 from megatron.data.overlap.examples import read_examples
-from megatron.data.overlap.index import Index
-from megatron.data.overlap.search import Search, usual_n
+from megatron.data.overlap.index import NgramIndex
+from megatron.data.overlap.search import OverlapSearch, usual_n
 from megatron.data.overlap.units import Words, words
 from megatron.data.provenance import Provenance, run_config
 from megatron.data.token_file import TokenFile
@@ -67,7 +67,7 @@ def run(request, tmp_path_factory) -> Path:
         section = TokenizerSection(type="huggingface", path=str(tokenizer_file(folder)))
     for name, records in texts().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in records))
-        tokenize(Job(find_inputs([str(folder / f"{name}.jsonl")]), folder / name, section, Treatment()))
+        tokenize(TokenizeJob(find_inputs([str(folder / f"{name}.jsonl")]), folder / name, section, Treatment()))
     given = json.dumps({"type": section.type, "path": section.path})
     (folder / "run.yml").write_text(CONFIG.replace("PATH", str(folder)).replace("TOKENIZER", given))
     save_resolved(load([folder / "run.yml"], ranks=3), folder / "run" / "config.yml")
@@ -141,9 +141,9 @@ def _of_document(ids: list[int], tokenizer, by: str) -> list[tuple[tuple, range]
     return made
 
 
-def searched(folder: Path, by: str = "words", **options) -> tuple[Search, list]:
+def searched(folder: Path, by: str = "words", **options) -> tuple[OverlapSearch, list]:
     config = run_config(folder / "run")
-    search = Search(Provenance(config), build_tokenizer(config.tokenizer), examples(), by, N)
+    search = OverlapSearch(Provenance(config), build_tokenizer(config.tokenizer), examples(), by, N)
     return search, search.run(**options)
 
 
@@ -183,11 +183,11 @@ def test_processes_change_nothing(run, monkeypatch):
 
 def test_hashes_that_collide_change_nothing(monkeypatch):
     """With hashes of ten bits most candidates are false."""
-    whole = Index._hash
-    monkeypatch.setattr(Index, "_hash", lambda self, grams: whole(self, grams) >> np.uint64(54) << np.uint64(54))
+    whole = NgramIndex._hash
+    monkeypatch.setattr(NgramIndex, "_hash", lambda self, grams: whole(self, grams) >> np.uint64(54) << np.uint64(54))
     draw = np.random.default_rng(1)
     sequences = [draw.integers(1, 6, size, np.int32) for size in (5, 2, 7)]
-    index, text = Index(sequences, 3, 5), draw.integers(0, 6, 5000, np.int32)
+    index, text = NgramIndex(sequences, 3, 5), draw.integers(0, 6, 5000, np.int32)
     wanted = {tuple(row): number for number, row in enumerate(index.grams.tolist())}
     assert sorted(wanted) == sorted({
         tuple(each[at : at + 3].tolist()) for each in sequences for at in range(len(each) - 2)

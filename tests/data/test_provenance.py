@@ -15,7 +15,7 @@ from megatron.config import load, save_resolved
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs, open_stream
-from megatron.data.corpus.job import Job
+from megatron.data.corpus.job import TokenizeJob
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.errors import DataError
 from megatron.data.hashing import MODULUS, sample_hash
@@ -56,7 +56,7 @@ def run(request, tmp_path_factory):
         content = ("\n".join(records) + "\n").encode()
         path = folder / (f"{name}.jsonl" if name == "a" else f"{name}.jsonl.gz")
         path.write_bytes(content if name == "a" else gzip.compress(content))
-        tokenize(Job(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
+        tokenize(TokenizeJob(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
     order, _, stages = request.param.partition(", ")
     stages = "[{until: 6, sequence_length: 16}, {until: 20, sequence_length: 24}]" if stages else "[]"
     (folder / "run.yml").write_text(

@@ -12,7 +12,7 @@ from megatron.data.errors import DataError
 from megatron.data.keyed import generator
 from megatron.data.loader import build_loader
 from megatron.data.plan import build_plan
-from megatron.data.sample import Infilling, Options, assemble, documents_and_positions, infill
+from megatron.data.sample import AssemblyOptions, Infilling, assemble, documents_and_positions, infill
 from tests.data.make import configuration, write_documents
 
 EOD = 0
@@ -25,20 +25,22 @@ def array(*tokens: int) -> np.ndarray:
 
 def test_documents_and_positions_by_hand():
     """Documents end with their end-of-document token; a piece begins a document whether or not one stands before."""
-    sample = assemble([array(5, 6, EOD), array(7, EOD, 8, EOD), array(9, 10)], Options(8, eod=EOD, boundaries=True), 0)
+    sample = assemble(
+        [array(5, 6, EOD), array(7, EOD, 8, EOD), array(9, 10)], AssemblyOptions(8, eod=EOD, boundaries=True), 0
+    )
     documents, positions = documents_and_positions(sample.begins)
     assert sample.tokens.tolist() == [5, 6, EOD, 7, EOD, 8, EOD, 9, 10]
     assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 3]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 0]
     assert sample.weights is None
-    two = assemble([array(5, 6), array(7, 8, 9)], Options(4, boundaries=True), 0)
+    two = assemble([array(5, 6), array(7, 8, 9)], AssemblyOptions(4, boundaries=True), 0)
     assert documents_and_positions(two.begins)[0].tolist() == [0, 0, 1, 1]
 
 
 @settings(max_examples=80, deadline=None)
 @given(tokens=st.lists(st.integers(0, 3), min_size=3, max_size=40))
 def test_documents_and_positions_by_counting(tokens):
-    sample = assemble([array(*tokens)], Options(len(tokens) - 1, eod=EOD, boundaries=True), 0)
+    sample = assemble([array(*tokens)], AssemblyOptions(len(tokens) - 1, eod=EOD, boundaries=True), 0)
     documents, positions = documents_and_positions(sample.begins)
     document = position = 0
     for place, token in enumerate(tokens[:-1]):
@@ -47,14 +49,14 @@ def test_documents_and_positions_by_counting(tokens):
 
 
 def test_masks_by_hand():
-    options = Options(5, eod=EOD, mask_eod=True)
+    options = AssemblyOptions(5, eod=EOD, mask_eod=True)
     assert assemble([array(5, 6, EOD, 7, 8, EOD)], options, 0).weights.tolist() == [1, 0, 1, 1, 0]
     targets = np.array([True, True, False, True, False, True])
-    assert assemble([array(5, 6, 1, 7, 8, 2)], Options(5), 0, targets).weights.tolist() == [1, 0, 1, 0, 1]
+    assert assemble([array(5, 6, 1, 7, 8, 2)], AssemblyOptions(5), 0, targets).weights.tolist() == [1, 0, 1, 0, 1]
 
 
 def test_room_that_packing_leaves_is_no_target():
-    sample = assemble([array(5, 6, EOD), array(7, EOD)], Options(8, eod=EOD, boundaries=True), 0)
+    sample = assemble([array(5, 6, EOD), array(7, EOD)], AssemblyOptions(8, eod=EOD, boundaries=True), 0)
     assert sample.tokens.tolist() == [5, 6, EOD, 7, EOD, EOD, EOD, EOD, EOD]
     assert sample.weights.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert documents_and_positions(sample.begins)[0].tolist()[:6] == [0, 0, 0, 1, 1, 2]
@@ -80,13 +82,13 @@ def test_infilling_can_be_undone(length, seed, first):
 
 def test_infilling_is_keyed_and_keeps_ends():
     documents = [array(*range(1, 30), EOD), array(*range(31, 60), EOD), array(*range(61, 66))]
-    options = Options(64, seed=3, eod=EOD, boundaries=True, infilling=INFILLING)
+    options = AssemblyOptions(64, seed=3, eod=EOD, boundaries=True, infilling=INFILLING)
     first, again, other = (assemble(documents, options, number) for number in (8, 8, 9))
     assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist()
     assert len(first.tokens) == 65
     assert (first.tokens[:33] == EOD).sum() == 1 and first.tokens[32] == EOD
     assert np.flatnonzero(first.begins).tolist() == [0, 33]
-    half = Options(64, seed=3, eod=EOD, infilling=Infilling(0.5, 0.5, 1001, 1002, 1003))
+    half = AssemblyOptions(64, seed=3, eod=EOD, infilling=Infilling(0.5, 0.5, 1001, 1002, 1003))
     changed = sum(1001 in assemble([array(*range(1, 66))], half, number).tokens for number in range(1000))
     assert 420 < changed < 580
 
@@ -148,7 +150,7 @@ def test_all_ranks_have_masks_or_none(files, masks):
 
 def test_infilled_samples_of_a_source_without_loss():
     """Infilling makes a packed sample longer; the tokens that it adds are no targets either."""
-    options = Options(40, seed=1, eod=EOD, infilling=Infilling(1.0, 0.5, 901, 902, 903))
+    options = AssemblyOptions(40, seed=1, eod=EOD, infilling=Infilling(1.0, 0.5, 901, 902, 903))
     pieces = [np.arange(1, 10), np.arange(11, 20)]
     sample = assemble(pieces, options, 0, np.zeros(18, bool))
     assert 901 in sample.tokens and not sample.weights.any()

@@ -10,7 +10,7 @@ from megatron.config.sections.data import TokenizerSection
 from megatron.config.tokenizer_size import tokenizer_size
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
-from megatron.data.corpus.job import Job, run
+from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.vocabulary import texts, train
 from megatron.data.errors import DataError
 from megatron.data.plan import build_plan
@@ -163,7 +163,7 @@ def test_damaged_files(tmp_path):
 
 def test_a_blend_of_two_tokenizers_is_refused(tmp_path, corpus):
     for name, kind in (("a", "bytes"), ("b", "characters")):
-        run(Job(find_inputs([str(corpus)]), tmp_path / name, section(type=kind), Treatment()))
+        run(TokenizeJob(find_inputs([str(corpus)]), tmp_path / name, section(type=kind), Treatment()))
     paths = [str(tmp_path / name) for name in "ab"]
     for train_data, kind, match in (
         (paths, "none", "their ids mean different texts"),

@@ -22,7 +22,7 @@ from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment, build_encoder, choose_encoder, mixed, with_tokenizer
 from megatron.data.corpus.files import read_origin
 from megatron.data.corpus.inputs import Input, find_inputs, read_chunks
-from megatron.data.corpus.job import Job, run
+from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.probes import difference, differing, unsafe_characters
 from megatron.data.errors import DataError
 from megatron.data.manifest import read_manifest
@@ -37,9 +37,9 @@ BYTES = TokenizerSection(type="bytes")
 TEXTS = ["first", "zweites Stück", "三\n\nzeilen", "🙂", " leading", "x" * 3000, "tab\tend "]
 
 
-def job(inputs: list, output: Path, **options) -> Job:
+def job(inputs: list, output: Path, **options) -> TokenizeJob:
     known = {"tokenizer": BYTES, "treatment": Treatment(), **options}
-    return Job(find_inputs([str(each) for each in inputs]), output, **known)
+    return TokenizeJob(find_inputs([str(each) for each in inputs]), output, **known)
 
 
 def texts(prefix: Path) -> list[str]:
@@ -119,7 +119,7 @@ def test_other_kinds(tmp_path):
     dataset = Input("json", "dataset", {"data_files": str(tmp_path / "x.jsonl"), "split": "train"})
     (tmp_path / "x.jsonl").write_bytes(lines(TEXTS))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    run(Job([dataset], tmp_path / "out_h", BYTES, Treatment()))
+    run(TokenizeJob([dataset], tmp_path / "out_h", BYTES, Treatment()))
     assert texts(tmp_path / "out_h") == TEXTS
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.engine.engine import build_engine
 from megatron.parallel.layout import Layout
@@ -37,7 +37,7 @@ def timeouts(model: dict, parallel: dict, stage: int, ranks: int) -> list[tuple[
         "optimizer": {"lr": 1e-3},
         "data": {"synthetic": "copy"},
     }
-    config = combine([Source(values)], ranks=ranks).config
+    config = combine([ConfigSource(values)], ranks=ranks).config
     dist.distributed_c10d._set_pg_timeout(HOLD)
     build_engine(config, Mesh.build(Layout.of(config, ranks), HOLD), "cpu")
     groups = [each for each in dist.distributed_c10d._world.pg_map if each is not dist.GroupMember.NON_GROUP_MEMBER]

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config import resolve
 from megatron.engine import traffic
-from megatron.engine.traffic import Prediction, predict
+from megatron.engine.traffic import TrafficPrediction, predict
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.traffic import Tally
 from tests.training import runs
@@ -43,7 +43,7 @@ UNPREDICTED = (
 )
 
 
-def predictions(case: Case) -> list[Prediction] | str:
+def predictions(case: Case) -> list[TrafficPrediction] | str:
     """Of each rank; the reason where there is none."""
     config = resolve(case.values, ranks=case.ranks)
     try:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron.checkpoint import Fragment, Meta, save
 from megatron.checkpoint.fragment import MASTER
 from megatron.config import to_yaml
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.model.stack import build_model
 from tests.model.parity import randomise, stored
@@ -76,7 +76,7 @@ def settings(kind: str, folder: Path) -> dict:
 def write_checkpoint(kind: str, folder: Path, step: int = 7) -> Path:
     """A checkpoint of a randomised model in `folder`/checkpoints."""
     tokenizer_file(folder)
-    resolved = combine([Source(settings(kind, folder))], ranks=1, check_inputs=False, name="small")
+    resolved = combine([ConfigSource(settings(kind, folder))], ranks=1, check_inputs=False, name="small")
     model = build_model(resolved.config)
     randomise(model, step)
     fragments = [

@@ -15,7 +15,7 @@ from eval_tasks.check import before_start, before_training
 from eval_tasks.foreign import META, tokenizer_problems
 from megatron.checkpoint.names import META_NAME
 from megatron.config import Config
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.data.manifest import Manifest
 from tests.eval_tasks.models import LENGTH, settings, tokenizer_file, write_checkpoint
@@ -62,7 +62,7 @@ def write_task(tasks: Path, name: str, data: Path, more: dict) -> None:
 
 def config(folder: Path, **sections) -> Config:
     values = {**settings("gpt_neox", folder), "evaluation": {}, **sections}
-    return combine([Source(values)], ranks=1, check_inputs=False, name="small").config
+    return combine([ConfigSource(values)], ranks=1, check_inputs=False, name="small").config
 
 
 def said(folder: Path, names: str, *options: str, **sections) -> list[str]:

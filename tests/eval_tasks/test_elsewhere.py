@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from eval_tasks.check import checkpoint_problems
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from tests.eval_tasks.models import settings, write_checkpoint
 from tests.workers import run as on_ranks
@@ -41,7 +41,9 @@ def evaluate(folder: str, words: list[str], uploaded: str | None) -> dict | str:
     from megatron.parallel.mesh import Mesh
     from megatron.training.world import World
 
-    config = combine([Source(settings("gpt_neox", Path(folder)))], ranks=1, check_inputs=False, name="small").config
+    config = combine(
+        [ConfigSource(settings("gpt_neox", Path(folder)))], ranks=1, check_inputs=False, name="small"
+    ).config
     prepare_deepspeed(torch.device("cpu"))
     mesh = Mesh.build(Layout.of(config, 1))
     if uploaded:
@@ -77,7 +79,7 @@ def test_a_checkpoint_behind_a_url_scores_what_it_does_here(folder):
 
 def test_a_protocol_that_nothing_speaks(folder):
     """Before any rank starts."""
-    config = combine([Source(settings("gpt_neox", folder))], ranks=1, check_inputs=False, name="small").config
+    config = combine([ConfigSource(settings("gpt_neox", folder))], ranks=1, check_inputs=False, name="small").config
     (line,) = checkpoint_problems("nope://bucket/step_00000007", config, "a step")
     assert "nope://bucket" in line and "must be installed" in line and "s3fs" in line
     assert checkpoint_problems("memory://bucket/step_00000007", config, "a step") == []

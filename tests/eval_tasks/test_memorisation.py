@@ -212,7 +212,7 @@ def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
 
 
 def written(folder: Path, flags: dict[int, bool], **facts) -> Path:
-    job = table.Job("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
+    job = table.RecitationJob("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
     table.begin(folder, job)
     if facts:
         table.write(folder / table.JOB, json.dumps({**table.read_job(folder), **facts}).encode())

@@ -14,7 +14,7 @@ from eval_tasks.arguments import OptionError, parse
 from eval_tasks.check import before_start
 from eval_tasks.errors import TaskError
 from eval_tasks.needles import haystack, needles, table
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.data.tokenizer import BytesTokenizer, build_tokenizer
 from megatron.engine.scoring import Score
@@ -81,7 +81,7 @@ def evaluate(folder: str, layout: dict, ranks: int, words: list[str]) -> None:
     from megatron.training.world import World
 
     values = settings("gpt_neox", Path(folder)) | layout
-    config = combine([Source(values)], ranks=ranks, check_inputs=False, name="small").config
+    config = combine([ConfigSource(values)], ranks=ranks, check_inputs=False, name="small").config
     prepare_deepspeed(torch.device("cpu"))
     mesh, talk = Mesh.build(Layout.of(config, ranks)), GroupCommunicator() if ranks > 1 else SOLO
     run(config, parse(words), World(torch.device("cpu"), mesh, talk, talk))
@@ -126,5 +126,5 @@ def test_options(tmp_path: Path) -> None:
     values = settings("gpt_neox", tmp_path)
     model = values["model"] | {"embedding": {"position": "learned"}}
     model["attention"] = model["attention"] | {"position": "none", "rotary": {}}
-    config = combine([Source(values | {"model": model})], ranks=1, check_inputs=False, name="small").config
+    config = combine([ConfigSource(values | {"model": model})], ranks=1, check_inputs=False, name="small").config
     assert any("--needles has 200 tokens, and the model 64 positions" in each for each in before_start(WORDS, config))

@@ -23,7 +23,7 @@ import torch
 from megatron.config import ConfigError, load
 from megatron.config.catalog import Path as KeyPath
 from megatron.config.frozen import thaw
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.config.tree import get, leaves, put
 from megatron.model.stack import build_model
@@ -44,7 +44,7 @@ def write(folder: Path, name: str, value: Any) -> None:
 
 def resolved(values: dict[str, Any], ranks: int | None) -> list[tuple[str, Any, str]]:
     """Every key of the resolved configuration in its order: its path, its value and its origin."""
-    found = combine([Source(thaw(values))], ranks=ranks, check_inputs=False)
+    found = combine([ConfigSource(thaw(values))], ranks=ranks, check_inputs=False)
     lines = []
     for path, value in leaves(thaw(found.config.model_dump())):
         name = ".".join(map(str, path))
@@ -54,7 +54,7 @@ def resolved(values: dict[str, Any], ranks: int | None) -> list[tuple[str, Any, 
 
 def tensors(values: dict[str, Any]) -> list[list[Any]]:
     """Every stored tensor of the model in its order: name, shape, role, shard, and two sums of its initial values."""
-    model = build_model(combine([Source(thaw(values))], ranks=1, check_inputs=False).config)
+    model = build_model(combine([ConfigSource(thaw(values))], ranks=1, check_inputs=False).config)
     found = []
     for tensor in stored_tensors(model):
         logical, flat = tensor.logical, tensor.detach().double().flatten()

@@ -56,7 +56,9 @@ def settings_of(theirs: transformers.PreTrainedConfig, **training) -> Config:
     return resolve({"model": values, "training": {"steps": 1, "sequence_length": 24, **training}})
 
 
-def twin(theirs: transformers.PreTrainedModel, **training) -> tuple[Model, list[convert.Step], dict[str, torch.Tensor]]:
+def twin(
+    theirs: transformers.PreTrainedModel, **training
+) -> tuple[Model, list[convert.ConversionStep], dict[str, torch.Tensor]]:
     """Our model with the weights of theirs, the steps of the conversion, and the state dict that it came from."""
     config = settings_of(theirs.config, **training)
     model = build_model(config, dtype=next(theirs.parameters()).dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.data.loader import build_loader
-from megatron.data.sample import Infilling, Options, assemble
+from megatron.data.sample import AssemblyOptions, Infilling, assemble
 from megatron.data.targets import Targets
 from megatron.objectives.goldfish import Goldfish
 from tests.data.make import configuration, write_documents
@@ -171,7 +171,7 @@ def test_validation_and_reordered_documents(tmp_path, text):
         tokenizer={"type": "none", "eod_id": EOD},
     )
     assert build_loader(config, data_rank=0, data_ranks=1, split="validation").step(0).loss_mask is None
-    options = Options(60, eod=EOD, boundaries=True, context=4, infilling=Infilling(1.0, 0.5, 1001, 1002, 1003))
+    options = AssemblyOptions(60, eod=EOD, boundaries=True, context=4, infilling=Infilling(1.0, 0.5, 1001, 1002, 1003))
     made = Targets(Goldfish(2, 4)).of(assemble([np.append(ids(30, 1), EOD), ids(30, 2)], options, 3))
     border = int(np.flatnonzero(made.tokens == EOD)[0]) + 1
     expected = kept(Goldfish(2, 4), made.tokens[:border], made.tokens[border:])

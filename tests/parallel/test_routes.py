@@ -14,7 +14,7 @@ from megatron.config.algorithm_table import (
     RECURSIVE,
     RING,
     TWO_LEVEL,
-    Table,
+    AlgorithmTable,
     best,
     candidates,
 )
@@ -31,9 +31,9 @@ HOSTS = {"2x2": "aabb", "2x2 in turns": "abab", "4x1": "abcd"}
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-def table(algorithm: str, hosts: int, least: int = 0) -> Table:
+def table(algorithm: str, hosts: int, least: int = 0) -> AlgorithmTable:
     known = (each for each in OPERATIONS if algorithm in candidates(each, hosts) or algorithm.startswith("backend:"))
-    return Table({}, {(each, hosts, RANKS): ((0, BACKEND), (least or 1, algorithm)) for each in known})
+    return AlgorithmTable({}, {(each, hosts, RANKS): ((0, BACKEND), (least or 1, algorithm)) for each in known})
 
 
 def own(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_the_fastest_is_chosen_and_a_little_faster_is_not():
     ]
     steps = best(points)
     assert steps == ((0, BACKEND), (4096, TWO_LEVEL), (2**16, RING))
-    chosen = Table({}, {("all_reduce", 2, 4): steps})
+    chosen = AlgorithmTable({}, {("all_reduce", 2, 4): steps})
     assert [chosen.choose("all_reduce", 2, 4, size) for size in (1, 4095, 4096, 2**16, 2**30)] == [
         BACKEND, BACKEND, TWO_LEVEL, RING, RING,
     ]  # fmt: skip
@@ -267,12 +267,12 @@ def test_damaged_tables_are_refused(change, said):
     if "ranks" in change:
         row["ranks"] = 4
     with pytest.raises(ValueError, match=said):
-        Table.of({**GOOD, "table": [row], **whole})
+        AlgorithmTable.of({**GOOD, "table": [row], **whole})
 
 
 def test_a_table_is_read_again():
-    chosen = Table.of(GOOD)
-    assert Table.of(chosen.document()) == chosen
+    chosen = AlgorithmTable.of(GOOD)
+    assert AlgorithmTable.of(chosen.document()) == chosen
     assert chosen.differs({"ranks": 4, "hosts": 2}) == []
     assert chosen.differs({"ranks": 8, "backend": "nccl"}) == [
         "ranks: 4 in the table, 8 in this job",

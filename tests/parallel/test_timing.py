@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.parallel.account import Recorder, phase
 from megatron.parallel.clocks import Offset, bounded, find_latest, measure_offset
-from megatron.parallel.durations import Duration, Durations, Kind, bus_bandwidth
+from megatron.parallel.durations import Duration, Durations, MessageKind, bus_bandwidth
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.timing import DeviceClock, HostClock, Message, Timed
@@ -204,7 +204,7 @@ def test_marks_of_a_device_are_on_the_hosts_clock():
 
 def test_bandwidth_on_the_bus_is_of_the_transfer_alone():
     """nccl-tests: 2 (n - 1) / n of S for an all-reduce. 4 ranks, 1 MB in 1.62 ms after 1 ms of waiting."""
-    kind = Kind("backward", "data", "0 1 2 3", "all_reduce", "fp32")
+    kind = MessageKind("backward", "data", "0 1 2 3", "all_reduce", "fp32")
     each = Duration(1, 10**6, 2.62e-3, 2.62e-3, 1e-3, 1, 0)
     assert bus_bandwidth(kind, each) == pytest.approx(0.926e9, rel=1e-3)
     assert bus_bandwidth(kind, each._replace(split=0)) is None, "nobody knows who came last"

@@ -14,7 +14,7 @@ import pytest
 from megatron.config import load, resolve
 from megatron.plan import prediction
 from megatron.plan.devices import cluster
-from megatron.plan.prediction import Entry, Need, correction, errors, predict, read_history, remember, span
+from megatron.plan.prediction import HistoryEntry, Need, correction, errors, predict, read_history, remember, span
 from megatron.plan.search import Question
 from tests.paths import ROOT
 from tests.training.matrix import cases
@@ -22,7 +22,7 @@ from tests.training.test_run import job
 from tests.workers import run
 from tools.plan import main
 
-RUN = Entry("cpu", "fp32", ("attention", "mlp"), 2, "t1 p1 zero1 mb2 none", Need(1.0, 1e9), Need(1.0, 1e9))
+RUN = HistoryEntry("cpu", "fp32", ("attention", "mlp"), 2, "t1 p1 zero1 mb2 none", Need(1.0, 1e9), Need(1.0, 1e9))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def state(tmp_path, monkeypatch) -> Path:
     return tmp_path / "deepy" / "predictions.jsonl"
 
 
-def took(seconds: float, memory: float, **change) -> Entry:
+def took(seconds: float, memory: float, **change) -> HistoryEntry:
     return replace(RUN, measured=Need(seconds, memory), **change)
 
 

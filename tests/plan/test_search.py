@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.config import ConfigError, resolve
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
 from megatron.plan.advice import nothing, remarks, why_not
@@ -39,7 +39,7 @@ MOE = {
 
 
 def question(values: dict, devices: int = 8, gpu: str = "h100", **more) -> Question:
-    return Question.from_sources([Source(json.loads(json.dumps(values)))], cluster(devices, gpu, **more))
+    return Question.from_sources([ConfigSource(json.loads(json.dumps(values)))], cluster(devices, gpu, **more))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from megatron.plan.devices import cluster
 from megatron.plan.prediction import choice_of
 from megatron.plan.sequence import exchanges
 from megatron.plan.shapes import Shapes
-from megatron.plan.step import Clock
+from megatron.plan.step import StepEstimator
 from megatron.rehearsal.command import PRELOADED
 from tests.training.matrix import merged
 
@@ -83,6 +83,6 @@ def test_a_step_has_their_time():
         long = {"training": {"sequence_length": 2**17}, "model": {"attention": {"kv_heads": 4}}}
         config = resolve(merged(BASE, CASES[name], long), ranks=4)
         at = cluster(4, "h100")
-        seconds[name] = Clock(config, Shapes(config, 4), at).step(config, choice_of(config)).parts["context"]
+        seconds[name] = StepEstimator(config, Shapes(config, 4), at).step(config, choice_of(config)).parts["context"]
     assert 0 < seconds["ulysses"] < seconds["gather"]
     assert 0 <= seconds["ring"] < seconds["gather"]

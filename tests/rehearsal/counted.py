@@ -11,11 +11,11 @@ from megatron.data.batch import StepBatch
 from megatron.engine.engine import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.rehearsal.rank import Seen, enough_micro_batches, observe, shortened
+from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, shortened
 from tests.training import runs
 
 
-def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None) -> Seen:
+def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None) -> RankCounts:
     """This rank's steps on random tokens."""
     config = resolve(values, ranks=ranks)
     layout = Layout.of(config, ranks)

@@ -13,9 +13,9 @@ from megatron.model.describe import totals
 from megatron.parallel.layout import Layout
 from megatron.rehearsal.command import in_own_process, main
 from megatron.rehearsal.kinds import kinds_of_ranks, parts
-from megatron.rehearsal.ledger import Ledger, Place
-from megatron.rehearsal.rank import Seen
+from megatron.rehearsal.rank import RankCounts
 from megatron.rehearsal.report import document, memory, text
+from megatron.rehearsal.storage_counter import ProgramPlace, StorageCounter
 from tests.paths import ROOT
 from tests.rehearsal.counted import counted
 from tests.training.matrix import Case, cases, merged
@@ -36,7 +36,7 @@ OFTEN = {
 CASES = {case.name: case for case in cases()}
 
 
-def rehearsed(case: Case) -> dict[int, Seen]:
+def rehearsed(case: Case) -> dict[int, RankCounts]:
     """The first rank, and the last of those that begin their sequences."""
     config = resolve(merged(case.values, BUCKETS), ranks=case.ranks)
     layout = Layout.of(config, case.ranks)
@@ -73,8 +73,8 @@ def test_often_names_cases():
 
 
 def test_a_ledger_knows_what_lives_and_what_lived_at_the_peak():
-    place = Place("forward", "layers.0.mlp")
-    with Ledger(lambda: place) as ledger:
+    place = ProgramPlace("forward", "layers.0.mlp")
+    with StorageCounter(lambda: place) as ledger:
         a = torch.zeros(1000)  # 4000 bytes
         b = torch.zeros(500)  # 2000
         a.view(10, 100).add_(1)  # nothing new
@@ -101,7 +101,7 @@ VALUES = {
 
 
 @pytest.fixture(scope="module")
-def wide() -> tuple[dict, Seen]:
+def wide() -> tuple[dict, RankCounts]:
     """A rank of 16, of which 4 share weights, 2 hold a stage's and 4 are replicas."""
     values = merged(VALUES, {"parallel": {"tensor": 2, "pipeline": 2}})
     return values, in_own_process(resolve(values, ranks=16), 16, 0)

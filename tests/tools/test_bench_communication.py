@@ -15,7 +15,7 @@ from megatron.config.algorithm_table import OPERATIONS as TUNABLE
 from megatron.config.algorithm_table import candidates, read_table
 from megatron.config.problems import ConfigError, UserError
 from megatron.parallel.account import Recorder
-from megatron.parallel.curve import OPERATIONS, Curve, choose, line, read_curves
+from megatron.parallel.curve import OPERATIONS, CostCurve, choose, line, read_curves
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.plan.devices import cluster, known, measured
@@ -111,7 +111,7 @@ def test_operations_are_those_that_they_are_called(of_ranks):
 def test_groups_are_measured_alone_and_at_once(of_ranks):
     documents = [document for *_, document, _ in of_ranks]
     assert all(each["collectives"] and each == documents[0] for each in documents), "all ranks know the same"
-    curves = [Curve.of(each) for each in documents[0]["collectives"]]
+    curves = [CostCurve.of(each) for each in documents[0]["collectives"]]
     assert [(each.operation, each.group, each.ranks, each.together) for each in curves] == [
         *((operation, group, 2, together) for group in ("tensor", "data") for together in (1, 2)
           for operation in ("all_reduce", "send")),
@@ -132,10 +132,10 @@ def test_a_point_is_that_of_the_slowest_group():
     assert sizes(1024, 70000) == [1024, 4096, 16384, 65536]
 
 
-def curve(operation: str = "all_reduce", ranks: int = 4, together: int = 1, group: str = "data") -> Curve:
+def curve(operation: str = "all_reduce", ranks: int = 4, together: int = 1, group: str = "data") -> CostCurve:
     """By the ring's formula, with 20 us and 1 GB/s: t = 2 (n - 1) (alpha + S / (n beta))."""
     points = [(size, 2 * (ranks - 1) * (20e-6 + size / (ranks * 1e9))) for size in sizes(2**10, 2**24)]
-    return Curve(operation, group, ranks, 1, together, tuple((size, 0.9 * t, t, 1.1 * t) for size, t in points))
+    return CostCurve(operation, group, ranks, 1, together, tuple((size, 0.9 * t, t, 1.1 * t) for size, t in points))
 
 
 def test_a_line_is_found_again():
@@ -264,7 +264,7 @@ def test_a_measured_device(tmp_path):
     """One type whose products reach 1 and 2 TFLOP/s, attention half of that peak; and the plan reads it."""
     like = known()[0]["cpu"]
     products = [(100, 200, 300, 2 * 100 * 200 * 300 / 1e12), (10, 20, 30, 2 * 10 * 20 * 30 / 2e12)]
-    found = machine.Found("cpu", 8 << 30, 30e9, 4e-6, {"fp32": products}, {"fp32": 1e12})
+    found = machine.MeasuredMachine("cpu", 8 << 30, 30e9, 4e-6, {"fp32": products}, {"fp32": 1e12})
     made = machine.entry(found, like)
     assert made["tflops"] == {"fp32": 2.0} and made["efficiency"] == {"matrix": 0.75, "attention": 0.5, "memory": 1.0}
     assert (made["memory"], made["bandwidth"], made["launch"], made["units"]) == (8.0, 30.0, 4.0, like.units)

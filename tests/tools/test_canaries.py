@@ -23,7 +23,7 @@ def test_the_corpus_has_each_canary_as_often_as_it_says(tmp_path):
 
 def test_shares_by_hand_and_their_picture(tmp_path):
     corpus = write_corpus(tmp_path, {1: 2, 7: 1}, 30)
-    table.begin(tmp_path / "results", table.Job("c", 2, (0, 2, 1), 32, 32, 32, False, "fp32"))
+    table.begin(tmp_path / "results", table.RecitationJob("c", 2, (0, 2, 1), 32, 32, 32, False, "fp32"))
     rows = [
         {"sample": number, "step": 0, "sequence": 0, "source": "rows", "document": number, "documents": 1}
         | {"extractable": bool(corpus.canary[number] in (-1, 1)), "score": None, "log_likelihood": -1.0}

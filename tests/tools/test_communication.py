@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.parallel.curve import Curve
-from megatron.parallel.durations import Duration, Durations, Kind
+from megatron.parallel.curve import CostCurve
+from megatron.parallel.durations import Duration, Durations, MessageKind
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import read_accounts
 from megatron.report.message_times import Slowest, slowest
@@ -101,7 +101,7 @@ def test_times_beside_the_machines_curves(folder, capsys):
     """A curve of one time for all sizes: each row has its messages times that."""
     points = ((1024, 0.25, 0.5, 1.0), (2**30, 0.25, 0.5, 1.0))
     file = folder / "machine.yml"
-    file.write_text(json.dumps({"collectives": [Curve("all_reduce", "tensor", 2, 1, 1, points).document()]}))
+    file.write_text(json.dumps({"collectives": [CostCurve("all_reduce", "tensor", 2, 1, 1, points).document()]}))
     assert main([str(folder / "run"), "--json", "--machine", str(file)]) == 0
     calls = json.loads(capsys.readouterr().out)["times"]["calls"]
     sums = [call for call in calls if call["operation"] == "all_reduce"]
@@ -115,7 +115,7 @@ def test_what_was_slowest_is_named():
     """Two pairs, of which 2-3 is ten times as slow; rank 3 is the one that they wait for."""
 
     def summed(members: str, seconds: float, waiting: float, last: int) -> Durations:
-        kind = Kind("backward", "data", members, "all_reduce", "fp32")
+        kind = MessageKind("backward", "data", members, "all_reduce", "fp32")
         return Durations([(kind, Duration(4, 4 * 2**20, seconds, seconds, waiting, 4, last))])
 
     found = slowest({
@@ -123,7 +123,9 @@ def test_what_was_slowest_is_named():
         2: summed("2 3", 0.3, 0.2, 0), 3: summed("2 3", 0.1, 0.0, 4),
     })  # fmt: skip
     assert found == Slowest("2 3", pytest.approx(2 * 4 * 2**20 / 0.2), 3, 4, 4)
-    small = Durations([(Kind("update", "data", "0 1", "all_reduce", "fp32"), Duration(9, 36, 1.0, 1.0, 0.0, 9, 9))])
+    small = Durations([
+        (MessageKind("update", "data", "0 1", "all_reduce", "fp32"), Duration(9, 36, 1.0, 1.0, 0.0, 9, 9))
+    ])
     assert slowest({0: small}).link == "", "four bytes say nothing of bandwidth"
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.api.coordinates import Coordinates, member, slopes
+from megatron.api.coordinates import CoordinateCheck, member, slopes
 from tools.config import main
 
 BASE = """
@@ -80,7 +80,7 @@ def test_wrong_sizes_are_refused(file, capsys, arguments, says):
 
 
 def test_slopes_are_those_of_powers():
-    points = [Coordinates(size, "x", 1, 1.0, 3.0 * size**0.5) for size in (8, 16, 64)]
+    points = [CoordinateCheck(size, "x", 1, 1.0, 3.0 * size**0.5) for size in (8, 16, 64)]
     assert slopes(points)[0].slope == pytest.approx(0.5) and slopes(points)[0].verdict == "grows"
-    stopped = [Coordinates(size, "x", 1, 1.0, float("inf")) for size in (8, 16)]
+    stopped = [CoordinateCheck(size, "x", 1, 1.0, float("inf")) for size in (8, 16)]
     assert slopes(stopped)[0].verdict == "diverges"

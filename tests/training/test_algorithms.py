@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.config.algorithm_table import OPERATIONS, RING, TWO_LEVEL, Table
+from megatron.config.algorithm_table import OPERATIONS, RING, TWO_LEVEL, AlgorithmTable
 from megatron.report.communication import read_accounts
 from megatron.training.algorithms import processor
 from megatron.worker.place import StartError
@@ -27,7 +27,7 @@ def write(path: Path, algorithm: str) -> None:
         for each in OPERATIONS
         for ranks in (2, 4)
     }
-    path.write_text(yaml.safe_dump({"algorithms": Table(FACTS, choices).document()}))
+    path.write_text(yaml.safe_dump({"algorithms": AlgorithmTable(FACTS, choices).document()}))
 
 
 def using(folder: str, algorithm: str) -> str:

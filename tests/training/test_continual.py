@@ -14,7 +14,7 @@ from megatron.data.corpus.registry import prepare
 from megatron.data.token_writer import TokenFileWriter
 from tests.paths import ROOT
 from tests.workers import run as on_ranks
-from tools.continual import Stage, draw, losses, stages, table, train
+from tools.continual import ContinualStage, draw, losses, stages, table, train
 
 TOKENS, PEAK = 32, 1e-2
 SMALL = (
@@ -72,13 +72,13 @@ def job(folder: str, words: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Stage]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ContinualStage]]:
     folder = tmp_path_factory.mktemp("continual")
     successor = {"a": np.roll(np.arange(TOKENS), 1), "b": np.roll(np.arange(TOKENS), 7)}
     for which, prefix in (("a", "data/quickstart/"), ("b", "data/continual/english_")):
         corpus(folder / f"{prefix}train", 1, successor[which], 80)
         corpus(folder / f"{prefix}validation", 2, successor[which], 10)
-    every = [Stage(each.name, each.words, each.steps, folder / each.folder) for each in stages(ROOT, 2, SMALL)]
+    every = [ContinualStage(each.name, each.words, each.steps, folder / each.folder) for each in stages(ROOT, 2, SMALL)]
     said: list[str] = []
     train(every, lambda stage: on_ranks(1, job, str(folder), stage.words), said.append)
     assert not said
@@ -87,7 +87,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Stage
     return folder, every
 
 
-def rates(stage: Stage) -> dict[int, float]:
+def rates(stage: ContinualStage) -> dict[int, float]:
     lines = [json.loads(line) for line in (stage.folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["lr"] for line in lines if "lr" in line}
 

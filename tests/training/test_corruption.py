@@ -9,7 +9,7 @@ import torch
 
 from megatron.engine.replicas import hash_bits
 from megatron.report.ledger import read_ledger
-from megatron.training.corruption import Difference, differences, guilty
+from megatron.training.corruption import StateDifference, differences, guilty
 from megatron.training.hook import Hook
 from megatron.training.trainer import Trainer
 from megatron.worker.job import CORRUPT, guarded
@@ -91,7 +91,7 @@ def test_every_bit_counts() -> None:
 
 
 def test_who_is_named() -> None:
-    def found(*values: int) -> list[Difference]:
+    def found(*values: int) -> list[StateDifference]:
         return differences([[(7, value), (8, 0)] for value in values])
 
     assert found(1, 1, 1) == [] and guilty([]) == ([], False)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint import open_checkpoint
 from megatron.config import to_yaml
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.resolution import combine
 from megatron.engine.protocol import StepDropped
 from megatron.testing.ranks import PATIENCE
@@ -67,7 +67,7 @@ def job(folder: str, case: str, stop_at: int | None, at: int | None, moment: int
         "checkpoint": {"every": 100, "at_end": True},
         "logging": {"console": "quiet", "curve": False},
     }
-    resolved = combine([Source(values)], ranks=ranks)
+    resolved = combine([ConfigSource(values)], ranks=ranks)
     mesh = Mesh.single() if ranks == 1 else Mesh.build(Layout.of(resolved.config, ranks))
     communicator = SOLO if ranks == 1 else GroupCommunicator(device="cpu")
     seen = []

@@ -19,7 +19,7 @@ from megatron.config.resolved_file import read_resolved
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.corpus.encode import Treatment
 from megatron.data.corpus.inputs import find_inputs
-from megatron.data.corpus.job import Job
+from megatron.data.corpus.job import TokenizeJob
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.loader import build_loader
 from megatron.data.plan import build_plan
@@ -58,7 +58,7 @@ def corpora(folder: Path) -> None:
         content = ("\n".join(lines) + "\n").encode()
         path = folder / (f"{name}.jsonl.gz" if packed else f"{name}.jsonl")
         path.write_bytes(gzip.compress(content) if packed else content)
-        tokenize(Job(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
+        tokenize(TokenizeJob(find_inputs([str(path)]), folder / name, TokenizerSection(type="bytes"), Treatment()))
 
 
 def bytes_of(piece: dict, folder: Path) -> list[int]:

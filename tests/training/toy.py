@@ -17,7 +17,7 @@ from megatron.engine.protocol import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import LogicalTensor, Role
 from megatron.report.run import open_run
-from megatron.training.hook import Parts, ValidationSet
+from megatron.training.hook import HookContext, ValidationSet
 from megatron.training.hooks import hooks_of
 from megatron.training.trainer import Outcome, Trainer
 
@@ -149,7 +149,7 @@ def toy_trainer(config, *, start: int = 0, mesh: Mesh | None = None, more=(), **
     place = {"rank": mesh.at.data, "ranks": mesh.layout.data}
     held_out = [ValidationSet(name, ToyLoader(config, **place, seed=seed), 3) for name, seed in (("a", 1), ("b", 2))]
     hooks = hooks_of(
-        Parts(
+        HookContext(
             config,
             flops_per_token=lambda step: 1000.0,
             validation=held_out,

@@ -51,7 +51,7 @@ def way_of(step: int) -> str:
     return WAYS[(turn + round_) % len(WAYS)]
 
 
-class Turns(Hook):
+class AccountTurns(Hook):
     """Has each step counted, timed, or left alone, and takes the time of each.
 
     Args:

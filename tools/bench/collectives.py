@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.curve import Curve
+from megatron.parallel.curve import CostCurve
 from megatron.parallel.layout import AXES
 from megatron.parallel.mesh import Axis
 from megatron.training.algorithms import processor
@@ -31,7 +31,7 @@ class Measured:
     """
 
     facts: dict[str, Any]
-    curves: tuple[Curve, ...]
+    curves: tuple[CostCurve, ...]
 
     def document(self) -> dict[str, Any]:
         """For machine.yml."""
@@ -67,7 +67,7 @@ def measure(world: World, operations: Sequence[str], least: int, most: int, seco
                 spread = max(len({hosts[rank] for rank in group}) for group in chosen)
                 members = len(chosen[0])
                 place = (2, len(chosen) * (members // 2)) if operation == "send" else (members, len(chosen))
-                curves.append(Curve(operation, name, place[0], spread, place[1], tuple(points)))
+                curves.append(CostCurve(operation, name, place[0], spread, place[1], tuple(points)))
     return Measured(_facts(world, len(set(hosts))), tuple(curves))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megatron.config.problems import UserError
-from megatron.parallel.curve import OPERATIONS, Curve
+from megatron.parallel.curve import OPERATIONS, CostCurve
 from megatron.parallel.traffic import wire_bytes
 from megatron.report.communication import readable
 from megatron.report.communication import table as columns
@@ -132,7 +132,7 @@ def foreign(text: str, operation: str, ranks: int) -> list[tuple[int, float]]:
     return found
 
 
-def compared(curves: Sequence[Curve], word: str) -> dict[str, Any]:
+def compared(curves: Sequence[CostCurve], word: str) -> dict[str, Any]:
     """`OPERATION=FILE`: another program's times beside the largest group's curve of this operation.
 
     Raises:

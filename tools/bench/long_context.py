@@ -39,7 +39,7 @@ TOLERANCE = 1e-5  # fp32 rounds to 6e-8, and a loss is a mean of as many numbers
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepMemory:
     """What one rank saw of a step: peaks of resident memory (bytes) before and after it; what it sent, by group."""
 
     before: int
@@ -62,7 +62,7 @@ class Row:
     norm: float
 
 
-class Watch(Hook):
+class MemoryHook(Hook):
     """Writes what each rank sees into a file per rank."""
 
     def __init__(self, folder: str) -> None:
@@ -76,7 +76,7 @@ class Watch(Hook):
         groups = trainer.extra_metrics.get("communication", {})
         sent = {name: sum(each["bytes"] for each in operations.values()) for name, operations in groups.items()}
         peak = memory_bytes(trainer.exchange.device)
-        seen = Seen(
+        seen = StepMemory(
             self._before,
             peak,
             float(report.loss),
@@ -112,7 +112,7 @@ def measure(files: list[str], overrides: list[str], length: int, ranks: int) -> 
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         if status := launch(["--ranks", str(ranks), script, *files, *overrides, *own]):
             raise RuntimeError(f"{length} tokens on {ranks} ranks: exit status {status}")
-        found = [Seen(**json.loads(path.read_text())) for path in sorted(seen.iterdir())]
+        found = [StepMemory(**json.loads(path.read_text())) for path in sorted(seen.iterdir())]
     return Row(
         length,
         ranks,

@@ -42,7 +42,7 @@ ATTENTION = (1, 8, 1024, 64)  # samples, heads, tokens, channels of a head
 
 
 @dataclass
-class Found:
+class MeasuredMachine:
     """What was measured.
 
     Attributes:
@@ -61,13 +61,13 @@ class Found:
     attention: dict[str, float] = field(default_factory=dict)
 
 
-def measure(device: torch.device, types: list[str], widths: list[int], tokens: int, repeat: int) -> Found:
+def measure(device: torch.device, types: list[str], widths: list[int], tokens: int, repeat: int) -> MeasuredMachine:
     """Take the times."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if module is not None:
         memory = module.get_device_properties(device).total_memory
-    found = Found("cpu" if module is None else module.get_device_name(device), memory)
+    found = MeasuredMachine("cpu" if module is None else module.get_device_name(device), memory)
 
     def seconds(run: Callable[[], Any]) -> float:
         times_of(device, run, 2)
@@ -92,7 +92,7 @@ def measure(device: torch.device, types: list[str], widths: list[int], tokens: i
     return found
 
 
-def entry(found: Found, like: Device) -> dict[str, Any]:
+def entry(found: MeasuredMachine, like: Device) -> dict[str, Any]:
     """Of `devices`. A type's peak is that of the data sheet; else the best rate of all products, free of waves.
 
     Shares of the peak are those of the first type, whose rate the plan scales for the others.

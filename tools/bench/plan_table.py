@@ -33,9 +33,9 @@ from megatron.plan.devices import Cluster, known  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
 from megatron.plan.prediction import choice_of  # noqa: E402
 from megatron.plan.shapes import Shapes  # noqa: E402
-from megatron.plan.step import Clock  # noqa: E402
+from megatron.plan.step import StepEstimator  # noqa: E402
 from megatron.rehearsal.command import in_own_process  # noqa: E402
-from megatron.rehearsal.rank import Seen, enough_micro_batches, observe, shortened  # noqa: E402
+from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, shortened  # noqa: E402
 from megatron.testing.ranks import on_ranks  # noqa: E402
 from tests.training.matrix import Case, cases, merged  # noqa: E402
 
@@ -69,10 +69,10 @@ def planned(config: Config, ranks: int, at: Cluster) -> tuple[float | None, floa
     shapes, choice = Shapes(config, ranks), choice_of(config)
     found = memory(config, shapes, choice, at)
     tensors = sum(size for name, size in found.parts.items() if name not in ("runtime", "fragments"))
-    return tensors, Clock(config, shapes, at).step(config, choice).seconds
+    return tensors, StepEstimator(config, shapes, at).step(config, choice).seconds
 
 
-def counted(values: dict[str, Any], ranks: int) -> Seen:
+def counted(values: dict[str, Any], ranks: int) -> RankCounts:
     """On gloo ranks: what a real engine's steps are counted to take."""
     import torch
 

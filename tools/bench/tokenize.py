@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from megatron.config.sections.data import TokenizerSection  # noqa: E402
 from megatron.data.corpus.encode import Treatment  # noqa: E402
 from megatron.data.corpus.inputs import find_inputs  # noqa: E402
-from megatron.data.corpus.job import Job, run  # noqa: E402
+from megatron.data.corpus.job import TokenizeJob, run  # noqa: E402
 from megatron.data.corpus.registry import stdlib_texts  # noqa: E402
 from megatron.data.token_file import token_dtype  # noqa: E402
 from megatron.data.token_writer import TokenFileWriter  # noqa: E402
@@ -72,7 +72,7 @@ def plain_loop(corpus: Path, tokenizer: str, workers: int, output: Path) -> None
 
 def ours(corpus: Path, tokenizer: str, workers: int, output: Path, encoder: str) -> None:
     run(
-        Job(
+        TokenizeJob(
             find_inputs([str(corpus)]),
             output,
             TokenizerSection(path=tokenizer),

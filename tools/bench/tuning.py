@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.algorithm_table import BACKEND, OPERATIONS, OTHER, Table, best, candidates
+from megatron.config.algorithm_table import BACKEND, OPERATIONS, OTHER, AlgorithmTable, best, candidates
 from megatron.parallel.account import Recorder
 from megatron.parallel.hierarchy import places_by_host
 from megatron.parallel.mesh import Axis
@@ -29,7 +29,7 @@ ROUNDS = 5  # turns of each algorithm, in an order that goes round
 
 
 @dataclass(frozen=True)
-class Point:
+class TuningPoint:
     """One size of an operation in the groups of one form, all of which worked at the same time.
 
     Attributes:
@@ -58,8 +58,8 @@ class Point:
 class Tuned:
     """What was measured, and the table that follows."""
 
-    points: tuple[Point, ...]
-    table: Table
+    points: tuple[TuningPoint, ...]
+    table: AlgorithmTable
 
     def document(self) -> dict[str, Any]:
         """For machine.yml."""
@@ -100,7 +100,7 @@ def tune(
             ]
             points += measured
             choices[operation, over, size] = best((each.size, each.seconds) for each in measured)
-    return Tuned(tuple(points), Table(job_facts(world, list(hosts)), choices))
+    return Tuned(tuple(points), AlgorithmTable(job_facts(world, list(hosts)), choices))
 
 
 def _form(ranks: tuple[int, ...], hosts: Sequence[Hashable]) -> tuple[int, int] | None:
@@ -117,7 +117,7 @@ def _point(
     names: Sequence[str],
     size: int,
     seconds: float,
-) -> Point:
+) -> TuningPoint:
     """Algorithms take turns, all groups at the same time."""
     once, actual = operation_of(operation, axis, size, world.device)
     ways = {name: _way(world, hosts, axis, form, name) for name in names}
@@ -143,7 +143,7 @@ def _point(
     medians = {name: statistics.median(each) for name, each in rounds.items()}
     every = world.communicator.gather(sent)
     link = {name: sum(each[name] for each in every) // (ROUNDS * count) for name in names}
-    return Point(operation, *form, actual, medians, crossing, rounds, link)
+    return TuningPoint(operation, *form, actual, medians, crossing, rounds, link)
 
 
 def transmitted() -> int:
@@ -164,7 +164,7 @@ def _way(
     key = (axis.ranks, name)
     if key not in _routers:
         known = (each for each in OPERATIONS if name in candidates(each, form[0]) or name.startswith(OTHER))
-        always = Table({}, {(each, *form): ((0, name),) for each in known})
+        always = AlgorithmTable({}, {(each, *form): ((0, name),) for each in known})
         _routers[key] = Router(always, [axis.ranks], hosts, world.mesh.rank, world.mesh.timeout)
     return _routers[key].installed
 

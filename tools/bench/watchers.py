@@ -47,7 +47,7 @@ def is_on(step: int) -> bool:
     return (turn + round_) % 2 == 1
 
 
-class Turns(Hook):
+class WatcherTurns(Hook):
     """Turns watchers on and off, and takes the processor time of each block.
 
     Args:

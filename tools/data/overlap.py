@@ -46,7 +46,7 @@ def options() -> argparse.ArgumentParser:
 
 def main(given: argparse.Namespace) -> dict:
     from megatron.data.errors import DataError
-    from megatron.data.overlap.search import Search
+    from megatron.data.overlap.search import OverlapSearch
     from megatron.data.provenance import Provenance, run_config
     from megatron.data.tokenizer import build_tokenizer
 
@@ -55,7 +55,7 @@ def main(given: argparse.Namespace) -> dict:
     config = run_config(given.run)
     examples = _examples(given)
     provenance = Provenance(config, left_out=run_left_out(given.run))
-    search = Search(provenance, build_tokenizer(config.tokenizer), examples, given.by, given.n)
+    search = OverlapSearch(provenance, build_tokenizer(config.tokenizer), examples, given.by, given.n)
     found = search.run(given.documents, given.workers, _show)
     long_enough = [each for each in found if each.ngrams]
     return {

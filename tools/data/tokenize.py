@@ -106,7 +106,7 @@ def main(given: argparse.Namespace) -> dict:
     from megatron import __version__
     from megatron.data.corpus.encode import Treatment
     from megatron.data.corpus.inputs import Input, find_inputs
-    from megatron.data.corpus.job import Job
+    from megatron.data.corpus.job import TokenizeJob
     from megatron.data.corpus.job import run as tokenize
     from megatron.data.corpus.progress import Display
     from megatron.data.errors import DataError
@@ -118,7 +118,7 @@ def main(given: argparse.Namespace) -> dict:
     if not inputs:
         raise DataError("--input", "there is nothing to read", "give --input or --dataset")
     treatment = Treatment(given.key, given.append_eod, given.normalise, given.strip)
-    job = Job(
+    job = TokenizeJob(
         inputs,
         Path(given.output),
         tokenizer_section(given),

@@ -3,7 +3,7 @@
 from megatron.checkpoint.hf.architecture import Architecture, Field
 from megatron.checkpoint.hf.architectures import common
 from megatron.checkpoint.hf.layers import uniform
-from megatron.checkpoint.hf.parts import Rotary
+from megatron.checkpoint.hf.parts import RotaryPart
 
 OLMO = Architecture(
     "olmo",
@@ -25,5 +25,5 @@ OLMO = Architecture(
         "mlp.bias": False,
     },
     required={"clip_qkv": None},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )

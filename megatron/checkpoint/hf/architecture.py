@@ -15,7 +15,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 
 from .layers import Layers
-from .parts import Part
+from .parts import ConfigPart
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Architecture:
     fields: tuple[Field, ...]
     fixed: dict[str, Any]
     required: dict[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ConfigPart, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     prefix: str = "model."

@@ -17,7 +17,7 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """The smallest set of tensors that can be converted alone: these of ours are those of theirs."""
 
     ours: tuple[str, ...]
@@ -35,7 +35,7 @@ class Step:
         return ((name, tensor.contiguous()) for name, tensor in zip(self.ours, made, strict=True))
 
 
-def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -> list[Step]:
+def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -> list[ConversionStep]:
     """The steps that convert a model with these logical tensors, in either direction.
 
     Args:
@@ -57,21 +57,21 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
                     absent = " and ".join(name for name in names if name not in wanted)
                     problems.append(f"{' and '.join(have)} cannot become {theirs[0]} without {absent}")
                 wanted.difference_update(names)
-                steps.append(Step(names, theirs, link.form_in(model)))
+                steps.append(ConversionStep(names, theirs, link.form_in(model)))
     problems += [f"{name} has no counterpart in {architecture.class_name}" for name in sorted(wanted)]
     if problems:
         raise CheckpointError(architecture.class_name, problems)
     return steps
 
 
-def to_hf(steps: Iterable[Step], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def to_hf(steps: Iterable[ConversionStep], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the Hugging Face model; the tensors of one step are in memory at a time."""
     for step in steps:
         yield from step.to_hf(read)
 
 
 def match(
-    architecture: Architecture, steps: list[Step], present: Collection[str], read: Callable[[str], Tensor]
+    architecture: Architecture, steps: list[ConversionStep], present: Collection[str], read: Callable[[str], Tensor]
 ) -> dict[str, str]:
     """Where each tensor that the steps need stands in a Hugging Face checkpoint: canonical name -> name as it is there.
 
@@ -106,7 +106,7 @@ def match(
 
 
 def from_hf(
-    architecture: Architecture, steps: list[Step], present: Collection[str], read: Callable[[str], Tensor]
+    architecture: Architecture, steps: list[ConversionStep], present: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Every one of our tensors, made of a Hugging Face checkpoint's; the tensors of one step are in memory at a time.
 
@@ -118,7 +118,7 @@ def from_hf(
 
 
 def _untied(
-    architecture: Architecture, steps: list[Step], there: dict[str, str], read: Callable[[str], Tensor]
+    architecture: Architecture, steps: list[ConversionStep], there: dict[str, str], read: Callable[[str], Tensor]
 ) -> list[str]:
     embedding = next(step.theirs[0] for step in steps if step.ours == (EMBEDDING,))
     if read(there[architecture.head]).equal(read(there[embedding])):

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-from megatron.config.layers import Source as Values
+from megatron.config.layers import ConfigSource as Values
 from megatron.config.paths import UnsafeName, inside
 from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
@@ -28,7 +28,7 @@ from ..rankfile import write_rank_file
 from ..writer import Draft
 from .architecture import Architecture
 from .config import Extensions, architecture_of, extensions_for, known, model_values
-from .convert import Step, match, plan
+from .convert import ConversionStep, match, plan
 from .written import INDEX
 
 CONFIG = "config.json"
@@ -255,7 +255,11 @@ def logical_tensors(resolved: Resolved) -> dict[str, LogicalTensor]:
 
 
 def _check_shapes(
-    folder: Path, steps: list[Step], logical: dict[str, LogicalTensor], source: WeightSource, there: dict[str, str]
+    folder: Path,
+    steps: list[ConversionStep],
+    logical: dict[str, LogicalTensor],
+    source: WeightSource,
+    there: dict[str, str],
 ) -> None:
     """Before anything is written: what each step will make has the shapes of our tensors, and one type."""
     problems = []
@@ -278,7 +282,7 @@ def _check_shapes(
 
 
 def _values(
-    steps: list[Step], source: WeightSource, there: dict[str, str], progress: Callable[[str], None]
+    steps: list[ConversionStep], source: WeightSource, there: dict[str, str], progress: Callable[[str], None]
 ) -> Callable[[str], Iterator[torch.Tensor]]:
     """Gives one of our tensors by name, as one flat piece; those of the last step are kept until they are asked for."""
     step_of = {name: step for step in steps for name in step.ours}

@@ -28,7 +28,7 @@ from .architectures.gpt import GPT_NEOX
 from .config import hf_config
 from .convert import match, plan
 from .importer import logical_tensors
-from .neox_files import Shard, layers_of
+from .neox_files import LayerShard, layers_of
 from .neox_optimizer import EMBEDDING, OptimizerStates, Place, read_optimizer
 from .written import INDEX
 
@@ -82,7 +82,7 @@ def merge(name: str, shards: list[Tensor], parallel_residual: bool, log: Log, st
 
 
 @dataclass(frozen=True)
-class Run:
+class NeoXCheckpoint:
     """A checkpoint of GPT-NeoX with the configuration of its run.
 
     Attributes:
@@ -95,7 +95,7 @@ class Run:
     """
 
     folder: Path
-    layers: dict[int, list[Shard]]
+    layers: dict[int, list[LayerShard]]
     places: dict[str, Place]
     resolved: Resolved
     theirs: PreTrainedConfig
@@ -117,7 +117,7 @@ class Run:
         return self.weights(next(iter(self.places.values())))[0].dtype
 
 
-def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = None) -> Run:
+def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = None) -> NeoXCheckpoint:
     """Read what is in a checkpoint.
 
     Args:
@@ -136,7 +136,7 @@ def open_run(folder: Path, config: Sequence[str], log: Log, batch: int | None = 
         raise CheckpointError(first[0].path, f"the first layer should be the embedding, but has no {EMBEDDING}")
     resolved = configuration(folder, config, sum(len(shard) for shard in embedding), batch)
     _, theirs = hf_config(resolved.config, GPT_NEOX.name)
-    return Run(folder, layers, _places(folder, layers, embedding), resolved, theirs, log)
+    return NeoXCheckpoint(folder, layers, _places(folder, layers, embedding), resolved, theirs, log)
 
 
 def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: int | None = None) -> Resolved:
@@ -151,7 +151,7 @@ def configuration(folder: Path, config: Sequence[str], vocabulary: int, batch: i
     return resolved
 
 
-def _places(folder: Path, layers: dict[int, list[Shard]], embedding: list[Tensor]) -> dict[str, Place]:
+def _places(folder: Path, layers: dict[int, list[LayerShard]], embedding: list[Tensor]) -> dict[str, Place]:
     """Where each tensor stands, by its Hugging Face name; blocks are numbered as they come."""
     found: dict[str, Place] = {}
     problems, block = [], 0
@@ -182,7 +182,7 @@ def _whole_name(name: str, block: int) -> str:
     return f"gpt_neox.layers.{block}.{name}" if prefix is None else OUTSIDE[prefix] + name.removeprefix(prefix)
 
 
-def to_folder(run: Run, out: Path) -> None:
+def to_folder(run: NeoXCheckpoint, out: Path) -> None:
     """Write a Hugging Face folder of the weights; the tensors of one layer are in memory at a time.
 
     Args:
@@ -202,7 +202,7 @@ def to_folder(run: Run, out: Path) -> None:
     run.theirs.save_pretrained(out)
 
 
-def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> tuple[Run, Meta]:
+def to_checkpoint(folder: Path, config: Sequence[str], out: Path, log: Log) -> tuple[NeoXCheckpoint, Meta]:
     """Write masters, optimizer states, step and position in the data: a checkpoint that a run goes on from.
 
     One tensor is in memory at a time. The masters are compared with the weights, which must be what they round to.
@@ -275,7 +275,7 @@ def _progress(folder: Path, optimizer: OptimizerStates) -> tuple[int, int | None
     return number, None
 
 
-def _same_model(run: Run, optimizer: OptimizerStates) -> None:
+def _same_model(run: NeoXCheckpoint, optimizer: OptimizerStates) -> None:
     """What the run itself recorded of its model; most of it shows in no tensor's shape, like the number of heads."""
     recorded = optimizer.engine.get("args")
     ours = {
@@ -292,7 +292,7 @@ def _same_model(run: Run, optimizer: OptimizerStates) -> None:
         raise CheckpointError(run.folder, problems)
 
 
-def _fit(run: Run, place: Place, state: str, shards: list[Tensor], weights: list[Tensor]) -> None:
+def _fit(run: NeoXCheckpoint, place: Place, state: str, shards: list[Tensor], weights: list[Tensor]) -> None:
     """Whether states are of these weights: of their shapes, and masters what the weights are rounded from.
 
     Raises:

@@ -33,7 +33,7 @@ _SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Shard:
+class LayerShard:
     """What one tensor parallel rank has of a layer, under its first names.
 
     Attributes:
@@ -64,15 +64,15 @@ def first_name(name: str) -> str:
     return name
 
 
-def layers_of(folder: Path) -> dict[int, list[Shard]]:
+def layers_of(folder: Path) -> dict[int, list[LayerShard]]:
     """The shards of each layer, by rank.
 
     Raises:
         CheckpointError: there are none, or a rank's file is lost.
     """
-    found: dict[int, dict[int, Shard]] = {}
+    found: dict[int, dict[int, LayerShard]] = {}
     for path, layer, rank in matching(folder, LAYER):
-        found.setdefault(layer, {})[rank] = Shard(path)
+        found.setdefault(layer, {})[rank] = LayerShard(path)
     if not found:
         found = _without_pipeline(folder)
     if not found:
@@ -93,7 +93,7 @@ def layers_of(folder: Path) -> dict[int, list[Shard]]:
     return {layer: [shards[rank] for rank in range(ranks)] for layer, shards in sorted(found.items())}
 
 
-def _without_pipeline(folder: Path) -> dict[int, dict[int, Shard]]:
+def _without_pipeline(folder: Path) -> dict[int, dict[int, LayerShard]]:
     found: dict[int, dict[int, dict[str, Tensor]]] = {}
     paths = model_files(folder)
     for rank, path in enumerate(paths):
@@ -102,7 +102,8 @@ def _without_pipeline(folder: Path) -> dict[int, dict[int, Shard]]:
             if match := _SEQUENTIAL.fullmatch(str(name)):
                 found.setdefault(int(match[1]), {}).setdefault(rank, {})[match[2]] = value
     return {
-        layer: {rank: Shard(paths[rank], values) for rank, values in shards.items()} for layer, shards in found.items()
+        layer: {rank: LayerShard(paths[rank], values) for rank, values in shards.items()}
+        for layer, shards in found.items()
     }
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, understanding
 from ..fragment import MASTER
-from .neox_files import OPTIMIZER, Shard, complete, first_name, matching, model_files, read_model_file
+from .neox_files import OPTIMIZER, LayerShard, complete, first_name, matching, model_files, read_model_file
 
 Place = tuple[int, str]  # number of a layer, name in it
 Read = Callable[[str], Tensor]  # gives one state of a parameter by its name
@@ -68,7 +68,7 @@ def has_optimizer(folder: Path) -> bool:
     return any(read_model_file(path).get("optimizer") for path in model_files(folder)[:1])
 
 
-def read_optimizer(folder: Path, layers: Mapping[int, list[Shard]]) -> OptimizerStates:
+def read_optimizer(folder: Path, layers: Mapping[int, list[LayerShard]]) -> OptimizerStates:
     """All states of a checkpoint; tensors are mapped, and read when they are asked for.
 
     Args:
@@ -104,7 +104,7 @@ def read_optimizer(folder: Path, layers: Mapping[int, list[Shard]]) -> Optimizer
 
 
 def _together(
-    folder: Path, found: list[OptimizerStates], layers: Mapping[int, list[Shard]], ranks: int
+    folder: Path, found: list[OptimizerStates], layers: Mapping[int, list[LayerShard]], ranks: int
 ) -> OptimizerStates:
     """Of all model parallel ranks. A tied embedding is on the first and the last stage, and taken from the first."""
     parameters: dict[Place, dict[int, Read]] = {}
@@ -128,7 +128,7 @@ def _together(
     return OptimizerStates(whole, first.states, first.step, first.scaler, first.engine)
 
 
-def _of_zero(model: dict[str, Any], files: list[Path], layers: Mapping[int, list[Shard]]) -> OptimizerStates:
+def _of_zero(model: dict[str, Any], files: list[Path], layers: Mapping[int, list[LayerShard]]) -> OptimizerStates:
     """One model parallel rank's part with ZeRO 1 or 2; `files`: one per data parallel rank."""
     parts = [read_model_file(path)["optimizer_state_dict"] for path in files]
     if len(parts) != model.get("dp_world_size", len(parts)):
@@ -298,7 +298,7 @@ def _scaler(held: Any) -> dict[str, Any]:
     return found if "cur_iter" in found else {}
 
 
-def _place(name: str, layers: Mapping[int, list[Shard]]) -> Place:
+def _place(name: str, layers: Mapping[int, list[LayerShard]]) -> Place:
     """Which parameter DeepSpeed calls so."""
     match = _NAME.fullmatch(name)
     if match is None:

@@ -28,7 +28,7 @@ def nothing_written(_config: Config) -> dict[str, Any]:
     return {}
 
 
-class Part(Protocol):
+class ConfigPart(Protocol):
     """A part of a configuration."""
 
     def read(self, theirs: Any, /) -> Found:
@@ -49,7 +49,7 @@ class Functions:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class RotaryPart:
     """Rotary options that all layers share, and the longest sequence.
 
     Attributes:
@@ -75,7 +75,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowPart:
     """One sliding window in all layers, or in none."""
 
     section: str = "attention"

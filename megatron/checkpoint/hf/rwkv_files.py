@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config, resolve
-from megatron.config.layers import Source as Values
+from megatron.config.layers import ConfigSource as Values
 from megatron.config.resolution import Resolved, combine
 from megatron.kinds.common.links import Link
 from megatron.kinds.common.rwkv.hf import PUBLISHED
@@ -30,7 +30,7 @@ from ..errors import CheckpointError
 from ..pickles import load_tensors
 from ..reader import Checkpoint
 from .architecture import Architecture
-from .convert import Step, plan, to_hf
+from .convert import ConversionStep, plan, to_hf
 from .export import TYPES, config_of, reader, type_of
 from .importer import write
 from .layers import uniform
@@ -77,7 +77,7 @@ def architecture_of(config: Config) -> Architecture:
     )  # the authors' code makes them in the first layer, too: unused
 
 
-def steps_of(config: Config) -> list[Step]:
+def steps_of(config: Config) -> list[ConversionStep]:
     """The steps that convert a model with this configuration, in either direction.
 
     Raises:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..container import header
 from ..durable import CHUNK
-from .convert import Step
+from .convert import ConversionStep
 
-Planned = tuple[Step, dict[str, tuple[int, ...]]]  # a step, and the shapes of what it writes
+Planned = tuple[ConversionStep, dict[str, tuple[int, ...]]]  # a step, and the shapes of what it writes
 
 INDEX = "model.safetensors.index.json"
 
 
-def shapes_of(steps: Iterable[Step], ours: dict[str, tuple[int, ...]]) -> list[Planned]:
+def shapes_of(steps: Iterable[ConversionStep], ours: dict[str, tuple[int, ...]]) -> list[Planned]:
     """What each step will write: names and shapes, from the shapes of our tensors."""
 
     def empty(name: str) -> Tensor:

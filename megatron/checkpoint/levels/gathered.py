@@ -29,7 +29,7 @@ from .hosts import Hosts
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSave:
     """A save that seems to have everything.
 
     Attributes:
@@ -60,7 +60,7 @@ class Verified:
     problems: list[str]
 
 
-def verify(found: Found, folder: Path, key: str, hosts: Hosts, communicator: Communicator) -> Verified:
+def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator: Communicator) -> Verified:
     """Read every byte that any host has of a save; the ranks of a host share the work."""
     part, good, problems = None, [], []
     path = folder / step_name(found.step)
@@ -86,7 +86,13 @@ def verify(found: Found, folder: Path, key: str, hosts: Hosts, communicator: Com
 
 
 def gather(
-    found: Found, level: str, folder: Path, key: str, hosts: Hosts, communicator: Communicator, courier: Courier | None
+    found: FoundSave,
+    level: str,
+    folder: Path,
+    key: str,
+    hosts: Hosts,
+    communicator: Communicator,
+    courier: Courier | None,
 ) -> GatheredCheckpoint:
     """Open a save of all hosts; every rank calls it.
 

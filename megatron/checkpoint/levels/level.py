@@ -30,7 +30,7 @@ KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many fil
 
 
 @dataclass(frozen=True)
-class Part:
+class HostPart:
     """What a host has of a save.
 
     Attributes:
@@ -160,7 +160,7 @@ class Level:
 
     # ---- what is there
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[HostPart]:
         """What this host has, as its manifests say; what cannot be read is left out."""
         found = []
         for path in Store(self.folder).paths():
@@ -169,7 +169,7 @@ class Level:
                 meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
                 facts = meta.extra[KEY]
                 names = tuple(record.path for record in records)
-                found.append(Part(meta.step, str(facts["save"]), int(facts["files"]), names))
+                found.append(HostPart(meta.step, str(facts["save"]), int(facts["files"]), names))
             except (CheckpointError, OSError, KeyError, TypeError, ValueError):
                 continue
         return found

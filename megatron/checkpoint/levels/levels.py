@@ -20,7 +20,7 @@ from ..fragment import Fragment
 from ..meta import Meta
 from ..reader import Checkpoint
 from .courier import Courier, GroupCourier
-from .gathered import Found, gather
+from .gathered import FoundSave, gather
 from .hosts import Hosts, private
 from .level import KEY, Level
 
@@ -120,7 +120,7 @@ class Levels:
                 shutil.rmtree(folder, ignore_errors=True)
         self._communicator.barrier()
 
-    def _candidates(self, least: int) -> list[Found]:
+    def _candidates(self, least: int) -> list[FoundSave]:
         own: list[Any] = []
         if self.hosts.leads:
             for number, level in enumerate(self.levels):
@@ -134,7 +134,7 @@ class Levels:
                 names.setdefault((number, step, save, total), set()).update(paths)
             whole = [key for key, paths in names.items() if len(paths) == key[3]]
             answer = sorted(whole, key=lambda key: (-key[1], key[0], key[2]))
-        return [Found(*each) for each in self._communicator.broadcast(answer)]
+        return [FoundSave(*each) for each in self._communicator.broadcast(answer)]
 
     def _level(self, section: LevelSection, token: str) -> Level:
         base = MEMORY if section.path is None else section.path.replace("{host}", self.hosts.name)

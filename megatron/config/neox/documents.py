@@ -23,7 +23,7 @@ class FlatDocument:
     override: bool = False
 
 
-class Origin(NamedTuple):
+class FlatOrigin(NamedTuple):
     """Where a native value came from: the file, the line and the GPT-NeoX key or keys that it was made from.
 
     `path` is None where no file says it and GPT-NeoX's own default for `key` was taken.
@@ -58,6 +58,6 @@ class Translation:
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[str, FlatOrigin] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[FlatProblem] = field(default_factory=list)

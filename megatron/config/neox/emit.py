@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from ..schema import Config
-from .documents import Origin, Translation
+from .documents import FlatOrigin, Translation
 
 COMMENT_COLUMN = 56
 
@@ -26,7 +26,7 @@ def to_native_yaml(translation: Translation) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, Origin]) -> list[str]:
+def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, FlatOrigin]) -> list[str]:
     origin = origins.get(".".join(path))
     indent = "  " * (len(path) - 1)
     if origin is None and isinstance(value, dict):
@@ -36,7 +36,7 @@ def _lines(name: str, value: Any, path: tuple[str, ...], origins: dict[str, Orig
     return [f"{text.ljust(COMMENT_COLUMN)}  # {_said(origin)}" if origin else text]
 
 
-def _said(origin: Origin) -> str:
+def _said(origin: FlatOrigin) -> str:
     if origin.path is None:
         return f"GPT-NeoX's default ({origin.key})"
     place = origin.path if origin.line is None else f"{origin.path}:{origin.line}"

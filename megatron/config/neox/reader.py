@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .documents import FlatProblem, Origin, Translation
+from .documents import FlatOrigin, FlatProblem, Translation
 
 T = TypeVar("T")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlatEntry:
     """One flat key as a file gives it; `spelling` has the file's dashes."""
 
     value: Any
@@ -38,7 +38,7 @@ def as_number(value: Any) -> float | int | None:
 class Flat:
     """Merged flat keys, under their names with underscores. A value of null counts as not given, as in GPT-NeoX."""
 
-    def __init__(self, entries: Mapping[str, Entry], defaults: Mapping[str, Any], problems: list[FlatProblem]):
+    def __init__(self, entries: Mapping[str, FlatEntry], defaults: Mapping[str, Any], problems: list[FlatProblem]):
         self.entries, self.defaults, self.problems = entries, defaults, problems
 
     def given(self, name: str) -> bool:
@@ -55,7 +55,7 @@ class Flat:
 
     def problem(self, name: str, rule: str, fix: str, value: Any = None) -> None:
         """Report a key; `value` replaces the whole value in the message, for a part of a dictionary."""
-        entry = self.entries.get(name, Entry(None, "", None, name))
+        entry = self.entries.get(name, FlatEntry(None, "", None, name))
         found = FlatProblem(entry.path, entry.line, entry.spelling, entry.value if value is None else value, rule, fix)
         if found not in self.problems:  # several topics read some keys
             self.problems.append(found)
@@ -174,14 +174,14 @@ class Native:
         self.result.origins[key] = self.origin(*names)
         self.used.update(name.split(".")[0] for name in names)
 
-    def origin(self, *names: str) -> Origin:
+    def origin(self, *names: str) -> FlatOrigin:
         """The place of the first of `names` that a file gives, or GPT-NeoX's default."""
         given = [name for name in names if self.flat.given(name)]
         if not given:
-            return Origin(None, None, names[0])
+            return FlatOrigin(None, None, names[0])
         entries = [self.flat.entries[name.split(".")[0]] for name in given]
         spellings = [".".join([entry.spelling, *name.split(".")[1:]]) for name, entry in zip(given, entries)]
-        return Origin(entries[0].path, entries[0].line, ", ".join(spellings))
+        return FlatOrigin(entries[0].path, entries[0].line, ", ".join(spellings))
 
     def unused(self, reason: str, *names: str) -> None:
         """Record that flat keys have no effect, if they are given."""

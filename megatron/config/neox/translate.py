@@ -9,7 +9,7 @@ from typing import Any
 from .documents import FlatDocument, FlatProblem, Translation
 from .inert import NO_EFFECT
 from .keys import NAMES, RETIRED_READ, TOPICS, TRANSLATED, kind_of, nearest, plain
-from .reader import Entry, Flat, Native
+from .reader import Flat, FlatEntry, Native
 from .refused import REFUSED, RETIRED
 
 # Native sections that no GPT-NeoX key is called like.
@@ -73,13 +73,13 @@ def translate(documents: Iterable[FlatDocument]) -> Translation:
     return result
 
 
-def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> dict[str, Entry]:
-    merged: dict[str, Entry] = {}
+def _merge(documents: Iterable[FlatDocument], problems: list[FlatProblem]) -> dict[str, FlatEntry]:
+    merged: dict[str, FlatEntry] = {}
     for document in documents:
         for spelling, value in document.values.items():
             spelling = str(spelling)
             name = plain(spelling)
-            entry = Entry(value, document.path, document.lines.get(spelling), spelling)
+            entry = FlatEntry(value, document.path, document.lines.get(spelling), spelling)
             earlier = merged.get(name)
             if earlier is not None and not document.override and not _same(earlier.value, value):
                 problems.append(
@@ -103,11 +103,11 @@ def _same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _place(entry: Entry) -> str:
+def _place(entry: FlatEntry) -> str:
     return entry.path if entry.line is None else f"{entry.path}:{entry.line}"
 
 
-def _classify(name: str, entry: Entry, native: Native) -> None:
+def _classify(name: str, entry: FlatEntry, native: Native) -> None:
     """Deal with the keys that no topic reads."""
     kind = kind_of(name)
     if kind == "no effect":

@@ -33,14 +33,14 @@ def gib(size: float) -> str:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightCounts:
     """Parameters in large matrices: those of routed experts, and the others."""
 
     dense: int
     experts: int
 
     @classmethod
-    def of(cls, context: RuleContext) -> Weights:
+    def of(cls, context: RuleContext) -> WeightCounts:
         model, dense, experts = context.config.model, 0, 0
         width = model.hidden_size
         dense += (model.vocab_size or 0) * width * (1 if model.embedding.tied else 2)
@@ -54,7 +54,7 @@ class Weights:
         return self.dense + self.experts
 
 
-def _bytes_on_a_rank(context: RuleContext, weights: Weights, replicas: int) -> float:
+def _bytes_on_a_rank(context: RuleContext, weights: WeightCounts, replicas: int) -> float:
     """What weights, gradients and optimizer state take on the rank that has most of them, at least."""
     config = context.config
     parallel, zero, mixed = config.parallel, config.zero, config.precision.compute != "fp32"
@@ -73,7 +73,7 @@ def _bytes_on_a_rank(context: RuleContext, weights: Weights, replicas: int) -> f
 
 
 def model_fits_on_a_rank(context: RuleContext) -> Iterator[Problem]:
-    config, weights = context.config, Weights.of(context)
+    config, weights = context.config, WeightCounts.of(context)
     need = _bytes_on_a_rank(context, weights, context.replicas or 1)
     on_cpu = config.launch.device == "cpu" or (context.starts_here and not machine.has_gpu())
     if context.data_ranks is None or (on_cpu and not context.starts_here):
@@ -113,7 +113,7 @@ def checkpoints_fit_on_the_disk(context: RuleContext) -> Iterator[Problem]:
     folder = File(config.launch.working_directory or ".", config.checkpoint.dir)
     free = machine.free_bytes(folder)
     state = MOMENTS.get(config.optimizer.type, 0) if config.checkpoint.optimizer_state else 0
-    size = Weights.of(context).total * (4 + state)
+    size = WeightCounts.of(context).total * (4 + state)
     there = sum(1 for _ in folder.glob("step_*")) if folder.is_dir() else 0
     count = max(kept_checkpoints(context) - there, 0)
     if free is not None and count * size > free:

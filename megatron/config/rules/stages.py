@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..divisors import divisors, near
-from ..kind import Use
+from ..kind import KindUse
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sections.rotary import RotaryOptions
@@ -109,7 +109,7 @@ def each_stage_keeps_the_rules_of_layers(context: RuleContext) -> Iterator[Probl
                     yield context.problem_at(path, rule=problem.rule, fix=problem.fix, fatal=problem.fatal)
 
 
-def _problems(context: RuleContext, use: Use[Any]) -> list[Problem]:
+def _problems(context: RuleContext, use: KindUse[Any]) -> list[Problem]:
     return [problem for rule in context.kinds[use.kind].rules for problem in rule(use)]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..tokenizer import HuggingFaceTokenizer, Tokenizer
-from .inputs import Chunk
+from .inputs import InputChunk
 from .probes import Encode, difference, probes, unsafe_characters
 
 ORIGIN = np.dtype([("input", "<i4"), ("start", "<i8"), ("length", "<i8")])
@@ -60,7 +60,7 @@ class Encoded:
     lines: int = 0
 
 
-def texts_of(chunk: Chunk, treatment: Treatment) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
+def texts_of(chunk: InputChunk, treatment: Treatment) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
     """The texts of a chunk, (start, length) of each in the input, and (line, reason) of what is none."""
     if chunk.kind == "lines" and isinstance(chunk.content, bytes):
         return _texts_of_lines(chunk, chunk.content, treatment)
@@ -81,7 +81,7 @@ def texts_of(chunk: Chunk, treatment: Treatment) -> tuple[list[str], list[tuple[
 
 
 def _texts_of_lines(
-    chunk: Chunk, content: bytes, treatment: Treatment
+    chunk: InputChunk, content: bytes, treatment: Treatment
 ) -> tuple[list[str], list[tuple[int, int]], list[tuple[int, str]]]:
     texts, places, bad = [], [], []
     position = chunk.start
@@ -123,7 +123,7 @@ def _as_text(value: Any, treatment: Treatment) -> tuple[str, str]:
     return value.strip() if treatment.strip else value, ""
 
 
-def encode_chunk(chunk: Chunk, encode: Encode, treatment: Treatment, eod: int | None, dtype: np.dtype) -> Encoded:
+def encode_chunk(chunk: InputChunk, encode: Encode, treatment: Treatment, eod: int | None, dtype: np.dtype) -> Encoded:
     """Everything that a worker does with a chunk."""
     texts, places, bad = texts_of(chunk, treatment)
     tokens, sizes = encode(texts)

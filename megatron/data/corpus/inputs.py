@@ -64,7 +64,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class InputChunk:
     """A part of an input.
 
     Attributes:
@@ -183,7 +183,7 @@ def _decompressed(file: IO[bytes], compression: str, stack: contextlib.ExitStack
     return file
 
 
-def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key: str = "text") -> Iterator[Chunk]:
+def read_chunks(number: int, entry: Input, position: int = 0, line: int = 1, key: str = "text") -> Iterator[InputChunk]:
     """The chunks of an input from a position that was the end of a chunk.
 
     Args:
@@ -217,7 +217,7 @@ def _skip(stream: Bytes, position: int) -> None:
         position -= len(part)
 
 
-def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     with open_stream(entry.name) as (stream, raw):
         if stream is raw:
             stream.seek(position)
@@ -226,19 +226,19 @@ def _lines(number: int, entry: Input, position: int, line: int, key: str) -> Ite
         while block := stream.read(BLOCK):
             if not block.endswith(b"\n"):
                 block += stream.readline()
-            yield Chunk(number, entry.kind, position, position + len(block), line, block, raw.tell())
+            yield InputChunk(number, entry.kind, position, position + len(block), line, block, raw.tell())
             position, line = position + len(block), line + block.count(b"\n")
 
 
-def _text(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _text(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     if position:
         return
     with open_stream(entry.name) as (stream, raw):
         content = stream.read()
-        yield Chunk(number, entry.kind, 0, max(len(content), 1), 1, content, raw.tell())
+        yield InputChunk(number, entry.kind, 0, max(len(content), 1), 1, content, raw.tell())
 
 
-def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     """lm_dataformat's .dat: each text after its length in 8 bytes, the most significant first."""
     with open_stream(entry.name) as (stream, raw):
         _skip(stream, position)
@@ -249,15 +249,15 @@ def _dat(number: int, entry: Input, position: int, line: int, key: str) -> Itera
             content = stream.read(length)
             if len(content) < length:
                 raise EOFError("the last text is cut off")
-            yield Chunk(number, entry.kind, position, position + 8 + length, line, content, raw.tell())
+            yield InputChunk(number, entry.kind, position, position + 8 + length, line, content, raw.tell())
             position, line = position + 8 + length, line + 1
 
 
-def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 0) -> Chunk:
-    return Chunk(number, entry.kind, start, start + len(texts), start + 1, texts, compressed)
+def _rows(number: int, entry: Input, start: int, texts: list, compressed: int = 0) -> InputChunk:
+    return InputChunk(number, entry.kind, start, start + len(texts), start + 1, texts, compressed)
 
 
-def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _array(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     with open_stream(entry.name) as (stream, _):
         try:
             values = json.load(stream)
@@ -270,7 +270,7 @@ def _array(number: int, entry: Input, position: int, line: int, key: str) -> Ite
         yield _rows(number, entry, start, texts[start : start + ROWS])
 
 
-def _table(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _table(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     begin = 0
     for batch in _batches(entry, key):
         column = batch.column(0).to_pylist()
@@ -307,7 +307,7 @@ def _batches(entry: Input, key: str) -> Iterator[Any]:
         yield from (batch.select([key]) for batch in reader)
 
 
-def _dataset(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[Chunk]:
+def _dataset(number: int, entry: Input, position: int, line: int, key: str) -> Iterator[InputChunk]:
     """A data set that the `datasets` library loads, from the hub or from files, streaming or not."""
     import datasets
 

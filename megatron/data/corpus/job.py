@@ -26,7 +26,7 @@ from ..token_file import TokenFile, prefix_of, token_dtype, with_ending
 from ..token_writer import durable, write_index
 from ..tokenizer import Tokenizer, build_tokenizer
 from .encode import ORIGIN, Encoded, EncoderChoice, Treatment, choose_encoder
-from .inputs import Chunk, Input, read_chunks
+from .inputs import Input, InputChunk, read_chunks
 from .progress import Display, Progress
 from .workers import encoded
 
@@ -39,7 +39,7 @@ EXAMPLES = 20  # bad records that are kept with their line numbers
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What to do.
 
     Attributes:
@@ -84,7 +84,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TokenizeResult:
     """What came of it: the manifest, counts, which encoder and why, and seconds spent.
 
     Attributes:
@@ -100,7 +100,7 @@ class Outcome:
     kept: bool = False
 
 
-def run(job: Job, display: Display | None = None) -> Outcome:
+def run(job: TokenizeJob, display: Display | None = None) -> TokenizeResult:
     """Do a job, or finish it.
 
     Raises:
@@ -121,7 +121,7 @@ def run(job: Job, display: Display | None = None) -> Outcome:
     finished = _make_room(job, key)
     if finished is not None:
         choice = EncoderChoice(finished.encoder, "finished already")
-        return Outcome(finished, _progress_of(finished), choice, 0.0, kept=True)
+        return TokenizeResult(finished, _progress_of(finished), choice, 0.0, kept=True)
     progress = Progress.load(job.file(".progress"), key)
     resumed = progress is not None
     progress = progress or Progress(key, per_input=[[0, 0] for _ in job.inputs])
@@ -132,10 +132,10 @@ def run(job: Job, display: Display | None = None) -> Outcome:
         _encode(job, progress, choice, dtype, display or Display(size, quiet=True))
         _complete(job, progress, dtype)
     manifest = _publish(job, progress, choice, tokenizer, dtype)
-    return Outcome(manifest, progress, choice, time.monotonic() - begin, resumed=resumed)
+    return TokenizeResult(manifest, progress, choice, time.monotonic() - begin, resumed=resumed)
 
 
-def _make_room(job: Job, key: str) -> Manifest | None:
+def _make_room(job: TokenizeJob, key: str) -> Manifest | None:
     """The manifest of this very job if it is finished; refuses to write over another pair.
 
     With `overwrite`, whatever is there is removed.
@@ -165,7 +165,7 @@ def _progress_of(manifest: Manifest) -> Progress:
     )
 
 
-def _key(job: Job, tokenizer: Tokenizer) -> str:
+def _key(job: TokenizeJob, tokenizer: Tokenizer) -> str:
     return content_hash(
         repr((
             [entry.state() for entry in job.inputs],
@@ -180,7 +180,7 @@ def _key(job: Job, tokenizer: Tokenizer) -> str:
 class _Parts:
     """The three growing files, cut to what counts."""
 
-    def __init__(self, job: Job, progress: Progress, dtype: np.dtype):
+    def __init__(self, job: TokenizeJob, progress: Progress, dtype: np.dtype):
         lengths = (progress.tokens * dtype.itemsize, progress.documents * 4, progress.documents * ORIGIN.itemsize)
         self.files: list[BinaryIO] = []
         for ending, length in zip(PARTS, lengths):
@@ -206,7 +206,7 @@ class _Parts:
             file.close()
 
 
-def _chunks(job: Job, progress: Progress) -> Iterator[Chunk]:
+def _chunks(job: TokenizeJob, progress: Progress) -> Iterator[InputChunk]:
     """All chunks from where `progress` was at the start."""
     first, position, line = progress.input, progress.position, progress.line
     for number in range(first, len(job.inputs)):
@@ -214,7 +214,7 @@ def _chunks(job: Job, progress: Progress) -> Iterator[Chunk]:
         position, line = 0, 1
 
 
-def _encode(job: Job, progress: Progress, choice: EncoderChoice, dtype: np.dtype, display: Display) -> None:
+def _encode(job: TokenizeJob, progress: Progress, choice: EncoderChoice, dtype: np.dtype, display: Display) -> None:
     """Write the three parts to their end."""
     parts = _Parts(job, progress, dtype)
     done = [0, *np.cumsum([entry.path.stat().st_size if entry.path else 0 for entry in job.inputs]).tolist()]
@@ -237,7 +237,7 @@ def _encode(job: Job, progress: Progress, choice: EncoderChoice, dtype: np.dtype
     display.show(progress, done[-1], final=True)
 
 
-def _count(job: Job, progress: Progress, chunk: Chunk, result: Encoded) -> None:
+def _count(job: TokenizeJob, progress: Progress, chunk: InputChunk, result: Encoded) -> None:
     """Add a chunk's result to the counts and move on behind the chunk."""
     for line, reason in result.bad:
         if job.bad == "fatal":
@@ -256,7 +256,7 @@ def _count(job: Job, progress: Progress, chunk: Chunk, result: Encoded) -> None:
     progress.per_input[chunk.input][1] += len(result.tokens)
 
 
-def _complete(job: Job, progress: Progress, dtype: np.dtype) -> None:
+def _complete(job: TokenizeJob, progress: Progress, dtype: np.dtype) -> None:
     """Write the index; from here on only names are missing."""
     if progress.documents == 0:
         raise DataError(
@@ -272,7 +272,9 @@ def _complete(job: Job, progress: Progress, dtype: np.dtype) -> None:
     progress.save(job.file(".progress"))
 
 
-def _publish(job: Job, progress: Progress, choice: EncoderChoice, tokenizer: Tokenizer, dtype: np.dtype) -> Manifest:
+def _publish(
+    job: TokenizeJob, progress: Progress, choice: EncoderChoice, tokenizer: Tokenizer, dtype: np.dtype
+) -> Manifest:
     """Give the parts their names; the index last, for without it there is no pair. May be cut off and done again."""
     for ending in (".bin", ".origin"):
         if job.file(f"{ending}.part").exists():
@@ -309,7 +311,7 @@ def _publish(job: Job, progress: Progress, choice: EncoderChoice, tokenizer: Tok
     return manifest
 
 
-def _described(job: Job, progress: Progress) -> list[dict]:
+def _described(job: TokenizeJob, progress: Progress) -> list[dict]:
     """What the manifest says of each input."""
     paths = {entry.path for entry in job.inputs if entry.path is not None}
     with ThreadPoolExecutor(max(job.workers, 1)) as pool:

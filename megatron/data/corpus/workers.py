@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import DataError
 from ..tokenizer import build_tokenizer
 from .encode import Encoded, EncoderChoice, Treatment, build_encoder, encode_chunk
-from .inputs import Chunk
+from .inputs import InputChunk
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import TokenizerSection
@@ -36,7 +36,7 @@ class Worker:
         self.encode, self.eod = build_encoder(tokenizer, choice), tokenizer.eod_id
         self.treatment, self.dtype = treatment, dtype
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: InputChunk) -> Encoded:
         return encode_chunk(chunk, self.encode, self.treatment, self.eod, self.dtype)
 
 
@@ -54,11 +54,11 @@ def _start(*settings: *Settings) -> None:
     _state["worker"] = Worker(*settings)
 
 
-def _work(chunk: Chunk) -> Encoded:
+def _work(chunk: InputChunk) -> Encoded:
     return _state["worker"](chunk)
 
 
-def encoded(chunks: Iterable[Chunk], workers: int, *settings: *Settings) -> Iterator[tuple[Chunk, Encoded]]:
+def encoded(chunks: Iterable[InputChunk], workers: int, *settings: *Settings) -> Iterator[tuple[InputChunk, Encoded]]:
     """Each chunk with its result, in order.
 
     Args:
@@ -73,7 +73,7 @@ def encoded(chunks: Iterable[Chunk], workers: int, *settings: *Settings) -> Iter
         worker = Worker(*settings)
         yield from ((chunk, worker(chunk)) for chunk in chunks)
         return
-    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    waiting: deque[tuple[InputChunk, Future[Encoded]]] = deque()
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, settings) as pool:
         try:
             for chunk in chunks:
@@ -95,5 +95,5 @@ def encoded(chunks: Iterable[Chunk], workers: int, *settings: *Settings) -> Iter
             raise
 
 
-def _without_content(chunk: Chunk) -> Chunk:
-    return Chunk(chunk.input, chunk.kind, chunk.start, chunk.end, chunk.line, b"", chunk.compressed)
+def _without_content(chunk: InputChunk) -> InputChunk:
+    return InputChunk(chunk.input, chunk.kind, chunk.start, chunk.end, chunk.line, b"", chunk.compressed)

@@ -13,7 +13,7 @@ BLOCK = 1 << 16  # places that are hashed together
 FILTER_BITS = 22  # of a hash; a table says which of their values occur, so that most places need no search
 
 
-class Index:
+class NgramIndex:
     """The distinct n-grams of sequences of numbers, sorted by hash.
 
     Memory: 4n + 8 bytes for each, and 4 MiB.

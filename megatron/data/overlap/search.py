@@ -19,8 +19,8 @@ from megatron.data.provenance import Provenance
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import Tokenizer
 
-from .index import Index
-from .units import Tokens, Unit, Words
+from .index import NgramIndex
+from .units import TextUnit, Tokens, Words
 
 PIECE = 1 << 20  # tokens that are looked at together; a longer document is one piece
 ALONE = 1 << 23  # files with fewer tokens are read by one process: starting others takes longer
@@ -48,8 +48,8 @@ class Scan:
     """What each process needs."""
 
     path: str
-    unit: Unit
-    index: Index
+    unit: TextUnit
+    index: NgramIndex
 
     def run(self, begin: int, end: int) -> list[Hits]:
         """Of documents begin ... end-1, those that have an n-gram."""
@@ -70,7 +70,7 @@ class Scan:
 
 
 def scan(
-    file: TokenFile, unit: Unit, index: Index, workers: int | None, show: Callable[[int, int], None]
+    file: TokenFile, unit: TextUnit, index: NgramIndex, workers: int | None, show: Callable[[int, int], None]
 ) -> Iterator[Hits]:
     """The documents of a token file that have n-grams of an index, in order.
 
@@ -161,7 +161,7 @@ class Overlap:
     matches: list[Match] = field(default_factory=list)
 
 
-class Search:
+class OverlapSearch:
     """The overlap of examples with what a run reads.
 
     Args:
@@ -189,11 +189,11 @@ class Search:
             raise DataError("--n", f"it is {n}; it must be at least 1", "leave it out for the published one")
         self.provenance, self.by = provenance, by
         self._sources = provenance.plan.sources
-        self._unit: Unit = Words(tokenizer) if by == "words" else Tokens(tokenizer)
+        self._unit: TextUnit = Words(tokenizer) if by == "words" else Tokens(tokenizer)
         self._names = [name for name, _ in examples]
         self._numbers = [self._unit.example(text) for _, text in examples]
         self.n = n or (usual_n([len(each) for each in self._numbers]) if by == "words" else TOKENS)
-        self.index = Index(self._numbers, self.n, self._unit.largest)
+        self.index = NgramIndex(self._numbers, self.n, self._unit.largest)
         self._found = np.zeros(len(self.index), bool)
         self._first = np.full(len(self.index), NEVER)
         self._matches: list[list[Match]] = [[] for _ in examples]

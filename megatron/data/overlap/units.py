@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
     return text.lower().translate(_punctuation()).split()
 
 
-class Unit(ABC):
+class TextUnit(ABC):
     """A way of turning texts and documents into numbers.
 
     Attributes:
@@ -52,7 +52,7 @@ class Unit(ABC):
         """The tokens that the n numbers from each place on stand in: int64 [places, 2], first and one past the last."""
 
 
-class Tokens(Unit):
+class Tokens(TextUnit):
     """Token ids, compared as they are."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,7 +75,7 @@ class Tokens(Unit):
         return np.stack([places, places + n], axis=1)
 
 
-class Words(Unit):
+class Words(TextUnit):
     """Words of the text that tokens stand for, however it was cut into tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from megatron.parallel.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import Unit
+from .whole import OwnedUnit
 
 EPSILON = 1e-30  # the paper's, added to squares; a larger one would decide over the small gradients of a large model
 
@@ -53,7 +53,7 @@ class Adafactor(MatrixOptimizer):
         return {"row": sum(rows for rows, _ in sizes(logical)), "column": sum(columns for _, columns in sizes(logical))}
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         share, places, steps = (done + 1.0) ** -group["decay"], [0, 0], []
         for gradient in blocks(unit, whole.float()):

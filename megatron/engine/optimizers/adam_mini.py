@@ -13,7 +13,7 @@ from megatron.parallel.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import Unit
+from .whole import OwnedUnit
 
 BY_HEAD = ("query", "key")
 
@@ -51,7 +51,7 @@ class AdamMini(MatrixOptimizer):
         return {"exp_avg": None, "exp_avg_sq": sum(rows // each for rows, each in block_rows(logical))}
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         (beta1, beta2), t, gradient = group["betas"], done + 1, whole.float()
         average = states["exp_avg"].lerp_(gradient, 1 - beta1)

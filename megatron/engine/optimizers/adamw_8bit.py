@@ -21,7 +21,7 @@ from megatron.parallel.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer
-from .whole import Unit
+from .whole import OwnedUnit
 
 BLOCK = 256
 
@@ -66,7 +66,7 @@ class AdamW8bit(MatrixOptimizer):
         return torch.uint8 if name.endswith("_8bit") else torch.float32
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         (beta1, beta2), t, gradient = group["betas"], done + 1, whole.float().reshape(-1)
         average = _advance(states, "exp_avg", gradient, 1 - beta1, signed=True)

@@ -20,7 +20,7 @@ from megatron.parallel.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import Unit
+from .whole import OwnedUnit
 
 
 def follow(root: Tensor, factor: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Jorge(MatrixOptimizer):
         return {"momentum_buffer": None, "exp_avg": None, "left": left, "right": right}
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         places, steps = [0, 0], []
         averages = [blocks(unit, states[name]) for name in ("momentum_buffer", "exp_avg")]

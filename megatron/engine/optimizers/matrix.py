@@ -24,7 +24,7 @@ from megatron.parallel.shard import LogicalTensor, Role
 from .base import EagerOptimizer
 from .contract import STEP, initialize_state
 from .named import optimizer_class
-from .whole import Held, Unit, WholeTensors
+from .whole import Held, OwnedUnit, WholeTensors
 
 # Matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
 MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
@@ -41,7 +41,7 @@ def sizes(logical: LogicalTensor) -> list[tuple[int, int]]:
     return [(each, columns) for each in logical.matrices or (rows,)]
 
 
-def blocks(unit: Unit, whole: Tensor) -> list[Tensor]:
+def blocks(unit: OwnedUnit, whole: Tensor) -> list[Tensor]:
     """Views [experts or 1, rows, columns] of the matrices that are fused in a whole of the unit's shape."""
     stack = whole.view(-1, *unit.shape[-2:])
     return list(stack.split([rows for rows, _ in sizes(unit.tensor)], dim=1))
@@ -81,7 +81,7 @@ class MatrixOptimizer(EagerOptimizer):
                 if len(logical.shape) != 2 and not logical.stacked:
                     raise ValueError(f"{type(self).__name__}: {logical.name} {logical.shape} is not a matrix")
         self._wholes: dict[Tensor, WholeTensors] = {}  # by the first of the flat tensors of a step
-        self._owned: dict[Unit, dict[str, Tensor]] = {}
+        self._owned: dict[OwnedUnit, dict[str, Tensor]] = {}
 
     @classmethod
     def group_settings(cls, config: Config, logical: LogicalTensor) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MatrixOptimizer(EagerOptimizer):
         return gradient
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         """On the owner, from the whole of `values` to the step, of the same shape: parameter -= lr * step.
 
@@ -162,7 +162,7 @@ class MatrixOptimizer(EagerOptimizer):
                 own = LogicalTensor(f"{unit.tensor.name}.{name}", shape, unit.tensor.role, keep_fp32=True)
                 yield own, name, unit.first * numbers, values
 
-    def _of_owner(self, unit: Unit, device: torch.device | None) -> dict[str, Tensor]:
+    def _of_owner(self, unit: OwnedUnit, device: torch.device | None) -> dict[str, Tensor]:
         if unit not in self._owned:
             self._owned[unit] = {
                 name: torch.zeros(
@@ -200,7 +200,7 @@ class MatrixOptimizer(EagerOptimizer):
             values.append(self.values(group, parameter, gradient))
         done = self._count(group, parameters)
 
-        def direction(unit: Unit, whole: Tensor) -> Tensor:
+        def direction(unit: OwnedUnit, whole: Tensor) -> Tensor:
             return self.direction(group, unit, whole, self._of_owner(unit, whole.device), done)
 
         steps = self._whole_tensors(parameters).transform(values, direction, self.travels)

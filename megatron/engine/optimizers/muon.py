@@ -19,7 +19,7 @@ from megatron.parallel.shard import LogicalTensor, Scales
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer
-from .whole import Unit
+from .whole import OwnedUnit
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the quintic with the steepest slope at 0, from the authors
 ITERATIONS = 5
@@ -152,7 +152,7 @@ class Muon(MatrixOptimizer):
         return gradient.lerp(average, group["momentum"])
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         heads = unit.tensor.heads if self.per_head else None
         rows = None if heads is None else tuple(each for _, each in heads)

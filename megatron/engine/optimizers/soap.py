@@ -20,7 +20,7 @@ from megatron.parallel.shard import LogicalTensor
 
 from .groups import use_fused
 from .matrix import MatrixOptimizer, blocks, sizes
-from .whole import Unit
+from .whole import OwnedUnit
 
 ZERO = 1e-5  # of the largest singular value: below it a gradient's direction is rounding
 SHIFT = 1e-6  # of the mean eigenvalue times the number of them
@@ -74,7 +74,7 @@ class SOAP(MatrixOptimizer):
         return {"exp_avg": None, "exp_avg_sq": None, **{name: count for name, count in numbers.items() if count}}
 
     def direction(
-        self, group: Mapping[str, Any], unit: Unit, whole: Tensor, states: dict[str, Tensor], done: int
+        self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
     ) -> Tensor:
         place, steps = {"left": 0, "right": 0}, []
         averages = [blocks(unit, states[name]) for name in ("exp_avg", "exp_avg_sq")]

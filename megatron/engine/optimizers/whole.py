@@ -43,7 +43,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Unit:
+class OwnedUnit:
     """What has one owner: a logical tensor, or `count` of its experts from number `first` on."""
 
     tensor: LogicalTensor
@@ -95,7 +95,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitPart:
     """Elements [start, start + count) of a unit's segment of a shard, on `rank` at `place` of its tensor `flat`."""
 
     unit: int
@@ -107,7 +107,7 @@ class Part:
     place: int
 
 
-Work = Callable[[Unit, Tensor], Tensor]
+Work = Callable[[OwnedUnit, Tensor], Tensor]
 
 
 class WholeTensors:
@@ -128,7 +128,7 @@ class WholeTensors:
         self.sources = [_cover(parts, owner) for parts, owner in zip(self.parts, self.owners)]
 
     @property
-    def owned(self) -> list[Unit]:
+    def owned(self) -> list[OwnedUnit]:
         """The units that this rank owns."""
         return [unit for unit, owner in zip(self.units, self.owners) if owner == self.axis.rank]
 
@@ -166,7 +166,7 @@ class WholeTensors:
         me, kind = self.axis.rank, dtype or flats[0].dtype
         parts = [part for number in numbers for part in self.sources[number]]
 
-        def mine(part: Part) -> Tensor:
+        def mine(part: UnitPart) -> Tensor:
             return flats[part.flat][part.place : part.place + part.count].to(self.device, kind)
 
         arrived = self._exchange([(p.rank, self.owners[p.unit], p) for p in parts], mine, flats[0], kind)
@@ -193,7 +193,7 @@ class WholeTensors:
         parts = [part for number in numbers for part in self.parts[number]]
         cuts: dict[tuple[int, tuple[int, int]], Tensor] = {}
 
-        def of_result(part: Part) -> Tensor:
+        def of_result(part: UnitPart) -> Tensor:
             key = part.unit, part.cut
             if key not in cuts:
                 cuts[key] = self.units[part.unit].shard(done[part.unit], part.cut)
@@ -206,8 +206,12 @@ class WholeTensors:
                 results[part.flat][part.place : part.place + part.count] = value
 
     def _exchange(
-        self, messages: list[tuple[int, int, Part]], content: Callable[[Part], Tensor], like: Tensor, dtype: torch.dtype
-    ) -> dict[Part, Tensor]:
+        self,
+        messages: list[tuple[int, int, UnitPart]],
+        content: Callable[[UnitPart], Tensor],
+        like: Tensor,
+        dtype: torch.dtype,
+    ) -> dict[UnitPart, Tensor]:
         """Send and receive parts, (sender, receiver, part) in an order that all ranks know; what came, by part."""
         me, ranks = self.axis.rank, range(self.axis.size)
         messages = [each for each in messages if each[0] != each[1]]
@@ -228,23 +232,23 @@ class WholeTensors:
         return dict(zip(order, received.split([part.count for part in order]), strict=True))
 
 
-def units_of(tensor: LogicalTensor, ranks: int) -> list[Unit]:
+def units_of(tensor: LogicalTensor, ranks: int) -> list[OwnedUnit]:
     """A tensor as one unit; a stack of experts in runs, as many as there are ranks, that no expert axis cuts."""
     if not tensor.stacked:
-        return [Unit(tensor)]
+        return [OwnedUnit(tensor)]
     experts = tensor.shape[0]
     runs = min(experts, ranks)
     borders = [number * experts // runs for number in range(runs + 1)]
-    return [Unit(tensor, first, last - first) for first, last in itertools.pairwise(borders)]
+    return [OwnedUnit(tensor, first, last - first) for first, last in itertools.pairwise(borders)]
 
 
-def _parts(units: Sequence[Unit], held: Sequence[Sequence[Held]]) -> list[list[Part]]:
+def _parts(units: Sequence[OwnedUnit], held: Sequence[Sequence[Held]]) -> list[list[UnitPart]]:
     """For each unit its parts on all ranks, replicas too."""
     by_tensor: dict[str, list[tuple[int, Held]]] = {}
     for rank, row in enumerate(held):
         for each in row:
             by_tensor.setdefault(each.tensor.name, []).append((rank, each))
-    found: list[list[Part]] = []
+    found: list[list[UnitPart]] = []
     for number, unit in enumerate(units):
         parts = []
         for rank, each in by_tensor[unit.tensor.name]:
@@ -252,12 +256,12 @@ def _parts(units: Sequence[Unit], held: Sequence[Sequence[Held]]) -> list[list[P
             first, last = max(begin, each.start), min(end, each.start + each.count)
             if first < last:
                 place = each.place + first - each.start
-                parts.append(Part(number, each.cut, first - begin, last - first, rank, each.flat, place))
+                parts.append(UnitPart(number, each.cut, first - begin, last - first, rank, each.flat, place))
         found.append(sorted(parts, key=lambda part: (part.cut, part.start, part.rank)))
     return found
 
 
-def _owners(units: Sequence[Unit], parts: Sequence[Sequence[Part]], ranks: int) -> list[int]:
+def _owners(units: Sequence[OwnedUnit], parts: Sequence[Sequence[UnitPart]], ranks: int) -> list[int]:
     """The large ones first: of the ranks that hold the most of a unit, the one that has the least to do."""
     load, owners = [0] * ranks, [0] * len(units)
     for number in sorted(range(len(units)), key=lambda number: -units[number].work):
@@ -270,13 +274,13 @@ def _owners(units: Sequence[Unit], parts: Sequence[Sequence[Part]], ranks: int) 
     return owners
 
 
-def _cover(parts: Sequence[Part], owner: int) -> list[Part]:
+def _cover(parts: Sequence[UnitPart], owner: int) -> list[UnitPart]:
     """Of replicas of the same elements one: the owner's own, or else another's, in turn.
 
     Raises:
         ValueError: they leave out elements of the unit, or overlap in part.
     """
-    same: dict[tuple[tuple[int, int], int, int], list[Part]] = {}
+    same: dict[tuple[tuple[int, int], int, int], list[UnitPart]] = {}
     for part in parts:
         same.setdefault((part.cut, part.start, part.count), []).append(part)
     ends: dict[tuple[int, int], int] = {}

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import SAME, Form, Fused, Link, Parts
+from megatron.kinds.common.links import SAME, Form, Fused, Link, StackedRows
 from megatron.model.rotary import rotated_channels
 
 OURS = "layers.{n}.attention"
 _FUSED = Fused()
 
 
-def query_key_value(model: ModelSection) -> Parts:
+def query_key_value(model: ModelSection) -> StackedRows:
     """Our query [nD, H] and key_value [2kD, H] are their one tensor: all queries, all keys, all values."""
     own = model.attention
-    return Parts((own.heads * own.head_dim, 2 * own.kv_heads * own.head_dim))
+    return StackedRows((own.heads * own.head_dim, 2 * own.kv_heads * own.head_dim))
 
 
 @dataclass(frozen=True)
-class ByHead:
+class FusedByHead:
     """The same, but their rows are ordered [n, 3, D]: query, key and value of the first head, then of the next."""
 
     heads: int
@@ -41,8 +41,8 @@ class ByHead:
         return [parts[0].flatten(0, 1), parts[1:].flatten(0, 2)]
 
 
-def query_key_value_by_head(model: ModelSection) -> ByHead:
-    return ByHead(model.attention.heads, model.attention.head_dim)
+def query_key_value_by_head(model: ModelSection) -> FusedByHead:
+    return FusedByHead(model.attention.heads, model.attention.head_dim)
 
 
 @dataclass(frozen=True)

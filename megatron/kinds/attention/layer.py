@@ -36,7 +36,7 @@ from megatron.parallel.shard import Role, Shard
 
 
 @dataclass(frozen=True)
-class Call:
+class SharedCall:
     """What one of several layers that share an attention module has of its own.
 
     Attributes:
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         shared = self.options.kv_heads < self.options.heads
         return LogitClip(threshold, self.heads, self.D, both[0], None if shared else both[1], device)
 
-    def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: Call | None = None) -> Tensor:
+    def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: SharedCall | None = None) -> Tensor:
         x_BSH = enter(times(x, self.options.input_multiplier), self.mesh)
         q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:

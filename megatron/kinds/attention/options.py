@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.divisors import divisors, multiples, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.optimizer_options import SCHEDULE_FREE
 from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
@@ -84,10 +84,10 @@ class AttentionOptions(Section):
     dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
 
 
-def heads_fill(twice: bool) -> Callable[[Use[AttentionOptions]], Iterator[Problem]]:
+def heads_fill(twice: bool) -> Callable[[KindUse[AttentionOptions]], Iterator[Problem]]:
     """A rule: the heads share the width that they read evenly, that of the stream or twice as much."""
 
-    def heads_fill_hidden_size(at: Use[AttentionOptions]) -> Iterator[Problem]:
+    def heads_fill_hidden_size(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
         heads, width = at.options.heads, (2 if twice else 1) * at.hidden_size
         if heads and width % heads and not at.given(".head_dim"):
             yield at.problem(
@@ -100,7 +100,7 @@ def heads_fill(twice: bool) -> Callable[[Use[AttentionOptions]], Iterator[Proble
     return heads_fill_hidden_size
 
 
-def heads_divide_over_tensor_ranks(at: Use[AttentionOptions]) -> Iterator[Problem]:
+def heads_divide_over_tensor_ranks(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
     """Query heads stay whole on a rank. Key/value heads need no rule: where they do not divide, all ranks hold all."""
     heads, ranks = at.options.heads, at.config.parallel.tensor
     if heads and heads % ranks:
@@ -112,7 +112,7 @@ def heads_divide_over_tensor_ranks(at: Use[AttentionOptions]) -> Iterator[Proble
         )
 
 
-def clipped_logits_follow_from_the_weights(at: Use[AttentionOptions]) -> Iterator[Problem]:
+def clipped_logits_follow_from_the_weights(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
     if at.options.qk_clip is None:
         return
     config = at.config

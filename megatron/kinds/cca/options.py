@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.common.options import (
@@ -61,7 +61,7 @@ class CCAOptions(Section):
     output_bias: bool = key(False, "Whether the output projection has a bias.")
 
 
-def halves_of_values_are_whole(at: Use[CCAOptions]) -> Iterator[Problem]:
+def halves_of_values_are_whole(at: KindUse[CCAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.head_dim and own.kv_heads and own.head_dim * own.kv_heads % 2:
         yield at.problem(

@@ -28,7 +28,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class AttentionTile:
     """Queries that stand at `first_query` of the sequence and behind, and keys from `first_key` on.
 
     Attributes:
@@ -49,7 +49,7 @@ class Rectangle:
         plain = self.mask != "some" and not self.pattern.softcap and self.pattern.slopes is None and not self.dropout
         return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
-    def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Rectangle]]:
+    def pieces(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, AttentionTile]]:
         """Rows of queries, the keys that any of them may see (none, perhaps), and the rectangle of both.
 
         Places and the window narrow the keys, documents do not.
@@ -69,7 +69,7 @@ class Rectangle:
             if self.documents is not None:
                 documents = self.documents[0][:, begin:stop], self.documents[1][:, keys]
             place, key = self.first_query + begin, self.first_key + keys.start
-            yield slice(begin, stop), keys, Rectangle(self.pattern, place, key, mask, documents, self.dropout)
+            yield slice(begin, stop), keys, AttentionTile(self.pattern, place, key, mask, documents, self.dropout)
 
     def places(self, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Places in the sequence [Q, 1] and [K]."""
@@ -117,7 +117,7 @@ def _summed(a: Tensor, b: Tensor, heads: int) -> Tensor:
     return torch.bmm(a.transpose(1, 2), b).unflatten(0, (B, heads))
 
 
-def _logits(q: Tensor, k: Tensor, at: Rectangle) -> tuple[Tensor, Tensor | None]:
+def _logits(q: Tensor, k: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor | None]:
     """Masked logits [B, n, Q, K], at least fp32, and their tanh where they are capped."""
     pattern, bent = at.pattern, None
     logits = at_least_fp32(_product(q, k.transpose(-1, -2))) * pattern.scale
@@ -132,7 +132,7 @@ def _logits(q: Tensor, k: Tensor, at: Rectangle) -> tuple[Tensor, Tensor | None]
     return (logits if hidden is None else logits.masked_fill(hidden, float("-inf"))), bent
 
 
-def part(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
+def part(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
     """The output of the rectangle alone [B, n, Q, E], and the log-sum-exp of its logits [B, n, Q], at least fp32.
 
     A query that sees no key has zeros, and -inf.
@@ -154,7 +154,7 @@ def part(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor
     return y, normalizer
 
 
-def written(q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
+def written(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
     """`part`, with all logits at once."""
     logits, _ = _logits(q, k, at)
     normalizer = logits.logsumexp(-1)
@@ -170,7 +170,7 @@ def finite(normalizer: Tensor) -> Tensor:
 
 
 def gradients(
-    of_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, normalizer: Tensor, shared: Tensor, at: Rectangle
+    of_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, normalizer: Tensor, shared: Tensor, at: AttentionTile
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rectangle's terms of the gradients of q, k and v, at least fp32.
 
@@ -202,7 +202,7 @@ def gradients(
 
 
 def _written_gradients(
-    of_y: Tensor, q: Tensor, normalizer: Tensor, shared: Tensor, k: Tensor, v: Tensor, at: Rectangle
+    of_y: Tensor, q: Tensor, normalizer: Tensor, shared: Tensor, k: Tensor, v: Tensor, at: AttentionTile
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits, bent = _logits(q, k, at)
     shares = (logits - finite(normalizer).unsqueeze(-1)).exp()

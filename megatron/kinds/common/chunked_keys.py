@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.model.offload import HostMemory
 from megatron.model.stream import Chunk
-from megatron.parallel.context import Run
+from megatron.parallel.context import TokenRun
 
 from .attention_pattern import Dropped, Pattern
 from .ring import PIECE, PIECES, Range, Task, attend_to, mask_of, ranges_of
@@ -37,7 +37,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.kv, self.gradients = HostMemory(), HostMemory()
-        self.runs: list[tuple[Run, ...]] = []
+        self.runs: list[tuple[TokenRun, ...]] = []
         self.ranges: dict[int, list[Range]] = {}
         self.documents_BS: Tensor | None = None
 
@@ -46,7 +46,7 @@ class Kept:
         if chunk.number < len(self.runs):
             return
         cut = documents_BS is not None or window is not None
-        self.runs.append(_pieces(chunk, Run(0, chunk.first, k.shape[2]), cut))
+        self.runs.append(_pieces(chunk, TokenRun(0, chunk.first, k.shape[2]), cut))
         if documents_BS is not None:
             before = self.documents_BS
             self.documents_BS = documents_BS if before is None else torch.cat([before, documents_BS], 1)
@@ -55,16 +55,16 @@ class Kept:
             self.kv.put(chunk.number, torch.cat([k, v], -1))
 
 
-def _pieces(chunk: Chunk, run: Run, cut: bool) -> tuple[Run, ...]:
+def _pieces(chunk: Chunk, run: TokenRun, cut: bool) -> tuple[TokenRun, ...]:
     """The run, cut into pieces of which masked ones can be left out."""
     size = max(PIECE, -(-chunk.whole // PIECES)) if cut else run.length
     begins = range(0, run.length, size)
-    return tuple(Run(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)
+    return tuple(TokenRun(run.begin + at, run.first + at, min(size, run.length - at)) for at in begins)
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """The keys that a chunk's queries see, as a `Source` of these.
+class ChunkSource:
+    """The keys that a chunk's queries see, as a `KeySource` of these.
 
     Attributes:
         place: the chunk's number.
@@ -74,11 +74,11 @@ class Chunks:
 
     kept: Kept
     place: int
-    runs: Sequence[tuple[Run, ...]]
+    runs: Sequence[tuple[TokenRun, ...]]
     masks: Mapping[tuple[int, int], str]
 
     @classmethod
-    def of(cls, kept: Kept, number: int, window: int | None) -> Chunks:
+    def of(cls, kept: Kept, number: int, window: int | None) -> ChunkSource:
         masks = {}
         for queries, keys in product(kept.runs[number], [run for each in kept.runs[: number + 1] for run in each]):
             documents = list(zip(kept.ranges.get(queries.first, ()), kept.ranges.get(keys.first, ())))
@@ -105,7 +105,7 @@ class Chunks:
 class Terms:
     """Gradients of keys and values: own ones, and those that wait for earlier chunks."""
 
-    chunks: Chunks
+    chunks: ChunkSource
     own: Tensor
 
     def add(self, step: int, owner: int, more: Tensor | None) -> None:
@@ -152,7 +152,7 @@ class ChunkedKeys:
         self.length = chunk.first + chunk.tokens
         if dropout is not None:
             dropout = replace(dropout, length=chunk.whole)
-        source = Chunks.of(self.kept, chunk.number, pattern.window)
+        source = ChunkSource.of(self.kept, chunk.number, pattern.window)
         task = Task(source, pattern, None if documents_BS is None else self.kept.documents_BS, dropout)
         y, self.after = attend_to(q, k, v, sinks_n, self.after, task)
         return y

@@ -68,7 +68,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StackedRows:
     """Our tensors, of these numbers of rows, are their one, one below the other."""
 
     rows: tuple[int, ...]

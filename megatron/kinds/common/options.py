@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import Use
+from megatron.config.kind import KindUse
 from megatron.config.sections.base import Section, key
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def mlp_width(kind: str) -> Callable[[dict[str, Any], View], int | None]:
     return width
 
 
-def heads_are_given(at: Use[Any]) -> Iterator[Problem]:
+def heads_are_given(at: KindUse[Any]) -> Iterator[Problem]:
     if at.options.heads is None:
         yield at.problem(
             ".heads",
@@ -56,10 +56,10 @@ def heads_are_given(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def heads_have_channels(width: str, count: str, unit: str) -> Callable[[Use[Any]], Iterator[Problem]]:
+def heads_have_channels(width: str, count: str, unit: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
     """A rule on the width of heads that follows from the model's: none is left where the heads are too many."""
 
-    def rule(at: Use[Any]) -> Iterator[Problem]:
+    def rule(at: KindUse[Any]) -> Iterator[Problem]:
         heads = getattr(at.options, count)
         if heads and getattr(at.options, width) is None:
             yield at.problem(
@@ -74,7 +74,7 @@ def heads_have_channels(width: str, count: str, unit: str) -> Callable[[Use[Any]
     return rule
 
 
-def kv_heads_divide_heads(at: Use[Any]) -> Iterator[Problem]:
+def kv_heads_divide_heads(at: KindUse[Any]) -> Iterator[Problem]:
     own = at.options
     if own.heads and own.kv_heads and own.heads % own.kv_heads:
         yield at.problem(
@@ -85,7 +85,7 @@ def kv_heads_divide_heads(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def rotated_channels_are_pairs(at: Use[Any]) -> Iterator[Problem]:
+def rotated_channels_are_pairs(at: KindUse[Any]) -> Iterator[Problem]:
     own = at.options
     if own.position != "rotary" or not own.head_dim or own.rotary.fraction == 0:
         return
@@ -102,7 +102,7 @@ def rotated_channels_are_pairs(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def rotary_scaling_is_complete(at: Use[Any]) -> Iterator[Problem]:
+def rotary_scaling_is_complete(at: KindUse[Any]) -> Iterator[Problem]:
     if at.options.position != "rotary":
         return
     scaling, keys = at.options.rotary.scaling, ".rotary.scaling"
@@ -133,7 +133,7 @@ def rotary_scaling_is_complete(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def time_steps_are_a_range(at: Use[Any]) -> Iterator[Problem]:
+def time_steps_are_a_range(at: KindUse[Any]) -> Iterator[Problem]:
     if at.options.time_step_high < at.options.time_step_low:
         yield at.problem(
             ".time_step_low",
@@ -143,10 +143,10 @@ def time_steps_are_a_range(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[Use[Any]], Iterator[Problem]]:
+def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[KindUse[Any]], Iterator[Problem]]:
     """A rule: tensor parallel ranks share what an option counts (heads, channels) evenly."""
 
-    def rule(at: Use[Any]) -> Iterator[Problem]:
+    def rule(at: KindUse[Any]) -> Iterator[Problem]:
         count, ranks = getattr(at.options, name), at.config.parallel.tensor
         if count and count % ranks:
             yield at.problem(
@@ -162,7 +162,7 @@ def divides_over_tensor_ranks(name: str, unit: str) -> Callable[[Use[Any]], Iter
 
 def parts_of_sequences_have_the_taps(
     needed: Callable[[Any], int], *names: str
-) -> Callable[[Use[Any]], Iterator[Problem]]:
+) -> Callable[[KindUse[Any]], Iterator[Problem]]:
     """A rule: where ranks share a sequence, the tokens that a convolution looks back to are all on the rank before.
 
     Args:
@@ -170,7 +170,7 @@ def parts_of_sequences_have_the_taps(
         names: of the options that say so.
     """
 
-    def rule(at: Use[Any]) -> Iterator[Problem]:
+    def rule(at: KindUse[Any]) -> Iterator[Problem]:
         length, ranks, count = at.config.training.sequence_length, at.config.parallel.context, needed(at.options)
         if ranks > 1 and length // ranks < count:
             yield at.problem(

@@ -22,19 +22,21 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron.model.recompute import kept
 from megatron.parallel.account import here
-from megatron.parallel.context import ContextGroup, Run
+from megatron.parallel.context import ContextGroup, TokenRun
 from megatron.parallel.mesh import Axis
 from megatron.parallel.precision import at_least_fp32
 
 from .attention_pattern import Dropped, Pattern
-from .blocks import Rectangle, finite, gradients, part
+from .blocks import AttentionTile, finite, gradients, part
 
 PIECE, PIECES = 1024, 256  # tokens of a piece where one rank has all, at least; pieces of a sequence, at most
 Range = tuple[int, int]  # the lowest and the highest document of a run's tokens
 
 
-def mask_of(queries: Run, keys: Run, window: int | None, documents: Sequence[tuple[Range, Range]]) -> str | None:
-    """What of a rectangle is masked: "none", "causal" or "some" (see `Rectangle`); None where all is.
+def mask_of(
+    queries: TokenRun, keys: TokenRun, window: int | None, documents: Sequence[tuple[Range, Range]]
+) -> str | None:
+    """What of a rectangle is masked: "none", "causal" or "some" (see `AttentionTile`); None where all is.
 
     Args:
         documents: of each sample, the ranges of the queries' and the keys' documents.
@@ -68,7 +70,7 @@ class Ring:
     context: ContextGroup
     members: tuple[int, ...]
     place: int
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[TokenRun, ...], ...]
     masks: dict[tuple[int, int], str]
     hops: tuple[int, ...]
 
@@ -99,7 +101,7 @@ class Ring:
     def alone(cls, length: int, window: int | None, documents_BS: Tensor | None) -> Ring:
         """One rank that has the whole sequence, in pieces of which those that are masked are left out."""
         size = max(PIECE, -(-length // PIECES))
-        runs = tuple(Run(begin, begin, min(size, length - begin)) for begin in range(0, length, size))
+        runs = tuple(TokenRun(begin, begin, min(size, length - begin)) for begin in range(0, length, size))
         ranges = {} if documents_BS is None else ranges_of(documents_BS, runs)
         masks = {}
         for queries, keys in product(runs, repeat=2):
@@ -189,14 +191,14 @@ class Gathering(Protocol):
         """Those of the own keys and values, complete."""
 
 
-class Source(Protocol):
+class KeySource(Protocol):
     """Where keys and values come from: the ranks of a ring, or the chunks of a sequence (`chunked_keys`)."""
 
     @property
     def place(self) -> int: ...
 
     @property
-    def runs(self) -> Sequence[tuple[Run, ...]]: ...
+    def runs(self) -> Sequence[tuple[TokenRun, ...]]: ...
 
     @property
     def masks(self) -> Mapping[tuple[int, int], str]: ...
@@ -215,12 +217,12 @@ class Task:
         dropout: with the length of the whole sequence.
     """
 
-    ring: Source
+    ring: KeySource
     pattern: Pattern
     documents_BS: Tensor | None
     dropout: Dropped | None
 
-    def rectangles(self, owner: int) -> Iterator[tuple[Run, Run, Rectangle]]:
+    def rectangles(self, owner: int) -> Iterator[tuple[TokenRun, TokenRun, AttentionTile]]:
         """Those of the own queries and the owner's keys that are not all masked."""
         for queries, keys in product(self.ring.runs[self.ring.place], self.ring.runs[owner]):
             mask = self.ring.masks.get((queries.first, keys.first))
@@ -229,7 +231,7 @@ class Task:
             documents = None
             if self.documents_BS is not None and mask == "some":
                 documents = self.documents_BS[:, queries.there], self.documents_BS[:, keys.there]
-            yield queries, keys, Rectangle(self.pattern, queries.first, keys.first, mask, documents, self.dropout)
+            yield queries, keys, AttentionTile(self.pattern, queries.first, keys.first, mask, documents, self.dropout)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -373,13 +375,13 @@ def attend_in_pieces(
     return attend_to(q, k, v, sinks_n, None, Task(ring, pattern, documents_BS, dropout))[0]
 
 
-def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[tuple[Run, ...], ...]:
+def neighbourhoods(context: ContextGroup, together: int, length: int) -> tuple[tuple[TokenRun, ...], ...]:
     """The runs of each `together` neighbours, which have `length` tokens in all."""
     places = range(context.size // together)
     return tuple(context.runs_together(place * together, together, length // together) for place in places)
 
 
-def ranges_of(documents_BS: Tensor, runs: Sequence[Run]) -> dict[int, list[Range]]:
+def ranges_of(documents_BS: Tensor, runs: Sequence[TokenRun]) -> dict[int, list[Range]]:
     """The lowest and the highest document of each run, by its first place; one pair per sample."""
     if is_fake(documents_BS):  # a rehearsal: they may be anything
         return {run.first: [(0, 1)] for run in runs}

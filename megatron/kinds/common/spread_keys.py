@@ -20,11 +20,11 @@ from megatron.parallel.precision import at_least_fp32
 
 from . import blocks
 from .attention_pattern import Pattern
-from .blocks import Rectangle, finite, written
+from .blocks import AttentionTile, finite, written
 
 
 @dataclass(frozen=True)
-class Scattered(Rectangle):
+class Scattered(AttentionTile):
     """A rectangle whose keys stand at any places of the sequence."""
 
     key_places: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, key
 from megatron.kinds.common.options import (
     RecurrentOptions,
@@ -82,7 +82,7 @@ class GatedDeltaOptions(RecurrentOptions):
     chunk: int = key(64, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0)
 
 
-def heads_share_keys(at: Use[GatedDeltaOptions]) -> Iterator[Problem]:
+def heads_share_keys(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
     own = at.options
     if own.heads and own.key_heads and own.heads % own.key_heads:
         yield at.problem(
@@ -93,7 +93,7 @@ def heads_share_keys(at: Use[GatedDeltaOptions]) -> Iterator[Problem]:
         )
 
 
-def decays_are_a_range(at: Use[GatedDeltaOptions]) -> Iterator[Problem]:
+def decays_are_a_range(at: KindUse[GatedDeltaOptions]) -> Iterator[Problem]:
     if at.options.decay_high <= at.options.decay_low:
         yield at.problem(
             ".decay_high",

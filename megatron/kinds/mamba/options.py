@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
@@ -36,7 +36,7 @@ class MambaOptions(StateSpaceOptions):
     )
 
 
-def heads_are_equal(at: Use[MambaOptions]) -> Iterator[Problem]:
+def heads_are_equal(at: KindUse[MambaOptions]) -> Iterator[Problem]:
     inner = at.options.expand * at.hidden_size
     if inner % at.options.heads:
         yield at.problem(
@@ -47,7 +47,7 @@ def heads_are_equal(at: Use[MambaOptions]) -> Iterator[Problem]:
         )
 
 
-def channels_divide_over_tensor_ranks(at: Use[MambaOptions]) -> Iterator[Problem]:
+def channels_divide_over_tensor_ranks(at: KindUse[MambaOptions]) -> Iterator[Problem]:
     count, ranks = at.options.expand * at.hidden_size, at.config.parallel.tensor
     if count % ranks:
         yield at.problem(
@@ -59,7 +59,7 @@ def channels_divide_over_tensor_ranks(at: Use[MambaOptions]) -> Iterator[Problem
         )
 
 
-def heads_fit_the_tensor_ranks(at: Use[MambaOptions]) -> Iterator[Problem]:
+def heads_fit_the_tensor_ranks(at: KindUse[MambaOptions]) -> Iterator[Problem]:
     """A rank has some heads, or a part of one."""
     heads, ranks = at.options.heads, at.config.parallel.tensor
     if heads % ranks and ranks % heads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.links import Link, Parts, tensors
+from megatron.kinds.common.links import Link, StackedRows, tensors
 from megatron.kinds.mamba2.options import inner_channels
 
 
@@ -14,16 +14,16 @@ def _widths(model: ModelSection) -> tuple[int, int, int]:
     return inner, 2 * own.groups * own.state_size, inner // own.head_dim
 
 
-def projection(model: ModelSection) -> Parts:
+def projection(model: ModelSection) -> StackedRows:
     """Our z and x, B and C, and time steps are their one matrix."""
     inner, read, heads = _widths(model)
-    return Parts((2 * inner, read, heads))
+    return StackedRows((2 * inner, read, heads))
 
 
-def convolution(model: ModelSection) -> Parts:
+def convolution(model: ModelSection) -> StackedRows:
     """Our convolutions of x, and of B and C, are their one."""
     inner, read, _ = _widths(model)
-    return Parts((inner, read))
+    return StackedRows((inner, read))
 
 
 def mixer(theirs: str, ours: str = "layers.{n}.mamba2") -> tuple[Link, ...]:

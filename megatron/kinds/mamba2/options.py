@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Section, key
 from megatron.kinds.common.options import StateSpaceOptions, parts_of_sequences_have_the_taps, time_steps_are_a_range
 
@@ -47,7 +47,7 @@ def inner_channels(options: Mamba2Options, hidden_size: int) -> int:
     return options.inner_size or options.expand * hidden_size
 
 
-def heads_are_whole(at: Use[Mamba2Options]) -> Iterator[Problem]:
+def heads_are_whole(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
     own, inner = at.options, inner_channels(at.options, at.hidden_size)
     if inner % own.head_dim:
         yield at.problem(
@@ -67,7 +67,7 @@ def heads_are_whole(at: Use[Mamba2Options]) -> Iterator[Problem]:
         )
 
 
-def step_limits_are_a_range(at: Use[Mamba2Options]) -> Iterator[Problem]:
+def step_limits_are_a_range(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
     own = at.options
     if own.most_step is not None and own.most_step <= own.least_step:
         yield at.problem(
@@ -78,7 +78,7 @@ def step_limits_are_a_range(at: Use[Mamba2Options]) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(at: Use[Mamba2Options]) -> Iterator[Problem]:
+def heads_divide_over_tensor_ranks(at: KindUse[Mamba2Options]) -> Iterator[Problem]:
     """Groups of heads need no rule: where they do not divide, all ranks hold B and C of all."""
     count = inner_channels(at.options, at.hidden_size) // at.options.head_dim
     ranks = at.config.parallel.tensor

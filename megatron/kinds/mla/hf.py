@@ -14,7 +14,7 @@ OURS = "layers.{n}.mla"
 
 
 @dataclass(frozen=True)
-class Turned:
+class RotatedChannels:
     """Of each head their rows are `kept` channels, then `turned` ones, of which neighbours are a pair. Ours are the
     same, with the halves of a pair half of them apart.
 
@@ -42,12 +42,12 @@ class Turned:
         return [torch.cat([turned, kept] if self.first else [kept, turned], 1).flatten(0, 1)]
 
 
-def _queries(model: ModelSection) -> Turned:
-    return Turned(model.mla.nope_dim, model.mla.rope_dim, first=True)
+def _queries(model: ModelSection) -> RotatedChannels:
+    return RotatedChannels(model.mla.nope_dim, model.mla.rope_dim, first=True)
 
 
-def _compressed(model: ModelSection) -> Turned:
-    return Turned(model.mla.kv_rank, model.mla.rope_dim, first=False)
+def _compressed(model: ModelSection) -> RotatedChannels:
+    return RotatedChannels(model.mla.kv_rank, model.mla.rope_dim, first=False)
 
 
 def queries(theirs: str, compressed: bool) -> tuple[Link, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
 from megatron.kinds.attention.options import heads_divide_over_tensor_ranks
@@ -81,7 +81,7 @@ class MLAOptions(Section):
     dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
 
 
-def turned_channels_are_pairs(at: Use[MLAOptions]) -> Iterator[Problem]:
+def turned_channels_are_pairs(at: KindUse[MLAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.position == "rotary" and own.rope_dim % 2:
         yield at.problem(
@@ -91,7 +91,7 @@ def turned_channels_are_pairs(at: Use[MLAOptions]) -> Iterator[Problem]:
         )
 
 
-def all_of_rope_dim_is_turned(at: Use[MLAOptions]) -> Iterator[Problem]:
+def all_of_rope_dim_is_turned(at: KindUse[MLAOptions]) -> Iterator[Problem]:
     own = at.options
     if own.position == "rotary" and own.rotary.fraction != 1.0:
         yield at.problem(

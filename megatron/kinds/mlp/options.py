@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.divisors import multiples
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Section, key
 from megatron.kinds.common.options import MLP_WIDTH, Activation, mlp_width
 
@@ -33,7 +33,7 @@ class MLPOptions(Section):
     output_multiplier: float = key(1.0, "Multiplies the output.", gt=0)
 
 
-def mlp_divides_over_tensor_ranks(at: Use[MLPOptions]) -> Iterator[Problem]:
+def mlp_divides_over_tensor_ranks(at: KindUse[MLPOptions]) -> Iterator[Problem]:
     width, ranks = at.options.hidden_size, at.config.parallel.tensor
     if width is not None and width % ranks:
         yield at.problem(

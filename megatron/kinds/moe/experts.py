@@ -28,7 +28,7 @@ def grouped(x_RK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return F.grouped_mm(x_RK, weight_ENK.transpose(1, 2), offs=ends_E)
 
 
-class Stacked(nn.Module):
+class StackedExperts(nn.Module):
     """The matrices of all experts as one logical tensor [E, outputs, inputs], and their biases as one [E, outputs].
 
     Matrices that are cut by their inputs give partial sums; each rank has the biases of some outputs and adds those.
@@ -72,7 +72,7 @@ class Experts(nn.Module):
         self.gated, self.activation = options.gated, ACTIVATIONS[options.activation]
         self.limit, self.offset = options.limit, options.up_offset
         parts = (width, width) if options.gated else (width,)
-        self.up = Stacked(
+        self.up = StackedExperts(
             make.scope("gate_up" if options.gated else "up"),
             (E, sum(parts), H),
             role=Role.HIDDEN,
@@ -81,7 +81,7 @@ class Experts(nn.Module):
             bias=options.bias,
             matrices=parts,
         )
-        self.down = Stacked(
+        self.down = StackedExperts(
             make.scope("down"),
             (E, H, width),
             role=Role.OUTPUT,

@@ -14,7 +14,7 @@ OURS = "layers.{n}.moe"
 
 
 @dataclass(frozen=True)
-class Stacked:
+class PerExpert:
     """Our one tensor [experts, rows, columns] is theirs, one or several (gate and up) for each expert in turn."""
 
     parts: int = 1
@@ -35,15 +35,15 @@ def experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str
     """Gated experts as modules of their own; `theirs` is the list of them."""
     parts = tuple(f"{theirs}.{{e}}.{each}" for each in (gate, up))
     return (
-        Link(f"{OURS}.experts.gate_up", parts, Stacked(2), experts=_experts),
-        Link(f"{OURS}.experts.down", f"{theirs}.{{e}}.{down}", Stacked(), experts=_experts),
+        Link(f"{OURS}.experts.gate_up", parts, PerExpert(2), experts=_experts),
+        Link(f"{OURS}.experts.down", f"{theirs}.{{e}}.{down}", PerExpert(), experts=_experts),
     )
 
 
 def plain_experts(theirs: str) -> tuple[Link, ...]:
     """Experts without gates as modules of their own; `theirs` is the list of them."""
     return tuple(
-        Link(f"{OURS}.experts.{name}", f"{theirs}.{{e}}.{name}_proj", Stacked(), experts=_experts)
+        Link(f"{OURS}.experts.{name}", f"{theirs}.{{e}}.{name}_proj", PerExpert(), experts=_experts)
         for name in ("up", "down")
     )
 
@@ -57,7 +57,7 @@ def experts_as_one(theirs: str) -> tuple[Link, ...]:
 
 
 @dataclass(frozen=True)
-class Turned:
+class TransposedExperts:
     """Their matrices are [experts, inputs, outputs], with biases [experts, outputs]; with `interleaved` outputs are a
     number of gate, one of up, and so on, where ours are all of gate, then all of up.
     """
@@ -78,7 +78,9 @@ class Turned:
 def experts_turned(theirs: str) -> tuple[Link, ...]:
     """GPT-OSS's experts, two tensors with biases; `theirs` is their module."""
     return tuple(
-        Link(f"{OURS}.experts.{ours}.{part}", f"{theirs}.{name}{ending}", Turned(interleaved), suffixes=("",))
+        Link(
+            f"{OURS}.experts.{ours}.{part}", f"{theirs}.{name}{ending}", TransposedExperts(interleaved), suffixes=("",)
+        )
         for ours, name, interleaved in (("gate_up", "gate_up_proj", True), ("down", "down_proj", False))
         for part, ending in (("weight", ""), ("bias", "_bias"))
     )

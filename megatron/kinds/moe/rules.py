@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron.config.divisors import divisors, multiples, near
-from megatron.config.kind import Use
+from megatron.config.kind import KindUse
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def top_k_of_the_experts(at: Use[MoEOptions]) -> Iterator[Problem]:
+def top_k_of_the_experts(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k > moe.experts:
         yield at.problem(
@@ -29,7 +29,7 @@ def top_k_of_the_experts(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def gates_are_there_to_be_cut(at: Use[MoEOptions]) -> Iterator[Problem]:
+def gates_are_there_to_be_cut(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     for name in ("limit", "up_offset"):
         if getattr(at.options, name) and not at.options.gated:
             yield at.problem(
@@ -40,7 +40,7 @@ def gates_are_there_to_be_cut(at: Use[MoEOptions]) -> Iterator[Problem]:
             )
 
 
-def groups_are_equal(at: Use[MoEOptions]) -> Iterator[Problem]:
+def groups_are_equal(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, router, groups = at.options, at.options.router, ".router.groups"
     if moe.experts % router.groups:
         yield at.problem(
@@ -67,7 +67,7 @@ def groups_are_equal(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def widths_are_cut_and_aligned(at: Use[MoEOptions]) -> Iterator[Problem]:
+def widths_are_cut_and_aligned(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, parallel, compute = at.options, at.config.parallel, at.config.precision.compute
     unit, ranks = 16 // BYTES[compute], parallel.expert_tensor
     cut = "parallel.expert_tensor" if at.given("parallel.expert_tensor") else "parallel.tensor"
@@ -89,7 +89,7 @@ def widths_are_cut_and_aligned(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def balancers_fit_the_choice(at: Use[MoEOptions]) -> Iterator[Problem]:
+def balancers_fit_the_choice(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, router, select = at.options, at.options.router, ".router.select"
     if router.select == "expert_choice":
         yield at.warning(
@@ -128,7 +128,7 @@ def balancers_fit_the_choice(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def skipping_is_a_choice_of_one(at: Use[MoEOptions]) -> Iterator[Problem]:
+def skipping_is_a_choice_of_one(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe, router = at.options, at.options.router
     if router.skip and (moe.top_k > 1 or router.select != "top_k" or router.groups > 1):
         yield at.problem(
@@ -148,7 +148,7 @@ def skipping_is_a_choice_of_one(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def idle_moe_options(at: Use[MoEOptions]) -> Iterator[Problem]:
+def idle_moe_options(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.shared_gate and not moe.shared_size:
         yield at.warning(
@@ -167,7 +167,7 @@ def idle_moe_options(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def routers_learn(at: Use[MoEOptions]) -> Iterator[Problem]:
+def routers_learn(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     moe = at.options
     if moe.top_k == 1 and moe.router.normalize:
         yield at.warning(
@@ -178,7 +178,7 @@ def routers_learn(at: Use[MoEOptions]) -> Iterator[Problem]:
         )
 
 
-def experts_divide_over_expert_ranks(at: Use[MoEOptions]) -> Iterator[Problem]:
+def experts_divide_over_expert_ranks(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     experts, ranks = at.options.experts, at.config.parallel.expert
     if experts % ranks:
         yield at.problem(
@@ -364,7 +364,7 @@ def folded_experts_want_equal_shards(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-def tokens_choose_by_themselves(at: Use[MoEOptions]) -> Iterator[Problem]:
+def tokens_choose_by_themselves(at: KindUse[MoEOptions]) -> Iterator[Problem]:
     """Where tokens compete for experts, those of one rank or chunk would compete alone, and the result depend on the
     cut."""
     cuts = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import key
 from megatron.kinds.common.rwkv.options import RWKVOptions
 
@@ -20,7 +20,7 @@ class RWKV4Options(RWKVOptions):
     )
 
 
-def channels_divide_over_tensor_ranks(at: Use[RWKV4Options]) -> Iterator[Problem]:
+def channels_divide_over_tensor_ranks(at: KindUse[RWKV4Options]) -> Iterator[Problem]:
     width, ranks = at.hidden_size, at.config.parallel.tensor
     if width % ranks:
         yield at.problem(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .wkv7_gradient import Chunks, Documents, in_chunks, wkv7_gradient
+from .wkv7_gradient import Documents, ForwardChunks, in_chunks, wkv7_gradient
 
 
 def wkv7(
@@ -74,7 +74,9 @@ class _WKV7(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_y: Tensor, of_final: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        *found, of_initial = wkv7_gradient(of_y, of_final, Chunks(*saved[: ctx.made]), Documents(*saved[ctx.made :]))
+        *found, of_initial = wkv7_gradient(
+            of_y, of_final, ForwardChunks(*saved[: ctx.made]), Documents(*saved[ctx.made :])
+        )
         return *found, of_initial if ctx.continued else None, None, None
 
 
@@ -88,7 +90,7 @@ def _wkv7(
     initial: Tensor | None,
     starts: Tensor | None,
     chunk: int,
-) -> tuple[Tensor, Tensor, Chunks, Documents]:
+) -> tuple[Tensor, Tensor, ForwardChunks, Documents]:
     (B, length, h, N), Q = r.shape, chunk
     room = -length % chunk
     left, readers, writers, written = _factors(*(in_chunks(each, chunk, room) for each in (r, log_w, k, v, a, b)))
@@ -116,14 +118,14 @@ def _wkv7(
         torch.baddbmm(state, written[now].mT, writes[now], out=states[after]).mul_(between[now])
     y = torch.baddbmm(_product(reads[:, Q:], states[:-n].mT), scores[:, Q:], written)
     y = y.unflatten(0, (-1, B, h)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
-    chunks = Chunks(left, between, readers, reads, writers, writes, scores, inverse, of_state, written, states)
+    chunks = ForwardChunks(left, between, readers, reads, writers, writes, scores, inverse, of_state, written, states)
     return y, states[-n:].unflatten(0, (B, h)).clone(), chunks, documents
 
 
 def _factors(
     r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Chunks.left`, `readers`, `writers` and `written` without u, of tensors [c, B, h, Q, N]."""
+    """`ForwardChunks.left`, `readers`, `writers` and `written` without u, of tensors [c, B, h, Q, N]."""
     Q = r.shape[-2]
     # Sums of logarithms are float64: a difference of two large sums must keep the digits of a short stretch. Factors
     # are relative to the middle of the range, so that neither they nor their inverses are large.

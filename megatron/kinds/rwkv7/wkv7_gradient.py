@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Chunks(NamedTuple):
+class ForwardChunks(NamedTuple):
     """What the forward pass makes of all chunks.
 
     Attributes:
@@ -73,7 +73,7 @@ def in_chunks(x_BShN: Tensor, chunk: int, room: int) -> Tensor:
     return x_BShN.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
 
 
-def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Documents) -> tuple[Tensor, ...]:
+def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, documents: Documents) -> tuple[Tensor, ...]:
     """Of r, log_w, k, v, a, b and the initial state, by the gradients of y [B, S, h, N] and of the last state [B, h, N,
     N].
     """
@@ -106,7 +106,7 @@ def wkv7_gradient(of_y: Tensor, of_final: Tensor, chunks: Chunks, documents: Doc
 
 
 def _carry_gradient(
-    of_y: Tensor, of_final: Tensor, chunks: Chunks, through: Tensor | None
+    of_y: Tensor, of_final: Tensor, chunks: ForwardChunks, through: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From the last chunk back: gradients of U over V (of V without what goes by U), [m, 2 Q, N]; D, [m, N, N]; of the
     states.
@@ -125,7 +125,7 @@ def _carry_gradient(
     return of_written, of_sums, of_states
 
 
-def _decays_gradient(of_readers: Tensor, of_writers: Tensor, of_states: Tensor, chunks: Chunks) -> Tensor:
+def _decays_gradient(of_readers: Tensor, of_writers: Tensor, of_states: Tensor, chunks: ForwardChunks) -> Tensor:
     """Of the logarithms, [m, Q, N]: a factor's gradient times the factor belongs to all decays up to its own.
 
     Changes the gradients that it is given.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, key
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions
 
@@ -52,7 +52,7 @@ class RWKV7FFNOptions(RWKVOptions):
     )
 
 
-def channels_divide_over_tensor_ranks(at: Use[Any]) -> Iterator[Problem]:
+def channels_divide_over_tensor_ranks(at: KindUse[Any]) -> Iterator[Problem]:
     width, ranks = at.options.hidden_size, at.config.parallel.tensor
     if width is not None and width % ranks:
         yield at.problem(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.config.pattern import Kind
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.attention.layer import Attention, Call
+from megatron.kinds.attention.layer import Attention, SharedCall
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.mlp.layer import MLP
 from megatron.kinds.shared_attention.options import SharedAttentionOptions
@@ -75,7 +75,7 @@ class SharedBlock(nn.Module):
         self.mlp = MLP(make.scope("mlp"), model, options.mlp, init)
 
     def forward(
-        self, x_Bs2H: Tensor, stream: Stream, cache: Keys | None, call: Call, adapter: Adapter | None
+        self, x_Bs2H: Tensor, stream: Stream, cache: Keys | None, call: SharedCall, adapter: Adapter | None
     ) -> Tensor:
         y = self.attention(self.norm(x_Bs2H), stream, cache, call)
         return self.mlp(self.ffn_norm(y), stream, adapter=adapter)
@@ -131,7 +131,7 @@ class SharedAttention(nn.Module):
         if self.adapters is not None:
             query, key, value = self.adapters
             adapters = query, key, value
-        call = Call(self.dropout_key, adapters)
+        call = SharedCall(self.dropout_key, adapters)
         return self.output(self.borrowed[0](both, stream, cache, call, self.mlp_adapter))
 
     def new_state(self) -> KeyValueCache:

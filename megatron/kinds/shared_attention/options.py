@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import multiples
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, key
 from megatron.kinds.attention.options import RULES, AttentionOptions, heads_fill
 from megatron.kinds.mlp.options import MLPOptions
@@ -74,7 +74,7 @@ class SharedAttentionOptions(AttentionOptions):
     )
 
 
-def shared_blocks_are_used(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+def shared_blocks_are_used(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     """A block of shared weights that no layer uses would have no gradient."""
     uses = [(each.name, each.variant) for block in at.context.blocks for each in block.kinds]
     calls = uses.count((at.kind, at.variant))
@@ -87,7 +87,7 @@ def shared_blocks_are_used(at: Use[SharedAttentionOptions]) -> Iterator[Problem]
         )
 
 
-def attention_adapters_have_a_rank(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+def attention_adapters_have_a_rank(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     if at.options.attention_adapters and not at.options.adapter_rank:
         yield at.problem(
             ".adapter_rank",
@@ -97,7 +97,7 @@ def attention_adapters_have_a_rank(at: Use[SharedAttentionOptions]) -> Iterator[
         )
 
 
-def shared_logits_are_not_clipped(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+def shared_logits_are_not_clipped(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     if at.options.qk_clip is not None:
         yield at.problem(
             ".qk_clip",
@@ -106,7 +106,7 @@ def shared_logits_are_not_clipped(at: Use[SharedAttentionOptions]) -> Iterator[P
         )
 
 
-def shared_mlp_divides_over_tensor_ranks(at: Use[SharedAttentionOptions]) -> Iterator[Problem]:
+def shared_mlp_divides_over_tensor_ranks(at: KindUse[SharedAttentionOptions]) -> Iterator[Problem]:
     width, ranks = at.options.mlp.hidden_size, at.config.parallel.tensor
     if width is not None and width % ranks:
         yield at.problem(

@@ -24,7 +24,7 @@ from bokeh.palettes import Category10_10, Category20_20, RdBu11
 from bokeh.plotting import figure
 
 from ..curve import smoothed
-from .history import Clock, Series
+from .history import Series, StepAxis
 
 WIDTH, HEIGHT = 900, 300
 GREY = "#9a9a9a"
@@ -33,7 +33,7 @@ AXES = {"step": "step", "tokens": "tokens", "hours": "hours of training"}
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartLine:
     """A line of a chart.
 
     Args:
@@ -46,7 +46,7 @@ class Curve:
 
     label: str
     series: Series
-    clock: Clock
+    clock: StepAxis
     run: int = 0
     style: int = 0
     marked: bool = False
@@ -67,7 +67,9 @@ class Charts:
     axes: list[LinearAxis] = field(default_factory=list)
     x_range: DataRange1d = field(default_factory=DataRange1d)
 
-    def lines(self, title: str, unit: str, curves: Iterable[Curve], *, log: bool = False, percent: bool = False) -> Any:
+    def lines(
+        self, title: str, unit: str, curves: Iterable[ChartLine], *, log: bool = False, percent: bool = False
+    ) -> Any:
         """A chart of curves, or None where none of them has a point."""
         curves = [curve for curve in curves if curve.series.steps]
         if log:
@@ -107,7 +109,7 @@ class Charts:
             chart.legend.visible = False
         return chart
 
-    def _draw(self, chart: Any, curve: Curve) -> None:
+    def _draw(self, chart: Any, curve: ChartLine) -> None:
         colour = GREY if curve.run < 0 else Category10_10[curve.run % 10]
         steps, values = curve.series.steps, curve.series.values
         label = curve.label
@@ -125,7 +127,7 @@ class Charts:
         if curve.marked or len(steps) == 1:
             chart.scatter("x", "y", size=6, **options)
 
-    def _source(self, curve: Curve, points: Sequence[tuple[int, float]], label: str) -> ColumnDataSource:
+    def _source(self, curve: ChartLine, points: Sequence[tuple[int, float]], label: str) -> ColumnDataSource:
         times = [curve.clock.at(step) for step, _ in points]
         steps = [step for step, _ in points]
         data = {

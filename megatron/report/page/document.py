@@ -13,8 +13,8 @@ from bokeh.resources import Resources
 
 from .charts import Charts
 from .history import RunHistory
-from .sections import Section, sections
-from .tables import Table
+from .sections import PageSection, sections
+from .tables import PageTable
 
 POINTS = 60_000  # of all curves together: about 3 MB of the page
 STYLE = """
@@ -88,7 +88,7 @@ def _folders(runs: list[RunHistory]) -> str:
     return ", ".join(html.escape(str(run.folder)) for run in runs)
 
 
-def _section(section: Section, charts: list[str]) -> str:
+def _section(section: PageSection, charts: list[str]) -> str:
     parts = [f'<section><h2 id="{section.name}">{html.escape(section.title)}</h2>']
     if section.note:
         parts.append(f"<p>{html.escape(section.note)}</p>")
@@ -97,7 +97,7 @@ def _section(section: Section, charts: list[str]) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def _table(table: Table) -> str:
+def _table(table: PageTable) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table.head)
     rows = "\n".join(f"<tr>{_cells(row, table.text)}</tr>" for row in table.rows)
     whole = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -101,13 +101,13 @@ class RunHistory:
             found.update(dict.fromkeys(key for key in flat if key not in NOT_DRAWN))
         return list(found)
 
-    def clock(self) -> Clock:
+    def clock(self) -> StepAxis:
         """Tokens and hours by step."""
-        return Clock.of(self.training)
+        return StepAxis.of(self.training)
 
 
 @dataclass(frozen=True)
-class Clock:
+class StepAxis:
     """Tokens read and hours of training after given steps; between them a straight line, so too beyond the ends."""
 
     steps: list[int]
@@ -115,7 +115,7 @@ class Clock:
     hours: list[float]
 
     @classmethod
-    def of(cls, training: list[Record]) -> Clock:
+    def of(cls, training: list[Record]) -> StepAxis:
         steps = [record["step"] + 1 for record in training]
         made = [step - before for step, before in zip(steps, [0, *steps])]
         seconds = [(record.get("step_seconds") or 0.0) * number for record, number in zip(training, made)]

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..console import duration, short
 from ..goodput import PARTS, goodput
-from .charts import Charts, Curve, heat_map, shares
+from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
-from .tables import Table, configuration_tables, event_table, sample_tables
+from .tables import PageTable, configuration_tables, event_table, sample_tables
 
 HEAT_MAP_COLUMNS = 300
 OTHER_CHARTS = 60
@@ -30,19 +30,19 @@ DRAWN = (
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page: charts and tables, in that order."""
 
     name: str
     title: str
     charts: Sequence[Any] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[PageTable] = ()
     note: str = ""
 
 
-def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
+def sections(runs: list[RunHistory], charts: Charts) -> list[PageSection]:
     """All sections that have something to show, in the order of the page."""
-    makers: tuple[Callable[[list[RunHistory], Charts], Section], ...] = (
+    makers: tuple[Callable[[list[RunHistory], Charts], PageSection], ...] = (
         _overview,
         _loss,
         _validation,
@@ -62,7 +62,7 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
     )
     made = [maker(runs, charts) for maker in makers]
     cleaned = [
-        Section(
+        PageSection(
             each.name,
             each.title,
             [chart for chart in each.charts if chart is not None],
@@ -74,17 +74,17 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[Section]:
     return [each for each in cleaned if each.charts or each.tables or each.note]
 
 
-def _curves(runs: list[RunHistory], key: str, *, raw: bool = False, scale: float = 1.0) -> list[Curve]:
+def _curves(runs: list[RunHistory], key: str, *, raw: bool = False, scale: float = 1.0) -> list[ChartLine]:
     """A metric of the training records, a curve per run."""
     found = []
     for number, run in enumerate(runs):
         series = run.metric(key)
         scaled = Series(series.steps, [value * scale for value in series.values])
-        found.append(Curve(run.name, scaled, run.clock(), run=number, raw=raw))
+        found.append(ChartLine(run.name, scaled, run.clock(), run=number, raw=raw))
     return found
 
 
-def _overview(runs: list[RunHistory], charts: Charts) -> Section:
+def _overview(runs: list[RunHistory], charts: Charts) -> PageSection:
     head = ["run", "steps", "tokens", "training loss", "validation loss", "median tokens/s", "state"]
     rows = []
     for run in runs:
@@ -102,7 +102,7 @@ def _overview(runs: list[RunHistory], charts: Charts) -> Section:
             short(rates[len(rates) // 2]) if rates else "",
             _state(run),
         ])
-    return Section("overview", "Overview", tables=[Table("", head, rows)])
+    return PageSection("overview", "Overview", tables=[PageTable("", head, rows)])
 
 
 def _state(run: RunHistory) -> str:
@@ -117,26 +117,26 @@ def _state(run: RunHistory) -> str:
     return ""
 
 
-def _loss(runs: list[RunHistory], charts: Charts) -> Section:
+def _loss(runs: list[RunHistory], charts: Charts) -> PageSection:
     branches = [
-        Curve(f"{run.name}: abandoned", branch, run.clock(), run=-1) for run in runs for branch in run.abandoned
+        ChartLine(f"{run.name}: abandoned", branch, run.clock(), run=-1) for run in runs for branch in run.abandoned
     ]
     curves = branches + _curves(runs, "loss", raw=True)
     title = "Training loss, with its running mean" + (" and abandoned steps in grey" if branches else "")
-    return Section("loss", "Loss", [charts.lines(title, "nats per token", curves)])
+    return PageSection("loss", "Loss", [charts.lines(title, "nats per token", curves)])
 
 
-def _validation(runs: list[RunHistory], charts: Charts) -> Section:
+def _validation(runs: list[RunHistory], charts: Charts) -> PageSection:
     def metric(name: str, unit: str) -> Any:
         return charts.lines(f"Validation {name}", unit, _measured(runs, "validation", name))
 
     charts_of = [metric("loss", "nats per token"), metric("perplexity", "perplexity")]
     if any("bits_per_byte" in metrics for run in runs for metrics in run.validation.values()):
         charts_of.append(metric("bits_per_byte", "bits per byte"))
-    return Section("validation", "Validation", charts_of)
+    return PageSection("validation", "Validation", charts_of)
 
 
-def _measured(runs: list[RunHistory], kind: str, metric: str, only: str | None = None) -> list[Curve]:
+def _measured(runs: list[RunHistory], kind: str, metric: str, only: str | None = None) -> list[ChartLine]:
     """A metric of the validation sets or tasks of every run."""
     found = []
     for number, run in enumerate(runs):
@@ -145,25 +145,25 @@ def _measured(runs: list[RunHistory], kind: str, metric: str, only: str | None =
             if metric in metrics and only in (None, name):
                 label = run.name if name in ("validation", only) else f"{run.name}: {name}"
                 found.append(
-                    Curve(
+                    ChartLine(
                         label, metrics[metric], run.clock(), run=number, style=style if only is None else 0, marked=True
                     )
                 )
     return found
 
 
-def _tasks(runs: list[RunHistory], charts: Charts) -> Section:
+def _tasks(runs: list[RunHistory], charts: Charts) -> PageSection:
     names = dict.fromkeys((task, metric) for run in runs for task, metrics in run.tasks.items() for metric in metrics)
     drawn = [
         charts.lines(f"{task}: {metric}", metric, _measured(runs, "tasks", metric, task))
         for task, metric in names
         if not metric.endswith("_stderr")
     ]
-    return Section("tasks", "Benchmarks", drawn)
+    return PageSection("tasks", "Benchmarks", drawn)
 
 
-def _recipe(runs: list[RunHistory], charts: Charts) -> Section:
-    return Section(
+def _recipe(runs: list[RunHistory], charts: Charts) -> PageSection:
+    return PageSection(
         "recipe",
         "Learning rate and gradient norm",
         [
@@ -173,7 +173,7 @@ def _recipe(runs: list[RunHistory], charts: Charts) -> Section:
     )
 
 
-def _norms(runs: list[RunHistory], charts: Charts) -> Section:
+def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
     """Norms by layer (`logging.statistics`), of some layers where there are many."""
     titles = {
         "weight": "Norm of the weights",
@@ -193,13 +193,13 @@ def _norms(runs: list[RunHistory], charts: Charts) -> Section:
             )
             for style, key in enumerate(shown):
                 label = f"{run.name}: {key.split('/')[1]}"
-                curves.append(Curve(label, run.metric(key), run.clock(), run=number, style=style))
+                curves.append(ChartLine(label, run.metric(key), run.clock(), run=number, style=style))
         entropy = kind == "attention_entropy"
         drawn.append(charts.lines(title, "nats" if entropy else "norm", curves, log=not entropy))
-    return Section("norms", "Norms by layer", drawn)
+    return PageSection("norms", "Norms by layer", drawn)
 
 
-def _speed(runs: list[RunHistory], charts: Charts) -> Section:
+def _speed(runs: list[RunHistory], charts: Charts) -> PageSection:
     rates = charts.lines("Tokens per second", "tokens/s", _curves(runs, "tokens_per_second", raw=True))
     flops = charts.lines("Model FLOPs per device", "TFLOP/s", _curves(runs, "tflops", raw=True))
     peaks = sorted({value for run in runs for value in run.metric("peak_tflops").values})
@@ -212,22 +212,22 @@ def _speed(runs: list[RunHistory], charts: Charts) -> Section:
     parts = []
     for number, run in enumerate(runs):
         whole, data = run.metric("step_seconds"), run.metric("data_seconds")
-        parts.append(Curve(f"{run.name}: whole step", whole, run.clock(), run=number))
-        parts.append(Curve(f"{run.name}: waiting for data", data, run.clock(), run=number, style=1))
+        parts.append(ChartLine(f"{run.name}: whole step", whole, run.clock(), run=number))
+        parts.append(ChartLine(f"{run.name}: waiting for data", data, run.clock(), run=number, style=1))
     seconds = charts.lines("Time of a step", "seconds", parts)
     hours = ", ".join(
         f"{run.name} {duration(run.clock().hours[-1] * 3600)}" for run in runs if run.training and run.clock().hours[-1]
     )
     note = f"Time in training steps: {hours}; evaluation, checkpoints and starts are not in it." if hours else ""
-    return Section("speed", "Speed", [rates, flops, share, seconds], note=note)
+    return PageSection("speed", "Speed", [rates, flops, share, seconds], note=note)
 
 
-def _memory(runs: list[RunHistory], charts: Charts) -> Section:
+def _memory(runs: list[RunHistory], charts: Charts) -> PageSection:
     curves = _curves(runs, "memory_bytes", scale=2**-30)
-    return Section("memory", "Memory", [charts.lines("Greatest memory of the first rank so far", "GiB", curves)])
+    return PageSection("memory", "Memory", [charts.lines("Greatest memory of the first rank so far", "GiB", curves)])
 
 
-def _communication(runs: list[RunHistory], charts: Charts) -> Section:
+def _communication(runs: list[RunHistory], charts: Charts) -> PageSection:
     """Bytes, messages and time of the first rank's steps (`logging.communication`), a line per group and operation."""
     drawn = []
     for kind, scale, unit in (("bytes", 2**-20, "MiB"), ("messages", 1.0, "messages"), ("seconds", 1e3, "ms")):
@@ -238,14 +238,14 @@ def _communication(runs: list[RunHistory], charts: Charts) -> Section:
                 series = run.metric(key)
                 what = " ".join(key.split("/")[1:-1])
                 scaled = Series(series.steps, [value * scale for value in series.values])
-                curves.append(Curve(f"{run.name}: {what}", scaled, run.clock(), run=number, style=style))
+                curves.append(ChartLine(f"{run.name}: {what}", scaled, run.clock(), run=number, style=style))
         if curves or kind != "seconds":
             shown = "time" if kind == "seconds" else kind
             drawn.append(charts.lines(f"Communication of the first rank: {shown} of a step", unit, curves))
-    return Section("communication", "Communication", drawn)
+    return PageSection("communication", "Communication", drawn)
 
 
-def _data(runs: list[RunHistory], charts: Charts) -> Section:
+def _data(runs: list[RunHistory], charts: Charts) -> PageSection:
     from .composition import composition
 
     drawn = []
@@ -256,10 +256,10 @@ def _data(runs: list[RunHistory], charts: Charts) -> Section:
             notes.append(f"{run.name}: {found}")
         elif len(found.parts) > 1:
             drawn.append(shares(f"{run.name}: share of the samples of each source", found.steps, found.parts))
-    return Section("data", "Data", drawn, note="; ".join(notes))
+    return PageSection("data", "Data", drawn, note="; ".join(notes))
 
 
-def _experts(runs: list[RunHistory], charts: Charts) -> Section:
+def _experts(runs: list[RunHistory], charts: Charts) -> PageSection:
     drawn = []
     for run in runs:
         records = [record for record in run.training if record.get("moe")]
@@ -287,7 +287,7 @@ def _experts(runs: list[RunHistory], charts: Charts) -> Section:
         loads = [[*row, *[float("nan")] * (widest - len(row))] for row in loads]
         title = f"{run.name}: load of each expert over an even share at step {records[-1]['step']}"
         drawn.append(heat_map(title, loads, x="expert", y="layer", rows=layers, span=(0, widest - 1)))
-    return Section("experts", "Experts", drawn)
+    return PageSection("experts", "Experts", drawn)
 
 
 def _most(record: Record, layer: str) -> float:
@@ -295,7 +295,7 @@ def _most(record: Record, layer: str) -> float:
     return float("nan") if found is None else found
 
 
-def _other(runs: list[RunHistory], charts: Charts) -> Section:
+def _other(runs: list[RunHistory], charts: Charts) -> PageSection:
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
     rest = [key for key in keys if key not in DRAWN and not key.startswith(("moe/", "communication/", f"{NORMS}/"))]
     drawn = [charts.lines(key, key, _curves(runs, key, raw=True)) for key in rest[:OTHER_CHARTS]]
@@ -303,14 +303,14 @@ def _other(runs: list[RunHistory], charts: Charts) -> Section:
     note = (
         f"{left} further metrics are in metrics.jsonl: {', '.join(rest[OTHER_CHARTS:][:10])}, ..." if left > 0 else ""
     )
-    return Section("other", "Other metrics", drawn, note=note)
+    return PageSection("other", "Other metrics", drawn, note=note)
 
 
-def _samples(runs: list[RunHistory], charts: Charts) -> Section:
-    return Section("samples", "Generated samples", tables=sample_tables(runs))
+def _samples(runs: list[RunHistory], charts: Charts) -> PageSection:
+    return PageSection("samples", "Generated samples", tables=sample_tables(runs))
 
 
-def _goodput(runs: list[RunHistory], charts: Charts) -> Section:
+def _goodput(runs: list[RunHistory], charts: Charts) -> PageSection:
     """Where the wall time of all starts has gone."""
     accounts = [(run.name, goodput(run.events)) for run in runs]
     head = ["part", "what it is", *[name for name, each in accounts if each.wall]]
@@ -319,15 +319,15 @@ def _goodput(runs: list[RunHistory], charts: Charts) -> Section:
         seconds = [(each.seconds[part], each.wall) for _, each in accounts if each.wall]
         rows.append([part, about, *[f"{duration(own)} ({own / wall:.1%})" for own, wall in seconds]])
     if len(head) == 2:
-        return Section("goodput", "Wall time")
+        return PageSection("goodput", "Wall time")
     rows.append(["all", "", *[f"{duration(each.wall)} in {each.starts}" for _, each in accounts if each.wall]])
     rows[-1][1] = "from the first launch on, without the time between runs that a person started; number of starts"
-    return Section("goodput", "Wall time", tables=[Table("", head, rows)])
+    return PageSection("goodput", "Wall time", tables=[PageTable("", head, rows)])
 
 
-def _events(runs: list[RunHistory], charts: Charts) -> Section:
-    return Section("events", "What happened", tables=[event_table(run) for run in runs])
+def _events(runs: list[RunHistory], charts: Charts) -> PageSection:
+    return PageSection("events", "What happened", tables=[event_table(run) for run in runs])
 
 
-def _configuration(runs: list[RunHistory], charts: Charts) -> Section:
-    return Section("configuration", "Configuration", tables=list(configuration_tables(runs)))
+def _configuration(runs: list[RunHistory], charts: Charts) -> PageSection:
+    return PageSection("configuration", "Configuration", tables=list(configuration_tables(runs)))

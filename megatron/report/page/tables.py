@@ -16,7 +16,7 @@ LONG_VALUE = 300
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Rows of text under a title.
 
     Args:
@@ -31,7 +31,7 @@ class Table:
     text: tuple[int, ...] = ()
 
 
-def event_table(run: RunHistory) -> Table:
+def event_table(run: RunHistory) -> PageTable:
     """The ledger of a run; of very many events, the first and the last."""
     events = run.events
     title = f"{run.name}: ledger"
@@ -39,7 +39,7 @@ def event_table(run: RunHistory) -> Table:
         title += f" (the first and last of {len(events):,} events)"
         events = [*events[: MANY_EVENTS // 2], *events[-MANY_EVENTS // 2 :]]
     rows = [[_time(event), str(event.get("event", "")), str(event.get("step", "")), _facts(event)] for event in events]
-    return Table(title, ["time (UTC)", "event", "step", "what it says"], rows, folded=len(rows) > 20)
+    return PageTable(title, ["time (UTC)", "event", "step", "what it says"], rows, folded=len(rows) > 20)
 
 
 def _time(event: Record) -> str:
@@ -61,7 +61,7 @@ def _plain(value: Any) -> str:
     return text if len(text) <= LONG_VALUE else text[:LONG_VALUE] + " ..."
 
 
-def sample_tables(runs: list[RunHistory]) -> list[Table]:
+def sample_tables(runs: list[RunHistory]) -> list[PageTable]:
     """The newest samples of every run, and the earlier ones folded."""
     found = []
     for run in runs:
@@ -74,11 +74,11 @@ def sample_tables(runs: list[RunHistory]) -> list[Table]:
                 if each.get("step", 0) == step
             ]
             name = f"{run.name}: {title}".rstrip(": ")
-            found.append(Table(name, ["after step", "prompt", "continuation"], rows, folded=folded, text=(1, 2)))
+            found.append(PageTable(name, ["after step", "prompt", "continuation"], rows, folded=folded, text=(1, 2)))
     return found
 
 
-def configuration_tables(runs: list[RunHistory]) -> Iterator[Table]:
+def configuration_tables(runs: list[RunHistory]) -> Iterator[PageTable]:
     """In what the other runs differ from the first, and the values of each run that are not defaults."""
     known = [run for run in runs if run.described is not None]
     for run in known[1:]:
@@ -89,14 +89,16 @@ def configuration_tables(runs: list[RunHistory]) -> Iterator[Table]:
         ]
         names = [known[0].name, run.name]
         origins = [f"from ({name})" for name in names]
-        yield Table(f"{names[1]} differs from {names[0]} in", ["key", *names, *origins], rows)
+        yield PageTable(f"{names[1]} differs from {names[0]} in", ["key", *names, *origins], rows)
     for run in known:
         assert run.described is not None
         values = _values(run)
         rows = [[key, _value(values[key]), origin] for key, origin in run.described.origins.items() if key in values]
         given = [row for row in rows if row[2] != "default"]
-        yield Table(f"{run.name}: values that are not defaults", ["key", "value", "from"], given, folded=len(runs) > 1)
-        yield Table(f"{run.name}: all {len(rows)} values", ["key", "value", "from"], rows, folded=True)
+        yield PageTable(
+            f"{run.name}: values that are not defaults", ["key", "value", "from"], given, folded=len(runs) > 1
+        )
+        yield PageTable(f"{run.name}: all {len(rows)} values", ["key", "value", "from"], rows, folded=True)
 
 
 def _values(run: RunHistory) -> dict[str, Any]:

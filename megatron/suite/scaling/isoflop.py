@@ -20,7 +20,7 @@ LEAST = 4  # runs of a profile: one more than a parabola has numbers
 
 
 @dataclass(frozen=True)
-class Profile:
+class IsoFlopProfile:
     """The losses of several sizes with one budget.
 
     Attributes:
@@ -44,7 +44,7 @@ class Profile:
 class IsoFlop:
     """Best N = exp(log_n) * C^a and best D = exp(log_d) * C^b through the minima; None with fewer than two of them."""
 
-    profiles: tuple[Profile, ...]
+    profiles: tuple[IsoFlopProfile, ...]
     a: float | None
     b: float | None
     log_n: float | None
@@ -97,7 +97,7 @@ def _budgets(curves: list[_Curve]) -> list[float]:
     return [float(each) for each in np.geomspace(min(inside), max(inside), BUDGETS)] if inside else []
 
 
-def _profile(curves: list[_Curve], flops: float) -> Profile | None:
+def _profile(curves: list[_Curve], flops: float) -> IsoFlopProfile | None:
     """The profile of a budget; None where too few sizes reach it."""
     reach = [each for each in curves if each.flops[0] * (1 - 1e-9) <= flops <= each.flops[-1] * (1 + 1e-9)]
     if len({each.parameters for each in reach}) < LEAST:
@@ -116,4 +116,4 @@ def _profile(curves: list[_Curve], flops: float) -> Profile | None:
         # Of this budget D falls with N along the runs themselves, whose FLOPs of a token are counted, not 6 N.
         best = float(np.exp(lowest)), float(np.exp(np.interp(lowest, x[order], np.log(tokens)[order])))
     parabola = (float(bend), float(slope - 2 * bend * middle), float(level - slope * middle + bend * middle**2))
-    return Profile(flops, tuple(each.run for each in reach), sizes, tokens, loss, parabola, best)
+    return IsoFlopProfile(flops, tuple(each.run for each in reach), sizes, tokens, loss, parabola, best)

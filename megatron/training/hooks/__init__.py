@@ -5,12 +5,12 @@ from __future__ import annotations
 from megatron.config.added import build_added
 from megatron.config.registry import HOOK, INSIDE, load
 
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 
 LAST = "levels"  # from here on the state is saved, after all others have seen and said what they have to
 
 
-def hooks_of(parts: Parts) -> list[Hook]:
+def hooks_of(parts: HookContext) -> list[Hook]:
     """The hooks that a run asks for, in the order in which they act after a step.
 
     First who may end the run, then who reports, then the user's own, then who saves: so a bad loss is never saved, a

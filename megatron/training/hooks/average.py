@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -20,7 +20,7 @@ class AverageHook(Hook):
         self._coefficient = coefficient
 
     @classmethod
-    def of(cls, parts: Parts) -> AverageHook:
+    def of(cls, parts: HookContext) -> AverageHook:
         return cls(parts.config.training.weight_average)
 
     def on_start(self, trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from megatron.checkpoint.saver import Saved
 from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts, SaverProtocol
+from ..hook import Hook, HookContext, SaverProtocol
 from ..interval import Interval
 from ..trainer import Trainer
 from .guard import NonFinite
@@ -52,7 +52,7 @@ class CheckpointHook(Hook):
         self._interval: Interval | None = None  # with checkpoint.auto, on rank 0
 
     @classmethod
-    def of(cls, parts: Parts) -> CheckpointHook | None:
+    def of(cls, parts: HookContext) -> CheckpointHook | None:
         if parts.saver is None or parts.contents is None:
             return None
         return cls(SavePolicy.of(parts.config.checkpoint), parts.saver, parts.contents, parts.inspect)

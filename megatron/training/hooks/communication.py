@@ -27,7 +27,7 @@ from megatron.report.message_trace import write_events
 
 from ..algorithms import hosts_of
 from ..exchange import StepReport, report_traffic
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..message_times import MessageTimes, clock_of
 from ..trainer import Trainer
 
@@ -82,7 +82,7 @@ class CommunicationHook(Hook):
         self._heard = -1
 
     @classmethod
-    def of(cls, parts: Parts) -> CommunicationHook | None:
+    def of(cls, parts: HookContext) -> CommunicationHook | None:
         config = parts.config
         if config.logging.communication == "off":
             return None

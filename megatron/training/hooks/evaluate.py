@@ -26,7 +26,7 @@ from ..breakdown import (
     token_shares,
 )
 from ..exchange import Exchange, StepReport
-from ..hook import Hook, Parts, ValidationSet
+from ..hook import Hook, HookContext, ValidationSet
 from ..trainer import Trainer
 
 
@@ -123,7 +123,7 @@ class EvaluateHook(Hook):
         self._sets, self._every, self._at_start, self._at_end = list(sets), every, at_start, at_end
 
     @classmethod
-    def of(cls, parts: Parts) -> EvaluateHook:
+    def of(cls, parts: HookContext) -> EvaluateHook:
         options, average = parts.config.evaluation, parts.config.training.weight_average is not None
         return cls(
             parts.validation,

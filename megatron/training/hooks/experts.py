@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 IDLE = 0.01  # of an even share of the tokens
@@ -28,7 +28,7 @@ class DeadExpertsHook(Hook):
         self._told: set[tuple[str, int]] = set()
 
     @classmethod
-    def of(cls, parts: Parts) -> DeadExpertsHook:
+    def of(cls, parts: HookContext) -> DeadExpertsHook:
         training = parts.config.training
         return cls(parts.config.logging.every, training.global_batch_size * training.sequence_length)
 

@@ -9,7 +9,7 @@ from megatron.report.goodput import goodput
 from megatron.report.ledger import read_ledger
 from megatron.worker.beacon import EVALUATE
 
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 EVERY = 300.0  # seconds between marks: so much of a killed start is accounted for by the launcher alone
@@ -27,7 +27,7 @@ class GoodputHook(Hook):
         self._marked, self._evaluated = time.monotonic(), 0.0
 
     @classmethod
-    def of(cls, parts: Parts) -> GoodputHook:
+    def of(cls, parts: HookContext) -> GoodputHook:
         return cls(parts.config.run.dir)
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -9,7 +9,7 @@ from megatron.engine.spikes import STOP
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 SKIPS_IN_A_ROW = 50  # as GPT-NeoX: by then the loss scale has fallen to its floor and nothing will change
@@ -42,7 +42,7 @@ class GuardHook(Hook):
         self._good = "none before it in this process"
 
     @classmethod
-    def of(cls, parts: Parts) -> GuardHook:
+    def of(cls, parts: HookContext) -> GuardHook:
         return cls()
 
     def on_numbers(self, trainer: Trainer, report: StepReport) -> None:

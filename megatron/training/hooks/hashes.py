@@ -15,7 +15,7 @@ from megatron.worker.job import CORRUPT
 
 from ..corruption import differences, guilty
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 SHOWN = 3  # names of tensors in a message
@@ -54,7 +54,7 @@ class HashesHook(Hook):
         self._good: int | None = None  # updates after which all was equal
 
     @classmethod
-    def of(cls, parts: Parts) -> HashesHook | None:
+    def of(cls, parts: HookContext) -> HashesHook | None:
         every, world, engine = parts.config.training.hashes, parts.world, parts.engine
         if every is None or world is None or world.mesh.layout.world_size == 1:
             return None

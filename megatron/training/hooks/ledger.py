@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 from .log import device_name
 
@@ -25,7 +25,7 @@ class LedgerHook(Hook):
         self._facts = dict(facts or {})
 
     @classmethod
-    def of(cls, parts: Parts) -> LedgerHook:
+    def of(cls, parts: HookContext) -> LedgerHook:
         return cls(parts.facts)
 
     def on_start(self, trainer: Trainer) -> None:

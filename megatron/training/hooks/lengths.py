@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config import Config
 from megatron.config.stages import stage_at
 
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -17,7 +17,7 @@ class LengthsHook(Hook):
         self._told: int | None = None  # the number of the stage that the run was last said to be in
 
     @classmethod
-    def of(cls, parts: Parts) -> LengthsHook | None:
+    def of(cls, parts: HookContext) -> LengthsHook | None:
         return cls(parts.config) if parts.config.training.sequence_schedule else None
 
     def before_step(self, trainer: Trainer, step: int) -> None:

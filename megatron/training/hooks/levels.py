@@ -12,7 +12,7 @@ from megatron.config.sections.output import LevelSection
 from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..interval import Interval, answered
 from ..trainer import Trainer
 from .checkpoint import refuse_broken
@@ -48,7 +48,7 @@ class LevelsHook(Hook):
         self._told: set[int] = set()
 
     @classmethod
-    def of(cls, parts: Parts) -> LevelsHook | None:
+    def of(cls, parts: HookContext) -> LevelsHook | None:
         world, options = parts.world, parts.config.checkpoint
         if parts.levels is None or parts.contents is None or world is None:
             return None

@@ -12,7 +12,7 @@ from megatron.report.ledger import hash_text
 from megatron.report.peaks import Peak, device_peak
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -60,7 +60,7 @@ class LogHook(Hook):
         self._peak: Peak | None = None
 
     @classmethod
-    def of(cls, parts: Parts) -> LogHook:
+    def of(cls, parts: HookContext) -> LogHook:
         logging = parts.config.logging
         return cls(
             logging.every,

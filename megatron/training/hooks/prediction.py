@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.plan.prediction import Need, Prediction, remember
 
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 from .log import memory_bytes
 
@@ -28,7 +28,7 @@ class PredictionHook(Hook):
         self._begin = 0
 
     @classmethod
-    def of(cls, parts: Parts) -> PredictionHook | None:
+    def of(cls, parts: HookContext) -> PredictionHook | None:
         return cls(parts.config.run.dir, parts.prediction) if parts.prediction is not None else None
 
     def on_start(self, trainer: Trainer) -> None:

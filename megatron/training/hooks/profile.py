@@ -13,7 +13,7 @@ from megatron.report.trace import FACTS, FOLDER, MARK
 from megatron.worker.beacon import HOOKS, NAMES, Beacon
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -35,7 +35,7 @@ class ProfileHook(Hook):
         self._first = self._last = 0  # steps of what is recorded
 
     @classmethod
-    def of(cls, parts: Parts) -> ProfileHook:
+    def of(cls, parts: HookContext) -> ProfileHook:
         return cls(parts.config.logging.profile, parts.config.run.dir)
 
     def before_step(self, trainer: Trainer, step: int) -> None:

@@ -9,7 +9,7 @@ from megatron.report.jsonl import MetricsFile
 from megatron.worker.beacon import EVALUATE
 
 from ..exchange import StepReport
-from ..hook import Generate, Hook, Parts
+from ..hook import Generate, Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -26,7 +26,7 @@ class SamplesHook(Hook):
         self._options, self._generate, self._folder = options, generate, Path(folder)
 
     @classmethod
-    def of(cls, parts: Parts) -> SamplesHook | None:
+    def of(cls, parts: HookContext) -> SamplesHook | None:
         if parts.generate is None:
             return None
         return cls(parts.config.evaluation.samples, parts.generate, parts.config.run.dir)

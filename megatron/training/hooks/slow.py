@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.config.sections.watch import SlowOptions
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..slow import PHASES, Comparison, Slow
 from ..trainer import Trainer
 
@@ -34,7 +34,7 @@ class SlowRanksHook(Hook):
         self._record: dict[str, float] = {}
 
     @classmethod
-    def of(cls, parts: Parts) -> SlowRanksHook | None:
+    def of(cls, parts: HookContext) -> SlowRanksHook | None:
         options, world = parts.config.watch.slow, parts.world
         if options.every is None or world is None or world.mesh.layout.world_size == 1:
             return None

@@ -9,7 +9,7 @@ from megatron.engine.spikes import CLIP, REPORT, ROLLBACK, SKIP, Spike, SpikeRul
 from megatron.report.ledger import hash_text
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts, RollBack
+from ..hook import Hook, HookContext, RollBack
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -48,7 +48,7 @@ class SpikesHook(Hook):
         self._rule = rule
 
     @classmethod
-    def of(cls, parts: Parts) -> SpikesHook | None:
+    def of(cls, parts: HookContext) -> SpikesHook | None:
         gate: StepGate | None = getattr(parts.engine, "gate", None)
         return None if gate is None else cls(gate.rule)
 

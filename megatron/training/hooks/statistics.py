@@ -16,7 +16,7 @@ from megatron.model.embedding_and_head import Embedding
 from megatron.parallel.parameters import logical_of
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 ACTIVATION, ENTROPY = "activation", "attention_entropy"
@@ -43,7 +43,7 @@ class StatisticsHook(Hook):
         self._entropies: list[tuple[str, AttentionEntropy]] = []
 
     @classmethod
-    def of(cls, parts: Parts) -> StatisticsHook | None:
+    def of(cls, parts: HookContext) -> StatisticsHook | None:
         every = parts.config.logging.statistics
         return None if every is None else cls(every)
 

@@ -7,7 +7,7 @@ import threading
 from megatron.checkpoint.policy import STOP_SIGNALS, StopSignals
 
 from ..exchange import StepReport
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 SIGNALS = tuple(number.name for number in STOP_SIGNALS)
@@ -27,7 +27,7 @@ class StopHook(Hook):
         self._signals: StopSignals | None = None
 
     @classmethod
-    def of(cls, parts: Parts) -> StopHook:
+    def of(cls, parts: HookContext) -> StopHook:
         return cls(parts.config.training.stop_after)
 
     def on_start(self, trainer: Trainer) -> None:

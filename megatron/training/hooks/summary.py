@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.report.curve import History, save_loss_curve, summary, terminal_loss_curve
 from megatron.report.experts import save_expert_load
 
-from ..hook import Hook, Parts
+from ..hook import Hook, HookContext
 from ..trainer import Trainer
 
 
@@ -24,7 +24,7 @@ class SummaryHook(Hook):
         self._folder, self._name, self._curve = Path(folder), name, curve
 
     @classmethod
-    def of(cls, parts: Parts) -> SummaryHook:
+    def of(cls, parts: HookContext) -> SummaryHook:
         config = parts.config
         return cls(config.run.dir, config.run.name or Path(config.run.dir).name, curve=config.logging.curve)
 

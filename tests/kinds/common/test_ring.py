@@ -10,7 +10,7 @@ import torch
 
 from megatron.kinds.common import blocks
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
-from megatron.kinds.common.blocks import Rectangle, gradients, part
+from megatron.kinds.common.blocks import AttentionTile, gradients, part
 from megatron.kinds.common.ring import Ring, mask_of, neighbourhoods, ring_attention
 from megatron.parallel.account import Recorder
 from megatron.parallel.context import ContextGroup
@@ -88,7 +88,7 @@ def test_a_rectangle_in_pieces(pattern: Pattern, monkeypatch):
     draw = torch.Generator().manual_seed(3)
     q, k, v, of_y = (torch.randn(2, n, 10, 4, generator=draw, dtype=torch.float64) for n in (4, 2, 2, 4))
     dropout = Dropped(0.3, 11, torch.tensor([3, 9]), length=40) if pattern.window else None
-    at = Rectangle(pattern, 10, 10, "some", None, dropout)
+    at = AttentionTile(pattern, 10, 10, "some", None, dropout)
     found = []
     for chunk in (1 << 24, 2 * 4 * 10 * 3, 1):
         monkeypatch.setattr(blocks, "CHUNK", chunk)

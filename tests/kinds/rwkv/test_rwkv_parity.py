@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.checkpoint.hf.convert import Step
+from megatron.checkpoint.hf.convert import ConversionStep
 from megatron.checkpoint.hf.rwkv_files import steps_of
 from megatron.config import resolve
 from megatron.model.stack import Model, build_model
@@ -50,7 +50,7 @@ def randomised(model: Model, seed: int) -> None:
                 parameter.copy_(0.3 * noise if parameter.dim() == 2 else 0.6 * noise)
 
 
-def published(model: Model, config) -> tuple[list[Step], dict[str, torch.Tensor]]:
+def published(model: Model, config) -> tuple[list[ConversionStep], dict[str, torch.Tensor]]:
     """The model under its published names, in float64, as leaves."""
     steps, ours = steps_of(config), named(model)
     made = {key: value for step in steps for key, value in step.to_hf(lambda name: ours[name].detach())}

@@ -12,7 +12,7 @@ from bokeh.resources import Resources
 
 from megatron.config import load, save_resolved
 from megatron.report.page.charts import thinned
-from megatron.report.page.history import Clock, RunHistory, named_runs, numbers
+from megatron.report.page.history import RunHistory, StepAxis, named_runs, numbers
 from tests.config.broken import BASE
 from tests.report.page.browser import opened
 from tools.report import main
@@ -93,10 +93,10 @@ def test_what_is_no_number_is_not_drawn(bad):
 
 def test_tokens_and_hours_between_records():
     """Records of every tenth step: 36 s a step are a hundredth of an hour."""
-    clock = Clock.of([{"step": step, "tokens": 64 * (step + 1), "step_seconds": 36.0} for step in (0, 10, 20)])
+    clock = StepAxis.of([{"step": step, "tokens": 64 * (step + 1), "step_seconds": 36.0} for step in (0, 10, 20)])
     for step in (0, 1, 5, 11, 16, 21):
         assert clock.at(step) == pytest.approx((64 * step, step / 100))
-    assert Clock.of([]).at(5) == (0.0, 0.0)
+    assert StepAxis.of([]).at(5) == (0.0, 0.0)
 
 
 def test_a_thinned_curve_keeps_its_spikes():

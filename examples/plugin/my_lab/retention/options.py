@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import LayerKind, Use
+from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class RetentionOptions(Section):
     norm_epsilon: float = key(1e-5, "Added to the mean square of each head's output before the root.", gt=0)
 
 
-def heads_fill_hidden_size(at: Use[RetentionOptions]) -> Iterator[Problem]:
+def heads_fill_hidden_size(at: KindUse[RetentionOptions]) -> Iterator[Problem]:
     own = at.options
     if own.heads is None:
         yield at.problem(
@@ -50,7 +50,7 @@ def heads_fill_hidden_size(at: Use[RetentionOptions]) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(at: Use[RetentionOptions]) -> Iterator[Problem]:
+def heads_divide_over_tensor_ranks(at: KindUse[RetentionOptions]) -> Iterator[Problem]:
     heads, ranks = at.options.heads, at.config.parallel.tensor
     if heads and heads % ranks:
         yield at.problem(

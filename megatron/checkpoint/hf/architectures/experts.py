@@ -14,7 +14,7 @@ from megatron.kinds.moe import hf as moe
 from ..architecture import Architecture, Field
 from ..layer_types import ByLayer
 from ..layers import Layers, runs_of, uniform
-from ..parts import Rotary, Window
+from ..parts import RotaryPart, WindowPart
 from .common import (
     EMBEDDING,
     FINAL_NORM,
@@ -50,7 +50,7 @@ MIXTRAL = Architecture(
     fields=(*experts("intermediate_size", "num_local_experts"), HEAD_DIM),
     fixed={**MOE_FIXED, "attention.qkv_bias": False, "attention.output_bias": False, "moe.router.normalize": True},
     required={"router_jitter_noise": 0.0},
-    parts=(Rotary(), Window()),
+    parts=(RotaryPart(), WindowPart()),
 )
 
 _MLP_MOE = (_router(f"{THEIRS}.mlp"), *moe.experts(f"{THEIRS}.mlp.experts"))
@@ -62,7 +62,7 @@ OLMOE = Architecture(
     fields=(*experts("intermediate_size", "num_experts"), _NORMALIZE, QKV_BIAS, OUTPUT_BIAS),
     fixed={**MOE_FIXED, "attention.qk_norm": "full"},
     required={"clip_qkv": None},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 # -- GPT-OSS: sinks, windows in some layers, experts with biases -------------------------------------------------------
@@ -92,7 +92,7 @@ GPT_OSS = Architecture(
         "moe.router.normalize": True,
     },
     required={"hidden_act": "silu", "swiglu_alpha": 1.702},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
     newer=lambda model: "" if model.moe.limit == 7.0 else "version 4 cuts gate and up of experts at 7",
 )
 
@@ -139,7 +139,7 @@ QWEN2_MOE = Architecture(
         "attention.output_bias": False,
     },
     required={"use_sliding_window": False},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 
@@ -156,6 +156,6 @@ QWEN3_MOE = Architecture(
     fields=(*_QWEN, Field("attention.head_dim", "head_dim", optional=True), QKV_BIAS, OUTPUT_BIAS),
     fixed={**_QWEN_FIXED, "attention.qk_norm": "head"},
     required={"use_sliding_window": False},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
     older=_older_qwen3,
 )

@@ -15,7 +15,7 @@ from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
 from ..layers import uniform
-from ..parts import Found, Functions, Rotary
+from ..parts import Found, Functions, RotaryPart
 from .common import EMBEDDING, HEAD, LLAMA_ATTENTION, LLAMA_FIXED, LLAMA_SIZES, OUTPUT_BIAS, QKV_BIAS, THEIRS, norms
 from .mamba import heads, newer_limits, read_steps, write_steps
 
@@ -93,6 +93,6 @@ FALCON_H1 = Architecture(
     ),
     fixed=LLAMA_FIXED,
     required={"hidden_act": "silu"},
-    parts=(Rotary(), Functions(_read, _write)),
+    parts=(RotaryPart(), Functions(_read, _write)),
     newer=newer_limits,
 )

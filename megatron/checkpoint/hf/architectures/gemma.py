@@ -11,7 +11,7 @@ from megatron.kinds.common.links import Link
 
 from ..architecture import Architecture, Field, Power
 from ..layer_types import ByLayer, near_rotary
-from ..parts import Rotary
+from ..parts import RotaryPart
 from .common import (
     EMBEDDING,
     FINAL_NORM,
@@ -60,7 +60,7 @@ GEMMA2 = Architecture(
     fields=(*_FIELDS, Field("attention.softcap", "attn_logit_softcapping")),
     fixed=_FIXED,
     required={"use_bidirectional_attention": None},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 

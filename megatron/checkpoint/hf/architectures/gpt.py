@@ -12,7 +12,7 @@ from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
 from ..layers import uniform
-from ..parts import Functions, Rotary
+from ..parts import Functions, RotaryPart
 from .common import HEAD, OUTPUT_BIAS, QKV_BIAS, SIZES, activation
 
 _OURS, _NEOX, _GPT2 = "layers.{n}", "gpt_neox.layers.{n}", "transformer.h.{n}"
@@ -60,7 +60,7 @@ GPT_NEOX = Architecture(
         "mlp.bias": True,
         "embedding.position": "none",
     },
-    parts=(Rotary(partial=True),),
+    parts=(RotaryPart(partial=True),),
     aliases={"lm_head.weight": "embed_out.weight"},
     prefix="gpt_neox.",
     buffers=(r".*rotary_emb\.inv_freq", r".*\.attention\.(bias|masked_bias)"),

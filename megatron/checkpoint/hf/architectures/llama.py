@@ -10,7 +10,7 @@ from megatron.kinds.mlp import hf as mlp
 from ..architecture import Architecture, Field, Power
 from ..layer_types import ByLayer, near_rotary, windowed
 from ..layers import uniform
-from ..parts import Rotary, Window
+from ..parts import RotaryPart, WindowPart
 from .common import (
     EMBEDDING,
     FINAL_NORM,
@@ -39,7 +39,7 @@ LLAMA = Architecture(
     uniform(_BLOCK),
     fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
     fixed=LLAMA_FIXED,
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 MISTRAL = Architecture(
@@ -49,7 +49,7 @@ MISTRAL = Architecture(
     uniform(_BLOCK),
     fields=(*LLAMA_SIZES, HEAD_DIM),
     fixed={**LLAMA_FIXED, **NO_BIAS},
-    parts=(Rotary(), Window()),
+    parts=(RotaryPart(), WindowPart()),
 )
 
 QWEN2 = Architecture(
@@ -59,7 +59,7 @@ QWEN2 = Architecture(
     windowed(_BLOCK),
     fields=LLAMA_SIZES,
     fixed={**LLAMA_FIXED, "attention.qkv_bias": True, "attention.output_bias": False, "mlp.bias": False},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 QWEN3 = Architecture(
@@ -69,7 +69,7 @@ QWEN3 = Architecture(
     windowed(_BLOCK),
     fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS, OUTPUT_BIAS),
     fixed={**LLAMA_FIXED, "attention.qk_norm": "head", "mlp.bias": False},
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 SMOLLM3 = Architecture(
@@ -79,7 +79,7 @@ SMOLLM3 = Architecture(
     ByLayer({_BLOCK: ""}, unturned=True),
     fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS, Field("mlp.bias", "mlp_bias")),
     fixed=LLAMA_FIXED,
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 GRANITE = Architecture(
@@ -98,7 +98,7 @@ GRANITE = Architecture(
         Power("head.multiplier", "logits_scaling"),
     ),
     fixed=LLAMA_FIXED,
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 # -- OLMo --------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ OLMO2 = Architecture(
     uniform(_BLOCK),
     fields=(*LLAMA_SIZES, QKV_BIAS, OUTPUT_BIAS),
     fixed=_OLMO_FIXED,
-    parts=(Rotary(),),
+    parts=(RotaryPart(),),
 )
 
 
@@ -152,7 +152,7 @@ PHI3 = Architecture(
     uniform(_BLOCK),
     fields=LLAMA_SIZES,
     fixed={**LLAMA_FIXED, **NO_BIAS},
-    parts=(Rotary(partial=True), Window()),
+    parts=(RotaryPart(partial=True), WindowPart()),
     newer=_newer_phi3,
 )
 
@@ -171,5 +171,5 @@ GLM4 = Architecture(
     uniform(_BLOCK),
     fields=(*LLAMA_SIZES, HEAD_DIM, QKV_BIAS),
     fixed={**LLAMA_FIXED, "residual.norm": "both", "attention.output_bias": False, "mlp.bias": False},
-    parts=(Rotary(partial=True),),
+    parts=(RotaryPart(partial=True),),
 )

@@ -17,7 +17,7 @@ from megatron.kinds.mlp import hf as mlp
 
 from ..architecture import Architecture, Field
 from ..layers import Layers, uniform
-from ..parts import Found, Functions, Rotary, unlimited
+from ..parts import Found, Functions, RotaryPart, unlimited
 from .common import (
     BARE,
     EMBEDDING,
@@ -166,6 +166,6 @@ BAMBA = Architecture(
     ),
     fixed=LLAMA_FIXED,
     required={"hidden_act": "silu"},
-    parts=(Rotary(partial=True),),
+    parts=(RotaryPart(partial=True),),
     newer=_newer_bamba,
 )

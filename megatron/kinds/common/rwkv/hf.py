@@ -29,7 +29,7 @@ class Wide:
 
 
 @dataclass(frozen=True)
-class ByHead:
+class VectorByHead:
     """Our vector is their [heads, head_dim]."""
 
     head_dim: int
@@ -41,8 +41,8 @@ class ByHead:
         return [theirs[0].flatten()]
 
 
-def by_head(kind: str) -> Callable[[ModelSection], ByHead]:
-    return lambda model: ByHead(getattr(model, kind).head_dim)
+def by_head(kind: str) -> Callable[[ModelSection], VectorByHead]:
+    return lambda model: VectorByHead(getattr(model, kind).head_dim)
 
 
 def tensor(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.config.divisors import divisors, near
-from megatron.config.kind import Use
+from megatron.config.kind import KindUse
 from megatron.config.sections.base import Section, key
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RWKVOptions(Section):
     )
 
 
-def heads_are_whole(at: Use[Any]) -> Iterator[Problem]:
+def heads_are_whole(at: KindUse[Any]) -> Iterator[Problem]:
     width, size = at.hidden_size, at.options.head_dim
     if width % size:
         yield at.problem(
@@ -38,7 +38,7 @@ def heads_are_whole(at: Use[Any]) -> Iterator[Problem]:
         )
 
 
-def heads_divide_over_tensor_ranks(at: Use[Any]) -> Iterator[Problem]:
+def heads_divide_over_tensor_ranks(at: KindUse[Any]) -> Iterator[Problem]:
     width, size, ranks = at.hidden_size, at.options.head_dim, at.config.parallel.tensor
     if width % size == 0 and width // size % ranks:
         yield at.problem(

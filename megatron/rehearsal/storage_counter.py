@@ -29,7 +29,7 @@ FORMULAS = {**flop_registry, torch.ops.aten._grouped_mm: grouped_product_flops}
 
 
 @dataclass(frozen=True)
-class Place:
+class ProgramPlace:
     """Where the program is.
 
     Attributes:
@@ -46,7 +46,7 @@ class Allocation:
     """A storage: its bytes, where it was made, and what it is for, if somebody has said so."""
 
     size: int
-    place: Place
+    place: ProgramPlace
     part: str = ""
 
 
@@ -54,11 +54,11 @@ class Allocation:
 class Moment:
     """When most bytes lived: where the program was, and which operation it ran."""
 
-    place: Place
+    place: ProgramPlace
     operation: str
 
 
-class Ledger(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counts while it is active.
 
     Args:
@@ -71,12 +71,12 @@ class Ledger(TorchDispatchMode):
         operations: how many torch was asked for (a GPU launches at least as many kernels).
     """
 
-    def __init__(self, place: Callable[[], Place]) -> None:
+    def __init__(self, place: Callable[[], ProgramPlace]) -> None:
         super().__init__()
         self.place = place
         self.live = self.peak = self.operations = 0
-        self.at = Moment(Place("start", ""), "")
-        self.flops: dict[Place, int] = {}
+        self.at = Moment(ProgramPlace("start", ""), "")
+        self.flops: dict[ProgramPlace, int] = {}
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
         self._present: list[Allocation] = []  # at the peak, and freed since
         self._later: set[int] = set()  # keys of what was made after the peak
