@@ -41,15 +41,13 @@ def plan(suite: Suite, options: argparse.Namespace) -> int:
 
 
 def launch(suite: Suite, options: argparse.Namespace) -> int:
-    from megatron.suite.queue import array_script, train, waiting
+    from megatron.suite.queue import train, waiting, write_arrays
 
     resolved = suite.resolved(check_inputs=True)
     if options.slurm:
         waiting(suite, resolved)
-        suite.folder.mkdir(parents=True, exist_ok=True)
-        script = suite.folder / "array.sh"
-        script.write_text(array_script(suite, options.sbatch), encoding="utf-8")
-        print(f"{len(suite.members)} tasks; submit them with\n  sbatch {script}")
+        lines = write_arrays(suite, options.sbatch)
+        print("\n  ".join([f"{len(suite.members)} tasks; submit them with", *lines]))
         return 0
     members = waiting(suite, resolved)
     if options.index is not None:
@@ -63,14 +61,16 @@ def launch(suite: Suite, options: argparse.Namespace) -> int:
 
 
 def status(suite: Suite, options: argparse.Namespace) -> int:
-    from megatron.suite.tables import status_lines
+    from megatron.suite.tables import last_step, state_word, status_lines
 
-    states = _states(suite)
+    states, ends = _states(suite), {name: last_step(each) for name, each in suite.resolved().items()}
     if options.json:
-        found = {name: {"state": each.word, "step": each.step, "loss": each.loss} for name, each in states.items()}
+        found = {
+            name: {"state": state_word(each, ends[name]), "step": each.step, "loss": each.loss}
+            for name, each in states.items()
+        }
         print(json.dumps(found, indent=2))
         return 0
-    ends = {name: each.config.training.steps for name, each in suite.resolved().items()}
     print("\n".join(status_lines(states, ends)))
     return 0
 
@@ -107,7 +107,7 @@ def manifest(suite: Suite, options: argparse.Namespace) -> int:
         state, entry = states[member.name], document["members"][member.name]
         entry |= {"configuration": config_hash(resolved[member.name].config), "loss": state.loss}
         entry |= {"validation": dict(state.validation), "tasks": dict(state.tasks)}
-        entry["batches"] = [state.batches.get(step) for step in range(state.step)]
+        entry["batches"] = [state.batches.get(step) for step in range(member.first, state.step)]
         folder = Path(resolved[member.name].config.checkpoint.dir)
         entry["checkpoints"] = sorted(path.name for path in folder.glob("step_*")) if folder.is_dir() else []
     same = agreements(suite, resolved, states)

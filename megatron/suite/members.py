@@ -12,14 +12,18 @@ from typing import Any
 
 from megatron.config.catalog import dotted
 from megatron.config.origins import Origin
-from megatron.config.problems import ConfigError, Problem
+from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import Resolved, load
 from megatron.config.tree import get, leaves
 from megatron.config.yaml_source import parse
 from megatron.installation import configuration_file
 
+from .forks import Fork, read_forks, resolved_fork, unsaved
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_KEYS = {"name", "dir", "ranks", "files", "set", "axes"}
+_KEYS = {"name", "dir", "ranks", "files", "set", "axes", "forks"}
+FORK = "fork"  # the axis of branches, in tables
+TRUNK = "-"  # a run from the start there
 MOST = 10_000  # members of a suite
 
 
@@ -28,11 +32,14 @@ class Member:
     """One run of a suite.
 
     Attributes:
-        name: the names of its values, joined by dashes; also the name of its folder.
+        name: the names of its values, joined by dashes, of a branch with the step where it begins; also the name of its
+            folder.
         values: axis -> name of the value.
         folder: the run's directory.
         files: its configuration files, later ones winning.
         overrides: `key=value` words after them.
+        fork: what branch it is; None for a run from the start.
+        trunk: the run that it is a branch of.
     """
 
     name: str
@@ -40,11 +47,26 @@ class Member:
     folder: Path
     files: tuple[str, ...]
     overrides: tuple[str, ...]
+    fork: Fork | None = None
+    trunk: Member | None = None
 
     @property
     def words(self) -> list[str]:
         """What stands after train.py on the command line that starts it."""
         return [*self.files, *self.overrides]
+
+    @property
+    def first(self) -> int:
+        """The step that it begins with."""
+        return 0 if self.fork is None else self.fork.at
+
+    def branch(self, fork: Fork) -> Member:
+        """A branch of this run; its file is made when the run has the checkpoint."""
+        from megatron.training.fork import FILE
+
+        name = f"{self.name}-from-{fork.at}"
+        folder = self.folder.with_name(name)
+        return Member(name, {**self.values, FORK: str(fork)}, folder, (str(folder / FILE),), (), fork, self)
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,7 @@ class Suite:
         folder: where the runs are, one folder each.
         ranks: processes of each run; None for what the launcher finds.
         axes: axis -> names of its values.
+        members: runs from the start first, then their branches.
     """
 
     path: Path
@@ -73,18 +96,38 @@ class Suite:
         """
         found: dict[str, Resolved] = {}
         problems: dict[str, Problem] = {}
+        forks = [member.fork for member in self.members if member.fork and member.trunk is self.members[0]]
         for member in self.members:
             try:
-                found[member.name] = load(
-                    list(member.files), list(member.overrides), ranks=self.ranks or 1, check_inputs=check_inputs
-                )
+                resolved = self._one(member, found, check_inputs)
+                if resolved is not None:
+                    found[member.name] = resolved
+                    if member.fork is None:
+                        problems |= {str(each): each for each in unsaved(forks, resolved.config, str(self.path))}
             except ConfigError as error:
                 for problem in error.problems:
                     if problem.fatal:
                         problems.setdefault(str(problem), problem)
+            except UserError as error:
+                rule, fix = (
+                    f"must begin at a constant learning rate: {error}",
+                    "choose other steps, or another schedule",
+                )
+                problem = Problem("forks", rule, fix, where=str(self.path))
+                problems.setdefault(str(problem), problem)
         if problems:
             raise ConfigError(problems.values())
         return found
+
+    def _one(self, member: Member, found: Mapping[str, Resolved], check_inputs: bool) -> Resolved | None:
+        """A member's configuration; None for a branch of a run that has none."""
+        ranks = self.ranks or 1
+        if member.fork is None or member.trunk is None:
+            return load(list(member.files), list(member.overrides), ranks=ranks, check_inputs=check_inputs)
+        trunk = found.get(member.trunk.name)
+        if trunk is None:
+            return None
+        return resolved_fork(member.fork, member.folder, trunk, ranks=ranks, check_inputs=check_inputs)
 
 
 def read_suite(path: Path) -> Suite:
@@ -130,15 +173,28 @@ class _Reader:
             self.problem(("dir",), "must be the path of a folder", "give a path, or leave it out")
         base = self._change(("files",), ("set",), self.values)
         axes = self._axes()
+        forks = read_forks(self.values["forks"], self._keys, self.problem) if "forks" in self.values else []
+        if forks and FORK in axes:
+            self.problem(("axes", FORK), f"must not be called {FORK}, as branches are", "choose another name")
         if self.problems:
             return None
-        members = tuple(self._members(Path(folder), base, axes))
+        members = tuple(self._members(Path(folder), base, axes, bool(forks)))
+        members += tuple(member.branch(fork) for member in members for fork in forks)
+        self._refuse_equal_names(members)
         if not all(member.files for member in members):
             rule = "must name at least one configuration file for every run, which train.py needs"
             self.problem(("files",), rule, "files: [quickstart]")
             return None
         names = {axis: tuple(values) for axis, values in axes.items()}
+        if forks:
+            names[FORK] = (TRUNK, *map(str, forks))
         return Suite(self.path, name, Path(folder), ranks, names, members)
+
+    def _refuse_equal_names(self, members: tuple[Member, ...]) -> None:
+        """Such as a-b of the values a-b, and of a and b."""
+        names = [member.name for member in members]
+        for name in {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ():
+            self.problem(("axes",), f"must give every run a name of its own, and {name} is two", "rename a value")
 
     def _name(self, at: tuple[str, ...], name: Any) -> str:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -199,7 +255,7 @@ class _Reader:
         return found
 
     @staticmethod
-    def _members(folder: Path, base: _Change, axes: dict[str, dict[str, _Change]]) -> Iterator[Member]:
+    def _members(folder: Path, base: _Change, axes: dict[str, dict[str, _Change]], forked: bool) -> Iterator[Member]:
         for chosen in itertools.product(*(values.items() for values in axes.values())):
             name = "-".join(value for value, _ in chosen)
             files = [*base.files, *(file for _, change in chosen for file in change.files)]
@@ -208,7 +264,7 @@ class _Reader:
                 keys.update(change.keys)
             keys |= {"run.name": f"{folder.name}-{name}", "run.dir": str(folder / name)}
             overrides = tuple(f"{key}={json.dumps(value)}" for key, value in keys.items())
-            values = {axis: value for axis, (value, _) in zip(axes, chosen)}
+            values = {axis: value for axis, (value, _) in zip(axes, chosen)} | ({FORK: TRUNK} if forked else {})
             yield Member(name, values, folder / name, tuple(files), overrides)
 
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.difference import Described, described, differences
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
 from megatron.installation import root
 
+from .forks import make
 from .members import Member, Suite
 from .state import state_of
 
@@ -31,19 +33,20 @@ def waiting(suite: Suite, resolved: dict[str, Resolved]) -> list[Member]:
     found = []
     for member in suite.members:
         config = resolved[member.name].config
-        if (member.folder / "config.yml").is_file():
-            _refuse_another(member, resolved[member.name])
+        made = [member.folder / "config.yml", *(Path(file) for file in member.files if member.fork)]
+        if there := next((file for file in made if file.is_file()), None):
+            _refuse_another(member, there, resolved[member.name])
         state, end = state_of(member), config.training.stop_at_step or config.training.steps
         if state.word not in ("finished", "stopped") or state.step < end:
             found.append(member)
     return found
 
 
-def _refuse_another(member: Member, resolved: Resolved) -> None:
+def _refuse_another(member: Member, made: Path, resolved: Resolved) -> None:
     now = Described(resolved.config, {key: str(origin) for key, origin in resolved.origins.items()})
     changed = [
         each.key
-        for each in differences(described(str(member.folder)), now)
+        for each in differences(described(made, ranks=resolved.ranks), now)
         if not each.key.startswith(HARMLESS) and each.key.partition(".")[0] not in ("parallel", "zero")
     ]
     if changed:
@@ -62,6 +65,8 @@ def command(member: Member, suite: Suite) -> list[str]:
 def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], None]) -> list[str]:
     """Train members, `jobs` at a time; what one prints goes to <folder>.out. Ctrl-C reaches all, and each saves.
 
+    A branch begins once its trunk has the checkpoint, and is given up where the trunk ended without it.
+
     Returns:
         The names of those that failed, or were not begun because of Ctrl-C.
     """
@@ -69,10 +74,16 @@ def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], 
     suite.folder.mkdir(parents=True, exist_ok=True)
     try:
         while queue or running:
-            while queue and len(running) < jobs:
-                member = queue.pop(0)
-                tell(f"{member.name}: begins")
-                running[member.name] = (member, _start(member, suite))
+            for member in list(queue):
+                if len(running) == jobs:
+                    break
+                if (ready := _ready(member, {*running, *(each.name for each in queue)}, tell)) is not None:
+                    queue.remove(member)
+                    if ready:
+                        tell(f"{member.name}: begins")
+                        running[member.name] = (member, _start(member, suite))
+                    else:
+                        failed.append(member.name)
             time.sleep(TICK)
             for name, (member, process) in list(running.items()):
                 if (status := process.poll()) is None:
@@ -90,6 +101,22 @@ def train(suite: Suite, members: list[Member], jobs: int, tell: Callable[[str], 
     return failed
 
 
+def _ready(member: Member, coming: set[str], tell: Callable[[str], None]) -> bool | None:
+    """Whether a member can begin; None for a branch whose trunk may still save the checkpoint."""
+    if member.fork is None or member.trunk is None:
+        return True
+    try:
+        if make(member.fork, member.trunk.folder, member.folder):
+            return True
+    except (CheckpointError, OSError, UserError) as error:
+        tell(f"{member.name}: cannot begin: {error}")
+        return False
+    if member.trunk.name in coming:
+        return None
+    tell(f"{member.name}: cannot begin: {member.trunk.folder} has no checkpoint of step {member.fork.at}")
+    return False
+
+
 def _output(member: Member) -> Path:
     return member.folder.with_name(f"{member.folder.name}.out")
 
@@ -102,16 +129,28 @@ def _start(member: Member, suite: Suite) -> subprocess.Popen:
         )
 
 
-def array_script(suite: Suite, options: list[str]) -> str:
-    """A batch script for sbatch: a task per member, each with the resources that `options` ask for."""
+def array_script(suite: Suite, options: list[str], first: int, last: int) -> str:
+    """A batch script for sbatch: a task for each member from `first` to `last`, with the resources of `options`."""
     tool = [sys.executable, str(root() / "tools" / "suite.py"), str(suite.path.absolute()), "launch", "--index"]
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={suite.name}",
-        f"#SBATCH --array=0-{len(suite.members) - 1}",
+        f"#SBATCH --array={first}-{last}",
         f"#SBATCH --output={suite.folder.absolute()}/slurm-%A_%a.out",
         *(f"#SBATCH {option}" for option in options),
         f"cd {shlex.quote(str(Path.cwd()))}",
         f'exec {shlex.join(tool)} "$SLURM_ARRAY_TASK_ID"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def write_arrays(suite: Suite, options: list[str]) -> list[str]:
+    """Write array.sh, and branches.sh for what can begin after it; returns the lines that submit them."""
+    suite.folder.mkdir(parents=True, exist_ok=True)
+    trunks, last = sum(member.fork is None for member in suite.members), len(suite.members) - 1
+    script, branches = suite.folder / "array.sh", suite.folder / "branches.sh"
+    script.write_text(array_script(suite, options, 0, trunks - 1), encoding="utf-8")
+    if last < trunks:
+        return [f"sbatch {script}"]
+    branches.write_text(array_script(suite, options, trunks, last), encoding="utf-8")
+    return [f"job=$(sbatch --parsable {script})", f"sbatch --dependency=afterany:$job {branches}"]

@@ -16,8 +16,13 @@ from .state import Agreement, State, agreement, data_group
 SEED = "seed"  # the axis over which results are averaged
 
 
-def size_of(resolved: Resolved) -> tuple[int, int]:
-    """(parameters, FLOPs of all updates forward and backward) of a member's run, counted by its layers.
+def last_step(resolved: Resolved) -> int:
+    """The updates after which a run is finished."""
+    return resolved.config.training.stop_at_step or resolved.config.training.steps
+
+
+def size_of(resolved: Resolved, first: int) -> tuple[int, int]:
+    """(parameters, FLOPs of the updates from `first` on, forward and backward) of a run, counted by its layers.
 
     Raises:
         UserError: its vocabulary is not known yet.
@@ -27,7 +32,8 @@ def size_of(resolved: Resolved) -> tuple[int, int]:
     if resolved.config.model.vocab_size is None:
         raise UserError("sizes need the vocabulary's: give model.vocab_size, or a local tokenizer in tokenizer.path")
     total = totals(resolved.config)
-    return total.parameters, training_operations(resolved.config, resolved.config.training.steps)
+    flops = [training_operations(resolved.config, step) for step in (first, last_step(resolved))]
+    return total.parameters, flops[1] - flops[0]
 
 
 def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mapping[str, State]) -> dict[str, Any]:
@@ -36,16 +42,19 @@ def plan_document(suite: Suite, resolved: Mapping[str, Resolved], states: Mappin
     for member in suite.members:
         config = resolved[member.name].config
         training = config.training
-        parameters, flops = size_of(resolved[member.name])
-        tokens = training.steps * training.global_batch_size * training.sequence_length
+        parameters, flops = size_of(resolved[member.name], member.first)
+        steps = last_step(resolved[member.name]) - member.first
+        tokens = steps * training.global_batch_size * training.sequence_length
         members[member.name] = {
             "values": dict(member.values),
+            "trunk": member.trunk.name if member.trunk else None,
             "parameters": parameters,
-            "steps": training.steps,
+            "first_step": member.first,
+            "steps": steps,
             "tokens": tokens,
             "flops": flops,
             "data": data_group(config),
-            "state": states[member.name].word,
+            "state": state_word(states[member.name], last_step(resolved[member.name])),
             "step": states[member.name].step,
             "command": ["./deepy.py", *ranks, "train.py", *member.words],
         }
@@ -75,13 +84,18 @@ def plan_lines(document: Mapping[str, Any]) -> list[str]:
     return [*aligned(rows), "", closing]
 
 
+def state_word(state: State, end: int) -> str:
+    """A run that was to stop at a step, as branches are, is finished there."""
+    return "finished" if state.word == "stopped" and state.step >= end else state.word
+
+
 def status_lines(states: Mapping[str, State], ends: Mapping[str, int]) -> list[str]:
     """How far every member is."""
-    rows = [["member", "state", "step", "of", "loss"]]
+    rows, words = [["member", "state", "step", "of", "loss"]], list[str]()
     for name, state in states.items():
         loss = "" if state.loss is None else f"{state.loss:.4f}"
-        rows.append([name, state.word, f"{state.step:,}", f"{ends[name]:,}", loss])
-    words = [state.word for state in states.values()]
+        words.append(state_word(state, ends[name]))
+        rows.append([name, words[-1], f"{state.step:,}", f"{ends[name]:,}", loss])
     counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
     return [*aligned(rows), "", counts]
 

@@ -20,9 +20,10 @@ from megatron.checkpoint.names import step_of
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.store import Store
 from megatron.config import Config
-from megatron.config.catalog import dotted
+from megatron.config.catalog import dotted, parse_path
 from megatron.config.difference import Described, described
 from megatron.config.frozen import thaw
+from megatron.config.layers import Source, merge
 from megatron.config.problems import UserError
 from megatron.config.tree import drop, get, leaves, put
 from megatron.report.ledger import Ledger
@@ -33,7 +34,7 @@ FILE = "fork.yml"
 OF_THE_TRUNK = ("run", "checkpoint.dir", "checkpoint.resume", "training.stop_at_step", "data.cache")
 
 
-def fork(trunk: Path, at: int, steps: int, folder: Path) -> Path:
+def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
     """Make a branch of a run that decays the learning rate to its floor.
 
     Args:
@@ -41,6 +42,7 @@ def fork(trunk: Path, at: int, steps: int, folder: Path) -> Path:
         at: the step of the checkpoint where the branch begins.
         steps: the length of the branch, all of it decay.
         folder: of the branch; must not exist.
+        changes: dotted keys that have other values in the branch.
 
     Returns:
         The file to start the branch with.
@@ -56,7 +58,7 @@ def fork(trunk: Path, at: int, steps: int, folder: Path) -> Path:
         raise UserError(f"{folder} exists already: choose another --output, or remove it")
     source = described(str(trunk))
     checkpoint = _checkpoint(Path(source.config.checkpoint.dir), at)
-    values = branch_values(source, at, steps, folder)
+    values = branch_values(source, at, steps, folder, changes)
     open_checkpoint(checkpoint, verify="checksums")
     making = folder.with_name(f"{folder.name}.making")
     if making.exists():
@@ -66,14 +68,17 @@ def fork(trunk: Path, at: int, steps: int, folder: Path) -> Path:
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     head = f"# A branch of {trunk} from its step {at}: the learning rate decays over {steps} steps.\n"
     (making / FILE).write_text(head + text, encoding="utf-8")
+    facts = _facts(trunk, folder, checkpoint, steps)
+    Ledger(making / "ledger.jsonl").write("forked", step=at, **facts["forked"])
     move(making, folder)
-    for run, event in ((trunk, "fork"), (folder, "forked")):
-        Ledger(run / "ledger.jsonl").write(event, step=at, **_facts(trunk, folder, checkpoint, steps)[event])
+    Ledger(trunk / "ledger.jsonl").write("fork", step=at, **facts["fork"])
     return folder / FILE
 
 
-def branch_values(trunk: Described, at: int, steps: int, folder: Path) -> dict[str, Any]:
-    """What the branch's file says: the values that the trunk was given, and the branch's own.
+def branch_values(
+    trunk: Described, at: int, steps: int, folder: Path, changes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the branch's file says: the values that the trunk was given, those of `changes`, and the branch's own.
 
     Raises:
         UserError: the trunk's learning rate is not constant from `at` on.
@@ -98,7 +103,10 @@ def branch_values(trunk: Described, at: int, steps: int, folder: Path) -> dict[s
         length = (config.schedule.steps or 0) - config.schedule.start
         drop(values, ("schedule", "warmup_fraction"))
         put(values, ("schedule", "warmup_steps"), round(config.schedule.warmup_fraction * length))
-    return values
+    changed: dict[str, Any] = {}
+    for key, value in (changes or {}).items():
+        put(changed, parse_path(key), value)
+    return merge([Source(values), Source(changed)])[0].values if changed else values
 
 
 def given(run: Described) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def given(run: Described) -> dict[str, Any]:
     everything = thaw(run.config.model_dump())
     values: dict[str, Any] = {}
     for path, value in leaves(everything):
-        if run.origins.get(dotted(path), "default").startswith(("default", "derived")):
+        if run.origins.get(dotted(path), "default").startswith(("default", "derived", "at start")):
             continue
         index = next((number for number, part in enumerate(path) if isinstance(part, int)), None)
         path, value = (path, value) if index is None else (path[:index], get(everything, path[:index]))

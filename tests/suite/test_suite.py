@@ -7,10 +7,10 @@ import json
 import os
 import statistics
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron.config import ConfigError, load
 from megatron.model.describe import totals
@@ -207,6 +207,10 @@ def by_a_job_of_an_array(capsys):
 def test_shipped_suites(path):
     """Each member is a configuration without a mistake, and all members of a seed read the same batches."""
     suite = read_suite(path)
+    trunks = [member for member in suite.members if member.fork is None]
+    branches = [member for member in suite.members if member.trunk is trunks[0]]
+    assert len(suite.members) == len(trunks) * (1 + len(branches))
+    suite = replace(suite, members=(*trunks, *branches))
     found = {name: resolved.config for name, resolved in suite.resolved().items()}
     seeds = {config.training.seed for config in found.values()}
     assert len({data_group(config) for config in found.values()}) == len(seeds)
@@ -216,8 +220,9 @@ def test_shipped_suites(path):
             assert config.model == published.model and config.checkpoint.log_spaced and config.checkpoint.every == 1000
     if path.stem == "gemstones":
         for name, config in found.items():
-            assert totals(config).parameters == parameters_of_a_gemstone(*map(int, name.split("x")))
-    assert len(found) == {"pythia": 8, "ladder": 12, "gemstones": 22}[path.stem] and yaml.safe_load(path.read_text())
+            assert totals(config).parameters == parameters_of_a_gemstone(*map(int, name.split("-")[0].split("x")))
+    counts = {"pythia": (8, 0), "ladder": (12, 2), "gemstones": (22, 9)}
+    assert (len(trunks), len(branches)) == counts[path.stem]
 
 
 def parameters_of_a_gemstone(width: int, depth: int) -> int:

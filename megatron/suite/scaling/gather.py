@@ -38,6 +38,8 @@ def points_of(
     rows: list[tuple[str, float, float, float, float]] = []
     sets: set[str] = set()
     for member in suite.members:
+        if member.fork is not None:  # found beside its trunk, as those that were made by hand
+            continue
         own = resolved[member.name].config
         parameters = _size(own, embeddings)
         for run, config in _runs(member, own, kind):

@@ -1,0 +1,151 @@
+"""Branches of a suite's runs: where they begin, how long they decay, and what they change beside that.
+
+A branch is what `tools/fork.py` makes of a run's checkpoint. In a suite it is a run like the others, which can begin
+once its trunk has saved that checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.difference import Described
+from megatron.config.layers import Source
+from megatron.config.origins import Origin
+from megatron.config.problems import Problem, UserError
+from megatron.config.resolution import Resolved, combine
+from megatron.config.schema import Config
+
+KEYS = {"at", "steps", "set"}
+# What a branch sets itself.
+OWN = ("run", "training.steps", "training.stop_at_step", "checkpoint.dir", "checkpoint.resume")
+OWN_SCHEDULE = ("schedule.type", "schedule.steps", "schedule.decay_steps")
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A branch of every run.
+
+    Attributes:
+        at: the step of the checkpoint where it begins.
+        steps: its length, all of it decay.
+        changes: dotted keys that have other values than in the trunk.
+    """
+
+    at: int
+    steps: int
+    changes: Mapping[str, Any]
+
+    @property
+    def end(self) -> int:
+        return self.at + self.steps
+
+    def __str__(self) -> str:
+        return f"{self.at}+{self.steps}"
+
+
+Tell = Callable[[tuple[str | int, ...], str, str], None]
+
+
+def read_forks(
+    given: Any, keys: Callable[[tuple[str, ...], dict[str, Any]], Mapping[str, Any]], tell: Tell
+) -> list[Fork]:
+    """The branches that `forks:` of a suite's file describes; `tell` takes each mistake (place, rule, fix)."""
+    entries = [given] if isinstance(given, dict) else given
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        tell(
+            ("forks",), "must be a mapping with `at` and `steps`, or a list of them", "forks: {at: [1000], steps: 100}"
+        )
+        return []
+    found: dict[int, Fork] = {}
+    for entry in entries:
+        for key in entry.keys() - KEYS:
+            tell(("forks", key), "must be one of " + ", ".join(sorted(KEYS)), "correct or remove the key")
+        steps, places = entry.get("steps"), entry.get("at")
+        places = places if isinstance(places, list) else [places]
+        if not places or not all(_whole(each) for each in places):
+            tell(("forks", "at"), "must be a step, or a list of steps, from 1 on", "at: [1000, 2000]")
+            continue
+        if not (_whole(steps) or isinstance(steps, float) and 0 < steps < 1):
+            rule = "must be a number of steps, at least 1, or a share below 1 of the steps before the branch"
+            tell(("forks", "steps"), rule, "steps: 100, or steps: 0.1")
+            continue
+        changes = entry.get("set", {})
+        if not isinstance(changes, dict):
+            tell(("forks", "set"), "must be a mapping of keys", "set: {data.train: data/fine}")
+            continue
+        changes = keys(("forks", "set"), changes)
+        for key in changes:
+            if any(key == own or key.startswith(f"{own}.") for own in (*OWN, *OWN_SCHEDULE)):
+                tell(("forks", "set"), f"must not set {key}, which is the branch's own", "leave it out")
+        for at in places:
+            if at in found:
+                tell(("forks", "at"), f"must name each step once, and {at} comes again", "leave one out")
+            found[at] = Fork(at, max(round(steps * at), 1) if isinstance(steps, float) else steps, changes)
+    return list(found.values())
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, check_inputs: bool) -> Resolved:
+    """The configuration of a branch, from that of its trunk: what `fork` will write into its folder.
+
+    Raises:
+        ConfigError: the changes make mistakes.
+        UserError: the trunk's learning rate is not constant there.
+    """
+    from megatron.training.fork import FILE, branch_values
+
+    source = Described(trunk.config, {key: str(origin) for key, origin in trunk.origins.items()})
+    values = branch_values(source, fork.at, fork.steps, folder, fork.changes)
+    origin = Origin("file", file=str(folder / FILE))
+    return combine([Source(values, fallback=origin)], ranks=ranks, check_inputs=check_inputs, name=folder.name)
+
+
+def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Problem]:
+    """Branches whose checkpoint a run with this configuration does not make, or does not keep."""
+    from megatron.checkpoint.policy import SavePolicy
+
+    section, last = config.checkpoint, config.training.stop_at_step or config.training.steps
+    policy = SavePolicy.of(section)
+    late = [each.at for each in forks if each.at > last]
+    if late:
+        rule = f"must begin by the last step of the run, {last}, and {', '.join(map(str, late))} is later"
+        yield Problem("forks", rule, "leave it out, or train for longer", where=where)
+    lost = [each.at for each in forks if each.at <= last and policy.due(each.at, last_step=last) is None]
+    if lost:
+        rule = f"must begin where every run saves a checkpoint, and none is saved at {', '.join(map(str, lost))}"
+        yield Problem("forks", rule, f"set: {{checkpoint.steps: {lost}}}", where=where)
+    gone = [each.at for each in forks if section.keep_last is not None and each.at % (section.keep_every or last + 1)]
+    if gone:
+        rule = f"must begin at checkpoints that are kept, and checkpoint.keep_last deletes {', '.join(map(str, gone))}"
+        fix = "leave checkpoint.keep_last out, or set checkpoint.keep_every to a step that divides them"
+        yield Problem("forks", rule, fix, where=where)
+
+
+def make(fork: Fork, trunk: Path, folder: Path) -> bool:
+    """Make the branch's folder if its trunk has the checkpoint; returns whether the branch can be trained.
+
+    Raises:
+        CheckpointError, OSError, UserError: the checkpoint or the trunk's files cannot be read.
+    """
+    from megatron.checkpoint.names import step_of
+    from megatron.checkpoint.store import Store
+    from megatron.config.difference import described
+    from megatron.training import fork as branches
+
+    if (folder / branches.FILE).is_file():
+        return True
+    if not (trunk / "config.yml").is_file():
+        return False
+    checkpoints = Path(described(str(trunk)).config.checkpoint.dir)
+    if fork.at not in {step_of(path) for path in Store(checkpoints).paths()}:
+        return False
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is no branch of {trunk}: move it away")
+    branches.fork(trunk, fork.at, fork.steps, folder, fork.changes)
+    return True
