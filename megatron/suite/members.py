@@ -245,6 +245,8 @@ class _Reader:
         found = str(beside) if beside.is_file() else configuration_file(word)
         if found is None:
             self.problem(at, f"must be files that exist, and {word!r} does not", "correct the path or the name")
+        elif Path(found).is_file() and self.path.samefile(found):
+            self.problem(at, f"must be configurations, and {word!r} is this suite", "rename one of the two files")
         return found or word
 
     def _keys(self, at: tuple[str, ...], keys: dict[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,7 @@ axes:
         ("axes: {seed: {'../x': {}}}", ["must be a name of letters"]),
         ("axes: {seed: {s1: {run.dir: x}}}", ["must not set run.dir"]),
         ("axes: {seed: {s1: {files: [nothing.yml]}}}", ["'nothing.yml' does not"]),
+        ("files: [small]\naxes: {seed: {s1: {}}}", ["'small' is this suite"]),
         ("axes: {seed: {s1: {}}}\ndir: [3]", ["must be the path of a folder"]),
         ("axes: {a: {x: {}, x: {}}}", ["small.yml:1"]),
         ("axes: {a: {x: {}}}", ["must name at least one configuration file"]),
