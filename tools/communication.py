@@ -78,7 +78,7 @@ def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[
             found = predict(config, ranks, each)
         except ValueError as error:
             raise UserError(str(error)) from error
-        total += found.step + report_traffic(found.layout, each)
+        total += found.step + report_traffic(config, found.layout, each)
     return {"ranks": list(chosen)}, total
 
 

@@ -255,7 +255,7 @@ class BaseEngine:
             dist.all_reduce(weight, group=self.mesh.data.group)
         return (factor / weight).float() if float(weight) else None
 
-    def _result(self, scale: float | Tensor) -> StepResult:
+    def _result(self) -> StepResult:
         norm = self.clipping.norm if self.clipping else self.deepspeed.get_global_grad_norm()
         applied, spike = self.deepspeed.was_step_applied(), None
         overflow = not applied and self.config.precision.compute == "fp16"
@@ -264,7 +264,7 @@ class BaseEngine:
             spike = self.gate.found
         return StepResult(
             loss=self.losses.mean if self.reports else 0.0,
-            tokens=self.losses.weight / scale if self.reports else 0.0,
+            tokens=self.losses.labels if self.reports else 0.0,
             grad_norm=norm,
             skipped=overflow,
             spike=spike,
@@ -309,6 +309,7 @@ class PlainEngine(BaseEngine):
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
+        self.losses.scale = scale
         for number, micro in enumerate(self._micro_batches(batch, scale)):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
@@ -322,7 +323,7 @@ class PlainEngine(BaseEngine):
             self.beacon.at(OPTIMIZER, number + 1, batch.tokens.shape[0])
             with phase("update"):
                 self.deepspeed.step()
-        return self._result(scale)
+        return self._result()
 
     @phase(EVALUATE)
     @torch.no_grad()
@@ -379,9 +380,10 @@ class PipelinedEngine(BaseEngine):
         scale = self._scale(batch)
         if scale is None:
             return NO_LABELS
+        self.losses.scale = scale
         with looked_into(self.deepspeed, look, self.beacon):
             self.deepspeed.train_batch(self._feed(batch, scale))
-        return self._result(scale)
+        return self._result()
 
     @phase(EVALUATE)
     @torch.no_grad()

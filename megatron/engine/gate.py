@@ -2,13 +2,15 @@
 
 Under every ZeRO stage and in the pipeline DeepSpeed computes the gradient norm, clips, and then calls the `step` of the
 torch optimizer, once or (ZeRO 1 to 3) once for each of its parameter groups. The gate stands there. At the first call
-of a step all ranks add up their losses in one small collective, so that all decide by the same bits; where the update
-is left out, the calls do nothing. Weights, moments and the optimizer's count of updates are then those of before the
-step; what DeepSpeed does after it, making the weights of the forward pass from the masters, gives the same weights.
+of a step all ranks add up their losses in one small collective, so that all decide by the same bits; in a run that is
+the message in which they exchange the step's numbers anyway. Where the update is left out, the calls do nothing.
+Weights, moments and the optimizer's count of updates are then those of before the step; what DeepSpeed does after it,
+making the weights of the forward pass from the masters, gives the same weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.parallel.account import group_name, phase
-from megatron.parallel.layout import Layout
+from megatron.parallel.account import phase
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Tally
 
 from .replicas import hash_bits
 from .spikes import ADAGC, CLIP, NORM, Spike, SpikeRule
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .clipping import GlobalClipping
     from .micro_batches import LossAccumulator
 
-_NUMBERS = 3  # sum of losses, sum of weights, gradient norm
+Number = Tensor | float
+Meet = Callable[[Number, Number, Number], tuple[float, float]]
 
 
 def judges(config: Config) -> bool:
@@ -41,15 +42,6 @@ def judges(config: Config) -> bool:
 def watches(config: Config) -> bool:
     """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
     return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
-
-
-def gate_traffic(config: Config, layout: Layout, rank: int) -> Tally:
-    """What a rank sends in a step for the decision."""
-    if layout.world_size == 1 or not judges(config):
-        return Tally()
-    group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
-    call = Call("exchange", "", group, layout.world_size, "all_reduce", "fp64")
-    return Tally([(call, 1, 8 * _NUMBERS)])
 
 
 class StepGate:
@@ -63,6 +55,9 @@ class StepGate:
     Attributes:
         rule: decides.
         found: the spike of the current step.
+        meet: (this rank's mean loss, its labels, the gradient norm) -> those of the step, the same on all ranks, which
+            all call it; the norm is that of rank 0. A trainer puts its own here, which tells further numbers of the
+            step by the same message.
         adagc: clips each tensor, where the run asks for that.
     """
 
@@ -76,6 +71,7 @@ class StepGate:
         clipping: GlobalClipping | None,
     ) -> None:
         self.rule = SpikeRule(config.spikes)
+        self.meet: Meet = self._meet
         self.found: Spike | None = None
         self.adagc: AdaGC | None = None
         self._size = 0.0  # the gradient norm, as all ranks know it
@@ -165,17 +161,23 @@ class StepGate:
             return
         self._decided = True
         norm, losses = self._norm(), self._losses()
-        sums = torch.zeros(_NUMBERS, dtype=torch.float64, device=self._device)
-        if losses is not None:
-            sums[0], sums[1] = losses.loss, losses.weight
-        if norm is not None and self._mesh.rank == 0:
-            sums[2] = norm
-        if self._mesh.layout.world_size > 1:
-            dist.all_reduce(sums)
-        loss, weight, size = sums.tolist()
+        mean, labels = (0.0, 0.0) if losses is None else (losses.mean, losses.labels)
+        loss, size = self.meet(mean, labels, 0.0 if norm is None else norm)
         self._size = size
-        self.found, bound = self.rule.judge(loss / weight, None if norm is None else size)
+        self.found, bound = self.rule.judge(loss, None if norm is None else size)
         if self.found is not None and self.found.action == CLIP and bound is not None:
             most = self._config.optimizer.gradient_clipping
             now = min(size, most) if most > 0 else size
             self._factor = bound / now if bound < now else None
+
+    def _meet(self, loss: Number, labels: Number, norm: Number) -> tuple[float, float]:
+        """For engines without a trainer."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if labels:
+            sums[0], sums[1] = loss * labels, labels
+        if self._mesh.rank == 0:
+            sums[2] = norm
+        if self._mesh.layout.world_size > 1:
+            dist.all_reduce(sums)
+        total, count, size = sums.tolist()
+        return (total / count if count else math.nan), size

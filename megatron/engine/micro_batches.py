@@ -22,12 +22,14 @@ class LossAccumulator:
     """Sums over the labels that this rank has seen: weighted cross-entropy, and weight.
 
     Attributes:
+        scale: what weights were multiplied with.
         groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
         sums: by group; see `protocol.LabelGroups`.
     """
 
     loss: Tensor
     weight: Tensor
+    scale: Tensor | float = 1.0
     groups: Iterator[Tensor] | None = None
     sums: Tensor | None = None
 
@@ -49,6 +51,11 @@ class LossAccumulator:
     @property
     def mean(self) -> Tensor:
         return self.loss / self.weight
+
+    @property
+    def labels(self) -> Tensor:
+        """How many they were, or their own weights."""
+        return self.weight / self.scale
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ value always changes it; it is made in one pass over the tensor, on its device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ def hash_bits(values: Tensor) -> Tensor:
     """int64, 0-d, on the tensor's device."""
     bits = values.detach().reshape(-1)
     bits = bits.view(_BITS[bits.element_size()])
+    if bits.numel() < _CHUNK:
+        return bits.sum(dtype=torch.int64)
     whole = bits.numel() // _CHUNK * _CHUNK
     sums = [bits[:whole].view(-1, _CHUNK).sum(1, dtype=torch.int64), bits[whole:].sum(dtype=torch.int64).view(1)]
     total = torch.cat(sums)
@@ -46,14 +49,22 @@ def named_pieces(state: EngineState) -> Iterator[tuple[str, str, Tensor]]:
             yield f"{name} (weight)", f"{name} weight {place}", parameter
 
 
-def hashes(state: EngineState, device: torch.device) -> tuple[Tensor, list[str]]:
+def hashes(state: EngineState, device: torch.device, alone: Collection[int] = ()) -> tuple[Tensor, list[str]]:
     """int64 [pieces, 2] on `device`: 63 bits that stand for the exact name of each piece, and its hash; and the names
-    for people."""
-    pieces = list(named_pieces(state))
-    found = torch.stack([hash_bits(values).to(device) for _, _, values in pieces])
-    codes = torch.tensor([_code(exact) for _, exact, _ in pieces], dtype=torch.int64)
-    return torch.stack([codes.to(device), found], dim=1), [name for name, _, _ in pieces]
+    for people.
+
+    Args:
+        alone: codes of pieces to leave out, since no other rank holds them.
+    """
+    every = ((name, _code(exact), values) for name, exact, values in named_pieces(state))
+    pieces = [each for each in every if each[1] not in alone]
+    found = torch.zeros(len(pieces), 2, dtype=torch.int64, device=device)
+    if pieces:
+        found[:, 0] = torch.tensor([code for _, code, _ in pieces], dtype=torch.int64)
+        found[:, 1] = torch.stack([hash_bits(values) for _, _, values in pieces])
+    return found, [name for name, _, _ in pieces]
 
 
+@cache
 def _code(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

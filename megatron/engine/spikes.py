@@ -8,6 +8,7 @@ is there. ZClip (arXiv 2504.02507) has moving averages of its own, of the norms 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -53,13 +54,17 @@ class RunningWindow:
         self._least, self._sigma = max(2, length // 2), sigma
         self.values: deque[float] = deque(maxlen=length)
 
-    def limit(self) -> float | None:
-        """The largest value that is no spike; None as long as there are too few."""
-        if len(self.values) < self._least:
+    def exceeded(self, value: float) -> float | None:
+        """The largest value that is no spike, if this one is above it; None where it is not, or too few are there."""
+        count = len(self.values)
+        if count < self._least:
             return None
-        mean = math.fsum(self.values) / len(self.values)
-        squares = math.fsum((value - mean) ** 2 for value in self.values)
-        return mean + self._sigma * math.sqrt(squares / (len(self.values) - 1))
+        mean = math.fsum(self.values) / count
+        if value <= mean:  # most are, while a loss falls: no deviation is needed
+            return None
+        deviations = [each - mean for each in self.values]
+        limit = mean + self._sigma * math.sqrt(sum(map(operator.mul, deviations, deviations)) / (count - 1))
+        return limit if value > limit else None
 
     def add(self, value: float) -> None:
         self.values.append(value)
@@ -119,11 +124,11 @@ class SpikeRule:
         for name, value in ((LOSS, loss), (NORM, norm)):
             if value is None:
                 continue
-            limit = self.windows[name].limit()
-            self.windows[name].add(value)
             watched = options.watch == "both" or (options.watch == "loss") == (name == LOSS)
-            if limit is not None and value > limit and watched and found is None and options.action != "off":
-                found = Spike(name, value, limit, options.action)
+            if watched and found is None and options.action != "off":
+                limit = self.windows[name].exceeded(value)
+                found = None if limit is None else Spike(name, value, limit, options.action)
+            self.windows[name].add(value)
         return found, None
 
     def state(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The one small message of every step: all ranks add up their losses, batch hashes and requests in a single all-reduce.
 
+Where updates are looked at before they are applied, that is when the message is sent: the decision is by its sums.
+
 A request is a word that one rank has for all, such as "SIGTERM arrived here". Since every rank reads the same sums, all
 decide alike. The sums stay on the device until somebody reads them.
 """
@@ -14,6 +16,8 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from megatron.config import Config
+from megatron.engine.gate import judges
 from megatron.engine.protocol import StepResult
 from megatron.parallel.account import group_name, phase
 from megatron.parallel.layout import Layout
@@ -35,7 +39,7 @@ class StepReport:
         lr: the scheduled learning rate.
         result: what this rank's engine said.
         sums: float64 sums over ranks: loss times tokens, tokens, limbs of the batch hash, one count per request,
-            rank 0's seconds.
+            rank 0's seconds, and its gradient norm if there is one.
     """
 
     step: int
@@ -50,8 +54,7 @@ class StepReport:
     @property
     def loss(self) -> float:
         """Mean loss over all labels of the global batch, in nats; nan if there were none."""
-        total, tokens = self._values[:2]
-        return total / tokens if tokens else math.nan
+        return mean_loss(self._values)
 
     @cached_property
     def grad_norm(self) -> float | None:
@@ -65,17 +68,17 @@ class StepReport:
     @property
     def requests(self) -> set[str]:
         """Requests that at least one rank has."""
-        return {request for request, count in zip(REQUESTS, self._values[2 + _LIMBS : -1], strict=True) if count}
+        return {request for request, count in zip(REQUESTS, self._values[2 + _LIMBS :], strict=False) if count}
 
     @property
     def seconds(self) -> float:
         """How long the step took, by rank 0's clock; 0 if it was not measured."""
-        return self._values[-1]
+        return self._values[2 + _LIMBS + len(REQUESTS)]
 
 
-def report_traffic(layout: Layout, rank: int) -> Tally:
+def report_traffic(config: Config, layout: Layout, rank: int) -> Tally:
     """What a rank sends for the report of a step."""
-    numbers, call = 2 + _LIMBS + len(REQUESTS) + 1, ("exchange", "")
+    numbers, call = 2 + _LIMBS + len(REQUESTS) + 1 + judges(config), ("exchange", "")
     if layout.world_size == 1:
         return Tally()
     group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
@@ -126,13 +129,24 @@ class Exchange:
         self, step: int, lr: float, result: StepResult, batch_hash: int, requests: Collection[str], seconds: float = 0.0
     ) -> StepReport:
         """Exchange a step's numbers; every rank calls it once per step."""
-        sums = self.sum([
-            *weighted(result.loss, result.tokens),
+        return StepReport(step, lr, result, self.meet(result.loss, result.tokens, batch_hash, requests, seconds))
+
+    def meet(
+        self, loss: Number, tokens: Number, batch_hash: int, requests: Collection[str], seconds: float, *norm: Number
+    ) -> torch.Tensor:
+        """The sums of a `StepReport`."""
+        return self.sum([
+            *weighted(loss, tokens),
             *self.limbs(batch_hash),
             *(request in requests for request in REQUESTS),
-            seconds * (self._rank == 0),
+            *(each if self._rank == 0 else 0.0 for each in (seconds, *norm)),
         ])
-        return StepReport(step, lr, result, sums)
+
+
+def mean_loss(sums: Sequence[float]) -> float:
+    """From the sums of a `StepReport`; nan if there were no labels."""
+    total, tokens = sums[:2]
+    return total / tokens if tokens else math.nan
 
 
 def joined(limbs: Sequence[float]) -> int:

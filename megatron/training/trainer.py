@@ -14,6 +14,7 @@ from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.data.plan import SampleSet
 from megatron.engine.protocol import Engine, StepDropped
+from megatron.parallel.account import phase
 from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
@@ -21,7 +22,7 @@ from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, SETUP, Beacon
 
 from .clock import Clock
 from .early_stop import Looks
-from .exchange import REQUESTS, Exchange, StepReport
+from .exchange import REQUESTS, Exchange, Number, StepReport, mean_loss
 from .hook import Hook, RollBack
 from .replay import Replay
 from .schedule import Schedule
@@ -106,6 +107,13 @@ class Trainer:
         self.error: BaseException | None = None
         self.back: RollBack | None = None
         self._requests: set[str] = set()
+        self._told: set[str] = set()  # those that were exchanged in the step at work
+        self._batch: StepBatch
+        self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
+        self._met: torch.Tensor | None = None
+        gate = getattr(engine, "gate", None)  # which engines with ours alone have
+        if gate is not None:
+            gate.meet = self._meet_at_the_gate
         self._unread: StepReport | None = None
         self._pace: float | None = None  # seconds of the last step whose numbers were read, the same on all ranks
 
@@ -155,7 +163,7 @@ class Trainer:
 
     def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
-        begin = time.monotonic()
+        self._batch, self._begun, self._met = batch, time.monotonic(), None
         self.beacon.at(FORWARD)
         look = Looks(self, step, self._pace)
         if self.replay is None:
@@ -163,8 +171,10 @@ class Trainer:
         else:
             result = self.replay.step(self, step, batch, lr, look)
         self.beacon.at(EXCHANGE)
-        requests, self._requests = self._requests, set()
-        report = self.exchange.report(step, lr, result, batch.hash, requests, time.monotonic() - begin)
+        met = self._meet(result.loss, result.tokens) if self._met is None else self._met
+        report = StepReport(step, lr, result, met)
+        self._after = time.monotonic() - self._met_at
+        self._requests -= self._told
         self.completed = step + 1
         # On an accelerator a step's numbers are read while the next step runs, so that the device never waits.
         earlier, self._unread = self._unread, report
@@ -173,6 +183,18 @@ class Trainer:
         if self.exchange.device.type == "cpu":
             self.settle()
         return report
+
+    @phase("exchange")
+    def _meet(self, loss: Number, tokens: Number, *norm: Number) -> torch.Tensor:
+        """Exchange the numbers of the step: once, before the update where that depends on them, or else after it."""
+        self._told, self._met_at = set(self._requests), time.monotonic()
+        seconds = self._met_at - self._begun + (self._after if norm else 0.0)  # what follows takes as long as it did
+        self._met = self.exchange.meet(loss, tokens, self._batch.hash, self._told, seconds, *norm)
+        return self._met
+
+    def _meet_at_the_gate(self, loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:
+        sums = self._meet(loss, tokens, norm).tolist()
+        return mean_loss(sums), sums[-1]
 
     def _drop(self, step: int, dropped: StepDropped) -> None:
         left = f"the rest would have taken {dropped.left:.0f} s"

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.watchers import BLOCK, WARM, is_on, shares
+from tools.bench.watchers import BLOCK, EMPTY, MODES, OFF, ON, TIMED, WARM, WatcherCost, mode, parts_of, shares
 
 
 def test_blocks_take_turns_and_change_their_order() -> None:
-    order = [is_on(step) for step in range(0, 8 * BLOCK, BLOCK)]
-    assert order == [False, True, True, False, False, True, True, False]
-    assert all(is_on(step) == is_on(step - step % BLOCK) for step in range(8 * BLOCK))
+    order = [mode(step) for step in range(0, 2 * len(MODES) * BLOCK, BLOCK)]
+    assert order == [OFF, ON, TIMED, EMPTY, ON, TIMED, EMPTY, OFF]
+    assert all(mode(step) == mode(step - step % BLOCK) for step in range(8 * BLOCK))
 
 
 def test_hashes_count_as_often_as_they_are_taken() -> None:
     """Watchers of 0.2 s a block and hashes of 1 s beside them, on blocks of 10 s, over two ranks."""
-    order = [is_on(step) for step in range(0, WARM + 4 * BLOCK, BLOCK)]
-    rank = [[on, 5.0 + 0.6 * on, 0.5 * on] for on in order]
+    order = [mode(step) for step in range(0, WARM + 2 * len(MODES) * BLOCK, BLOCK)]
+    rank = [[now, 5.0 + 0.6 * (now == ON), 0.5 * (now == ON)] for now in order]
     rank[0][1] = 99.0  # of the first steps
     assert shares([rank, rank], BLOCK) == pytest.approx([0.12, 0.12])
     assert shares([rank, rank], 10 * BLOCK) == pytest.approx([0.03, 0.03])
+
+
+def test_parts_are_what_watched_calls_take_beyond_empty_ones() -> None:
+    times = iter([0.0, 5.0, 5.0, 6.0, 10.0, 10.5])
+    part, clock = WatcherCost(), lambda: next(times)
+    assert part.timed(max, clock)(3, 4) == 4 and part.timed(min, clock)(3, 4) == 3
+    part.timed(print, clock, -1)(end="")
+    assert (part.seconds, part.calls) == (5.5, 2)
+    parts = parts_of([{"watch": [5.5, 2], "training.hashes": [4.0, 1]}] * 2, 10, 10 * BLOCK)
+    assert parts["watch"] == {"seconds": 1.1, "calls": 0.4}
+    assert parts["training.hashes"]["seconds"] == pytest.approx(0.08), "a block has one, a run every tenth of that"

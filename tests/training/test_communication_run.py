@@ -18,6 +18,7 @@ from megatron.parallel.traffic import Tally
 from megatron.report.communication import RankAccount, by_group, read_accounts
 from megatron.report.message_trace import read_events
 from megatron.report.tags import tagged
+from megatron.training.exchange import REQUESTS
 from megatron.training.trainer import Trainer
 from tests.training.test_run import job
 from tests.workers import run
@@ -32,6 +33,7 @@ data: {synthetic: copy}
 evaluation: {every: 2}
 checkpoint: {every: 100}
 logging: {console: plain, curve: false, communication: times}
+spikes: {action: report, window: 4}
 """
 
 
@@ -117,6 +119,15 @@ def test_every_message_is_in_an_account(found):
             assert counted == sum(calls.get(name, 0) for name in own), operation
     evaluation = accounts[0].outside.by("phase", "operation")
     assert evaluation["evaluate", "send"][0] > 0  # what happens between steps is not in a step
+
+
+def test_a_step_is_judged_by_the_message_in_which_its_numbers_are_exchanged(found):
+    """It comes before the update and has the gradient norm too; there is no other one."""
+    for account in read_accounts(found[0]).values():
+        numbers = account.at(2).by("phase", "operation", "dtype")["exchange", "all_reduce", "fp64"]
+        assert numbers == Tally.of_rows(account.facts["predicted"]).by("phase", "operation", "dtype")[
+            "exchange", "all_reduce", "fp64"
+        ] and numbers == (1, 8 * (2 + 4 + len(REQUESTS) + 2)), "losses, batch hash, requests; seconds and norm"
 
 
 def test_every_message_of_a_step_is_timed_and_split(found):

@@ -5,10 +5,17 @@
 
 On are: where each rank is, for its agent (`watch`), the times of ranks (`watch.slow`, every 10 steps), the decision
 about each update (`spikes.action: report`), and hashes of the state (`training.hashes`). Blocks of 10 steps of one run
-take turns, so that a change of the machine's load meets both; which comes first changes from round to round. What is
-compared is the processor time of all threads of all ranks: others may use the processors too. In a block hashes are
-taken once; a run that takes them every `--hashes` steps has that share of what they cost. What stays on in both is the
-wrapper of torch's collectives, which then does nothing.
+take turns, so that a change of the machine's load meets all; which comes first changes from round to round.
+
+In blocks of the first two kinds watchers are off or on, and what is compared is the processor time of all threads of
+all ranks: others may use the processors too. In a block hashes are taken once; a run that takes them every `--hashes`
+steps has that share of what they cost. What stays on in all is the wrapper of torch's collectives, which then does
+nothing. Where the processors are busy with other work, this difference drowns in the spread of the steps.
+
+In blocks of the third kind the calls of each watcher are counted and timed: the processor time of the rank's main
+thread inside them, or of all its threads, where a call waits in a collective. In the fourth kind calls that do nothing
+are timed in the places of the many short ones, and taken off: what is left are the "parts". They do not see what a
+watcher does to others, such as to a cache.
 """
 
 from __future__ import annotations
@@ -24,6 +31,8 @@ import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -32,74 +41,114 @@ from megatron.launch.command_line import main as launch  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.hashes import HashesHook  # noqa: E402
 from megatron.training.hooks.slow import SlowRanksHook  # noqa: E402
+from megatron.training.hooks.spikes import SpikesHook  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
 BLOCK = 10  # steps of a turn
-WARM = 2 * BLOCK  # steps before the first that counts
-SILENT = ("at", "enter", "wait", "leave")  # what a beacon is told
+MODES = OFF, ON, TIMED, EMPTY = "off", "on", "timed", "empty"
+WARM = len(MODES) * BLOCK  # steps before the first that counts
+TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
+HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": SpikesHook}
 
 
-def is_on(step: int) -> bool:
-    """Whether a step is of a block with watchers: the first block of a round is another one in each round."""
-    round_, turn = divmod(step // BLOCK, 2)
-    return (turn + round_) % 2 == 1
+def mode(step: int) -> str:
+    """Of the block of a step: each kind once in a round, another one first in each round."""
+    round_, turn = divmod(step // BLOCK, len(MODES))
+    return MODES[(turn + round_) % len(MODES)]
+
+
+@dataclass
+class WatcherCost:
+    """What the calls of a watcher took on a rank, in blocks that are timed."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def timed(self, function: Callable[..., Any], clock: Callable[[], float], sign: int = 1) -> Callable[..., Any]:
+        """The function, whose calls count; with the sign -1 their time is taken off: it would have passed anyway."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            begin = clock()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += sign * (clock() - begin)
+                self.calls += max(sign, 0)
+
+        return call
 
 
 class WatcherTurns(Hook):
-    """Turns watchers on and off, and takes the processor time of each block.
+    """Turns watchers off and on, and takes the processor time of each block.
 
     Args:
-        output: file for [on, seconds, seconds of hashes] of each block, one file for each rank.
+        output: file for {"blocks": [[mode, seconds, seconds of hashes], ...], "parts": {watcher: [seconds, calls]}},
+            one file for each rank.
     """
 
     def __init__(self, output: str) -> None:
-        self._output, self._found, self._hashing = Path(output), list[list[Any]](), [0.0]
-        self._begun: tuple[bool, float] | None = None
+        self._output, self._found, self._hashing = Path(output), list[list[Any]](), WatcherCost()
+        self._parts = {name: WatcherCost() for name in ("watch", *HOOKS)}
+        self._begun: tuple[str, float] | None = None
         self._all: list[Hook] = []
+        self._changed: list[tuple[Any, str, Any]] = []
 
     def on_start(self, trainer: Trainer) -> None:
         self._all = list(trainer.hooks)
-        for hook in self._all:
-            if isinstance(hook, HashesHook):
-                self._measure(hook)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         if step % BLOCK:
             return
         self._end()
-        on, gate = is_on(step), getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
-        watchers = (HashesHook, SlowRanksHook)
-        trainer.hooks = self._all if on else [hook for hook in self._all if not isinstance(hook, watchers)]
-        gate._judges = on
-        for name in SILENT:
-            if on:
-                vars(trainer.beacon).pop(name, None)
-            else:
-                vars(trainer.beacon)[name] = _nothing
-        self._begun = (on, time.process_time())
+        now, watchers = mode(step), tuple(HOOKS.values())
+        gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
+        gate._judges = watched = now in (ON, TIMED)
+        trainer.hooks = [hook for hook in self._all if watched or not isinstance(hook, watchers)]
+        for hook in self._all:
+            if isinstance(hook, HashesHook) and now == ON:
+                self._change(hook, "after_step", self._hashing.timed(hook.after_step, time.process_time))
+        for name in TOLD:
+            if now == OFF:
+                self._change(trainer.beacon, name, _nothing)
+            elif now != ON and step >= WARM:
+                sign, function = (1, getattr(trainer.beacon, name)) if now == TIMED else (-1, _nothing)
+                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.thread_time, sign))
+        if now == TIMED and step >= WARM:
+            self._time(gate)
+        self._begun = (now, time.process_time())
 
     def on_end(self, trainer: Trainer) -> None:
         self._end()
-        self._output.with_suffix(f".{trainer.mesh.rank}").write_text(json.dumps(self._found))
+        parts = {name: [part.seconds, part.calls] for name, part in self._parts.items()}
+        found = {"blocks": self._found, "parts": parts}
+        self._output.with_suffix(f".{trainer.mesh.rank}").write_text(json.dumps(found))
 
     def _end(self) -> None:
         if self._begun is not None:
-            on, begin = self._begun
-            self._found.append([on, time.process_time() - begin, self._hashing[0]])
-        self._begun, self._hashing[0] = None, 0.0
+            now, begin = self._begun
+            self._found.append([now, time.process_time() - begin, self._hashing.seconds])
+        self._begun, self._hashing.seconds = None, 0.0
+        while self._changed:
+            changed, name, old = self._changed.pop()
+            if old is None:
+                del vars(changed)[name]
+            else:
+                vars(changed)[name] = old
 
-    def _measure(self, hook: HashesHook) -> None:
-        """Count what hashes take."""
-        work = hook.after_step
+    def _change(self, what: Any, name: str, new: Callable[..., Any]) -> None:
+        self._changed.append((what, name, vars(what).get(name)))
+        vars(what)[name] = new
 
-        def timed(*arguments: Any) -> None:
-            begin = time.process_time()
-            work(*arguments)
-            self._hashing[0] += time.process_time() - begin
-
-        vars(hook)["after_step"] = timed
+    def _time(self, gate: Any) -> None:
+        spikes = self._parts["spikes"]  # which have the step's numbers exchanged a little earlier
+        self._change(gate, "_decide", spikes.timed(gate._decide, time.process_time))
+        self._change(gate, "meet", spikes.timed(gate.meet, time.process_time, -1))
+        for name, kind in HOOKS.items():
+            for hook in (each for each in self._all if isinstance(each, kind)):
+                for point in ("before_step", "after_step", "on_numbers"):
+                    self._change(hook, point, self._parts[name].timed(getattr(hook, point), time.process_time))
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -110,7 +159,7 @@ def shares(ranks: list[list[list[Any]]], every: int) -> list[float]:
     """What watchers add to a step, as a share of it, of each round.
 
     Args:
-        ranks: of each rank, [on, seconds, seconds of hashes] of its blocks.
+        ranks: of each rank, [mode, seconds, seconds of hashes] of its blocks.
         every: steps between hashes.
     """
     blocks = [
@@ -118,14 +167,30 @@ def shares(ranks: list[list[list[Any]]], every: int) -> list[float]:
         for turns in zip(*ranks, strict=True)
     ][WARM // BLOCK :]
     found = []
-    for at in range(0, len(blocks) - 1, 2):
-        (_, off, _), (_, on, hashing) = sorted(blocks[at : at + 2], key=lambda each: each[0])
-        found.append((on - hashing * (1 - BLOCK / every)) / off - 1)
+    for at in range(0, len(blocks) - len(MODES) + 1, len(MODES)):
+        round_ = {name: (seconds, hashing) for name, seconds, hashing in blocks[at : at + len(MODES)]}
+        seconds, hashing = round_[ON]
+        found.append((seconds - hashing * (1 - BLOCK / every)) / round_[OFF][0] - 1)
+    return found
+
+
+def parts_of(ranks: list[dict[str, list[float]]], steps: int, every: int) -> dict[str, dict[str, float]]:
+    """Of each watcher the calls and seconds in a step, over all ranks.
+
+    Args:
+        ranks: of each rank, seconds and calls of each watcher.
+        steps: that were timed.
+        every: steps between hashes, of which a block has one.
+    """
+    found = {}
+    for name in ranks[0]:
+        seconds, calls = (sum(each[name][index] for each in ranks) / steps for index in range(2))
+        found[name] = {"seconds": seconds * BLOCK / every if name == "training.hashes" else seconds, "calls": calls}
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, and print the share."""
+    """Train, and print what watchers add."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="a.yml", help="files and overrides of the run")
     parser.add_argument("--ranks", type=int, default=2)
@@ -138,32 +203,48 @@ def main(arguments: list[str] | None = None) -> int:
     files, overrides = split_arguments(options.sources)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "turns")
-        steps = WARM + 2 * BLOCK * options.rounds
+        steps = WARM + len(MODES) * BLOCK * options.rounds
         own = [f"run.dir={folder}/run", f"training.steps={steps}", "spikes.action=report", f"training.hashes={BLOCK}"]
         own += ["checkpoint.at_end=false", "checkpoint.every=null", "evaluation.at_end=false"]
         own += ["logging.console=quiet", "logging.curve=false"]
-        own.append(f"hooks=[{{type: 'tools.bench.watchers:Turns', options: {{output: '{output}'}}}}]")
+        own.append(f"hooks=[{{type: 'tools.bench.watchers:WatcherTurns', options: {{output: '{output}'}}}}]")
         os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         if status := launch(["--ranks", str(options.ranks), script, *files, *overrides, *own]):
             return status
         ranks = [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(options.ranks)]
-    found = shares(ranks, options.hashes)
-    off = [sum(each[1] for each in turns) for turns in zip(*ranks, strict=True) if not turns[0][0]]
-    low, middle, high = statistics.quantiles(found, n=4)
-    result = {
-        "ranks": options.ranks, "rounds": options.rounds, "hashes": options.hashes, "added": middle,
-        "quartiles": [low, high], "step_processor_seconds": statistics.median(off) / BLOCK,
-    }  # fmt: skip
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(
-            f"{options.ranks} ranks, {options.rounds} rounds of {2 * BLOCK} steps: watchers add {middle:.2%} to the "
-            f"processor time of a step ({low:.2%} to {high:.2%} in half of the rounds), which is "
-            f"{1e3 * result['step_processor_seconds']:.1f} ms over all ranks without them"
-        )
+    result = _result(ranks, options.rounds, options.hashes)
+    print(json.dumps(result) if options.json else _text(result))
     return 0
+
+
+def _result(ranks: list[dict[str, Any]], rounds: int, every: int) -> dict[str, Any]:
+    blocks = [each["blocks"] for each in ranks]
+    found = shares(blocks, every)
+    off = [sum(each[1] for each in turns) for turns in zip(*blocks, strict=True) if turns[0][0] == OFF]
+    parts = parts_of([each["parts"] for each in ranks], rounds * BLOCK, every)
+    low, middle, high = statistics.quantiles(found, n=4)
+    step = statistics.median(off) / BLOCK
+    return {
+        "ranks": len(ranks), "rounds": rounds, "hashes": every, "added": middle, "quartiles": [low, high],
+        "step_processor_seconds": step, "parts": parts,
+        "added_by_parts": sum(each["seconds"] for each in parts.values()) / step,
+    }  # fmt: skip
+
+
+def _text(result: dict[str, Any]) -> str:
+    step, (low, high) = result["step_processor_seconds"], result["quartiles"]
+    lines = [
+        f"{result['ranks']} ranks, {result['rounds']} rounds of {len(MODES) * BLOCK} steps; a step without watchers "
+        f"takes {1e3 * step:.1f} ms of processor time over all ranks",
+        f"blocks with watchers take {result['added']:.2%} more ({low:.2%} to {high:.2%} in half of the rounds)",
+        f"inside the watchers' own calls: {result['added_by_parts']:.2%}",
+        f"{'watcher':16} {'calls a step':>12} {'us a step':>10} {'of it':>7}",
+    ]
+    for name, part in result["parts"].items():
+        seconds = part["seconds"]
+        lines.append(f"{name:16} {part['calls']:12.1f} {1e6 * seconds:10.1f} {seconds / step:7.2%}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

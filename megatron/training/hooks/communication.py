@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron.engine.gate import gate_traffic
 from megatron.engine.traffic import predict
 from megatron.model.block import Block
 from megatron.model.compile import choose
@@ -172,5 +171,5 @@ def _expected(trainer: Trainer) -> dict[str, Any]:
         found = predict(trainer.config, layout.world_size, rank, weighted=bool(plan and plan.masked))
     except NotPredicted as error:
         return {"unpredicted": str(error)}
-    sent = found.step + report_traffic(layout, rank) + gate_traffic(trainer.config, layout, rank)
+    sent = found.step + report_traffic(trainer.config, layout, rank)
     return {"predicted": sent.rows()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,8 @@ class HashesHook(Hook):
     def __init__(self, every: int, state: EngineState, communicator: Communicator, hosts: Sequence[str]) -> None:
         self._every, self._state, self._communicator, self._hosts = every, state, communicator, list(hosts)
         self._good: int | None = None  # updates after which all was equal
+        self._alone: frozenset[int] = frozenset()  # pieces that no other rank holds
+        self._rows: int | None = None  # pieces that a rank compares, at most
 
     @classmethod
     def of(cls, parts: HookContext) -> HashesHook | None:
@@ -72,8 +75,8 @@ class HashesHook(Hook):
         if self._good == trainer.completed:
             return
         with trainer.clock.pause():
-            own, names = hashes(self._state, trainer.exchange.device)
-            everyone = _all_of(own, len(self._hosts))
+            own, names = hashes(self._state, trainer.exchange.device, self._alone)
+            everyone = self._gathered(own)
             found = differences(everyone)
         if found:
             codes = {each.code for each in found}
@@ -81,6 +84,28 @@ class HashesHook(Hook):
             odd, certain = guilty(found)
             self._raise(trainer, odd, certain, sorted({name for each in self._told(mine) for name in each}))
         self._good = trainer.completed
+
+    def _gathered(self, own: torch.Tensor) -> list[list[tuple[int, int]]]:
+        """The rows of all ranks, which may have different numbers of them."""
+        first = self._rows is None
+        if self._rows is None:
+            self._rows = self._most(len(own), own.device)
+        padded = torch.full((self._rows, 2), -1, dtype=torch.int64, device=own.device)
+        padded[: len(own)] = own
+        everyone = torch.empty(len(self._hosts), *padded.shape, dtype=torch.int64, device=own.device)
+        dist.all_gather_into_tensor(everyone, padded[None])
+        found = [[(code, value) for code, value in each if code >= 0] for each in everyone.tolist()]
+        if first:  # who holds what does not change: from now on, what cannot be compared is not hashed
+            holders = Counter(code for rows in found for code, _ in rows)
+            self._alone = frozenset(code for code, _ in own.tolist() if holders[code] == 1)
+            self._rows = max(sum(holders[code] > 1 for code, _ in rows) for rows in found)
+        return found
+
+    @staticmethod
+    def _most(rows: int, device: torch.device) -> int:
+        most = torch.tensor([rows], device=device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
 
     def _told(self, names: list[str]) -> list[list[str]]:
         return self._communicator.gather(names[:SHOWN])
@@ -110,14 +135,3 @@ class HashesHook(Hook):
             "again from its newest checkpoint",
             trainer.completed - 1,
         )
-
-
-def _all_of(own: torch.Tensor, ranks: int) -> list[list[tuple[int, int]]]:
-    """The rows of all ranks, which may have different numbers of them."""
-    rows = torch.tensor([len(own)], device=own.device)
-    dist.all_reduce(rows, op=dist.ReduceOp.MAX)
-    padded = torch.full((int(rows), 2), -1, dtype=torch.int64, device=own.device)
-    padded[: len(own)] = own
-    everyone = torch.empty(ranks, *padded.shape, dtype=torch.int64, device=own.device)
-    dist.all_gather_into_tensor(everyone, padded[None])
-    return [[(code, value) for code, value in each if code >= 0] for each in everyone.tolist()]
