@@ -68,6 +68,14 @@ class RuleContext:
         except PatternError:
             return []
 
+    @cached_property
+    def further_block(self) -> BlockPattern | None:
+        """The block of each module that predicts a further token; None without such, or if it cannot be read."""
+        try:
+            return next(iter(self.config.model.further_blocks), None)
+        except PatternError:
+            return None
+
     @property
     def kinds(self) -> Mapping[str, LayerKind]:
         """All kinds that the pattern could name."""

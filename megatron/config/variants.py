@@ -114,8 +114,9 @@ def options_of(model: ModelSection, kind: Kind) -> Any:
 
 
 def used(model: ModelSection) -> Iterator[tuple[int, LayerKind, Any]]:
-    """(number of the block, kind, options) of every layer of the pattern."""
+    """(number of the block, kind, options) of every layer of the pattern, and of modules that predict further tokens,
+    whose blocks are numbered after those of the pattern."""
     kinds = kinds_of(tuple(model.extensions))
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate((*model.blocks, *model.further_blocks)):
         for each in block.kinds:
             yield number, kinds[each.name], options_of(model, each)

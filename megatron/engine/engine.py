@@ -13,9 +13,10 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -39,6 +40,7 @@ from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
+from .further_losses import FurtherLosses
 from .gate import StepGate, watches
 from .keep_fp32 import keeping_fp32
 from .lengths import SequenceStages
@@ -133,6 +135,7 @@ class BaseEngine:
         compressed = wire != "none" and self.mesh.replicas.size > 1
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
         self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
+        self.further = FurtherLosses(module, self.config, self.mesh, self.device)
         average = self.config.training.weight_average is not None
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
@@ -226,8 +229,8 @@ class BaseEngine:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return self.state.averaged()
 
-    def _micro_batches(self, batch: StepBatch, scale: Tensor | float) -> Iterator[MicroBatch]:
-        return micro_batches(batch, self.form, scale, self.device, self.context)
+    def _micro_batches(self, batch: StepBatch, scale: Tensor | float, depth: int = 0) -> Iterator[MicroBatch]:
+        return micro_batches(batch, self.form, scale, self.device, self.context, depth)
 
     @property
     def reports(self) -> bool:
@@ -274,7 +277,9 @@ class BaseEngine:
     def _extras(self, applied: bool) -> Mapping[str, Any]:
         loads, logits = self.experts.finish(applied), self.logits.finish(applied)
         more = {**logits, **self._depth()}
-        return {**loads, **more} if more else loads  # which are read from the device when they are asked for
+        # These are read from the device when they are asked for.
+        parts = [each for each in (loads, self.further.finish(), more) if each]
+        return (parts or [{}])[0] if len(parts) < 2 else ChainMap(*cast("list[MutableMapping[str, Any]]", parts))
 
     def _depth(self) -> Mapping[str, Any]:
         """What the step ran of a recurrent core."""
@@ -310,12 +315,13 @@ class PlainEngine(BaseEngine):
         if scale is None:
             return NO_LABELS
         self.losses.scale = scale
-        for number, micro in enumerate(self._micro_batches(batch, scale)):
+        for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further))):
             if look is not None and number:
                 look(number, batch.tokens.shape[0])
             self.beacon.at(FORWARD, number + 1, batch.tokens.shape[0])
             with phase("forward"):
-                loss, ce = self.deepspeed(micro.tokens, micro.labels, micro.weights, **micro.extras)
+                given = (micro.tokens, micro.labels, micro.weights)
+                loss, ce = self.deepspeed(*given, **micro.extras, further=micro.further)
             self.beacon.at(BACKWARD, number + 1, batch.tokens.shape[0])
             with phase("backward"):
                 self.deepspeed.backward(loss)
@@ -365,12 +371,14 @@ class PipelinedEngine(BaseEngine):
         self._start(self.pipeline, None)
         self.deepspeed._INSTRUCTION_MAP = with_phases(self.deepspeed._INSTRUCTION_MAP)
 
-    def _feed(self, batch: StepBatch, scale: float | Tensor) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    def _feed(
+        self, batch: StepBatch, scale: float | Tensor, depth: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         from .stages import stream_inputs
 
-        for micro in self._micro_batches(batch, scale):
+        for micro in self._micro_batches(batch, scale, depth):
             if self.head is not None:
-                self.head.targets.append((micro.labels, micro.weights))
+                self.head.targets.append((micro.labels, micro.weights, micro.further))
             yield stream_inputs(self.form, micro.tokens, micro.extras), (micro.labels, micro.weights)
 
     @phase("exchange")
@@ -382,7 +390,7 @@ class PipelinedEngine(BaseEngine):
             return NO_LABELS
         self.losses.scale = scale
         with looked_into(self.deepspeed, look, self.beacon):
-            self.deepspeed.train_batch(self._feed(batch, scale))
+            self.deepspeed.train_batch(self._feed(batch, scale, len(self.plan.further)))
         return self._result()
 
     @phase(EVALUATE)

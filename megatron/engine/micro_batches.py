@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.batch import StepBatch
+from megatron.model.multi_token import FurtherLabels, further_labels
 from megatron.model.stream import StreamForm
 from megatron.parallel.context import ContextGroup
 
@@ -60,19 +61,29 @@ class LossAccumulator:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], and the form's extra inputs, of the s
-    positions that this rank has of each sample."""
+    """One forward pass: tokens, labels int64 [B, s], weights fp32 [B, s], the form's extra inputs, and the labels of
+    further tokens if any are predicted, of the s positions that this rank has of each sample."""
 
     tokens: Tensor
     labels: Tensor
     weights: Tensor
     extras: dict[str, Tensor]
+    further: FurtherLabels | None = None
 
 
 def micro_batches(
-    batch: StepBatch, form: StreamForm, scale: Tensor | float, device: torch.device, context: ContextGroup
+    batch: StepBatch,
+    form: StreamForm,
+    scale: Tensor | float,
+    device: torch.device,
+    context: ContextGroup,
+    depth: int = 0,
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`."""
+    """The micro-batches of a step on `device`, this rank's part of every sample, every label's weight times `scale`.
+
+    Args:
+        depth: how many further tokens are predicted.
+    """
 
     def own(whole: Tensor) -> Tensor:
         return context.cut(whole.to(device, non_blocking=True), 2)
@@ -93,4 +104,16 @@ def micro_batches(
         extras["samples"] = batch.sample_ids.to(device, non_blocking=True)
     for index in range(tokens.shape[0]):
         weights = torch.ones(labels.shape[1:], device=device) if mask is None else mask[index]
-        yield MicroBatch(tokens[index], labels[index], weights * scale, {name: extras[name][index] for name in extras})
+        named_here = {name: extras[name][index] for name in extras}
+        further = _further(batch, index, scale, device, context, depth) if depth else None
+        yield MicroBatch(tokens[index], labels[index], weights * scale, named_here, further)
+
+
+def _further(
+    batch: StepBatch, index: int, scale: Tensor | float, device: torch.device, context: ContextGroup, depth: int
+) -> FurtherLabels:
+    """Labels of further tokens of a micro-batch: made of whole samples, then cut."""
+    labels, documents = batch.labels[index].to(device), batch.documents
+    weights = torch.ones(labels.shape, device=device) if batch.loss_mask is None else batch.loss_mask[index].to(device)
+    whole = further_labels(labels, weights * scale, None if documents is None else documents[index].to(device), depth)
+    return FurtherLabels(*(context.cut(each, 2) for each in whole))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Reader
+from megatron.model.multi_token import FurtherLabels
 from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import ModelPlan
@@ -75,21 +76,21 @@ class HeadStage(nn.Module):
 
     def __init__(self, plan: ModelPlan, shared: dict[str, nn.Module]):
         super().__init__()
-        tied = plan.embedding().tokens.weight if plan.config.model.embedding.tied else None
+        tokens = plan.tokens() if plan.head_embeds else None
         norm = cast("Norm | None", shared.get(FINAL_NORM))
-        self.head, self.form = plan.head(tied, norm), plan.form_at(len(plan.blocks))
-        self.targets: deque[tuple[Tensor, Tensor]] = deque()
+        self.head, self.form = plan.head(tokens, norm), plan.form_at(len(plan.blocks))
+        self.targets: deque[tuple[Tensor, Tensor, FurtherLabels | None]] = deque()
         self.readers: deque[Reader] = deque()  # where there are some, they compute `found`, and there is no loss
         self.found: list[Any] = []
         self.observe: Callable[[Tensor, Tensor], None] = lambda ce_BS, weights_BS: None
 
     def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        labels_BS, weights_BS = self.targets.popleft()
+        labels_BS, weights_BS, further = self.targets.popleft()
         if self.readers:
             reader = self.readers.popleft()
             self.found.append(self.head(self.form.unpack(tensors), labels_BS, weights_BS, reader))
             return weights_BS.sum()
-        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS)
+        loss, ce_BS = self.head(self.form.unpack(tensors), labels_BS, weights_BS, further=further)
         self.observe(ce_BS, weights_BS)
         return loss
 

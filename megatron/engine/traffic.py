@@ -81,6 +81,7 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     if layout.pipeline > 1:
         found.stages()
     found.expert_loads()
+    found.further_losses()
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
     return TrafficPrediction(layout, found.step, found.first, settled)
 
@@ -289,20 +290,27 @@ class _Predictor:
             for axis in ("data", "pipeline"):
                 self.add("exchange", axis, "all_reduce", "fp32", elements)
 
+    def further_losses(self) -> None:
+        """The sums of the modules that predict further tokens, over data and stages."""
+        if depth := len(self.config.model.further_blocks):
+            for axis in ("data", "pipeline"):
+                self.add("exchange", axis, "all_reduce", "fp64", 2 * depth)
+
 
 def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
     """This rank's layers, without values."""
     modules = nn.ModuleList()
     shared: dict[str, nn.Module] = {}
-    embedding = plan.embedding() if held[0] == 0 or plan.config.model.embedding.tied else None
+    embedding = plan.embedding() if held[0] == 0 else None
     for place in held:
         if place == 0 and embedding is not None:
             modules.append(embedding)
         elif place <= len(plan.blocks):
             modules.append(plan.block(place - 1, shared))
+        elif plan.head_embeds:
+            modules.append(plan.head(plan.tokens() if embedding is None else embedding.tokens.weight))
         else:
-            tied = embedding if plan.config.model.embedding.tied else None
-            modules.append(plan.head(None if tied is None else tied.tokens.weight))
+            modules.append(plan.head())
     return modules
 
 

@@ -12,7 +12,7 @@ from megatron.config.stages import as_stage, stages_of
 
 from .block import block_counts, streams_saved
 from .counts import Counts
-from .embedding_and_head import embedding_counts, head_counts
+from .embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from .partition import stage_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -22,7 +22,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class LayerCosts:
     """One layer of the list [embedding, blocks..., head].
 
-    A block of a recurrent core has the costs of all its passes, but its parameters once.
+    A block of a recurrent core has the costs of all its passes, but its parameters once. The head has the modules that
+    predict further tokens, whose work training alone has.
 
     Attributes:
         name: prefix of its logical names.
@@ -52,10 +53,11 @@ def layers(config: Config) -> list[LayerCosts]:
     """
     model = config.model
     blocks = model.blocks
+    further = multi_token_counts(model, config.training.sequence_length)
     counts = [
         embedding_counts(model),
         *(block_counts(model, block, config.training.sequence_length, index) for index, block in enumerate(blocks)),
-        head_counts(model),
+        head_counts(model) + replace(further, flops=0),
     ]
     names = ["embedding", *(f"layers.{index}" for index in range(len(blocks))), "head"]
     kinds = ["embedding", *map(str, blocks), "head"]
@@ -63,11 +65,12 @@ def layers(config: Config) -> list[LayerCosts]:
     saved = [
         (counts[0].activations + (wider if model.residual.channel_scales else 0), 0),
         *(_recomputation(config, index, block, each) for index, (block, each) in enumerate(zip(blocks, counts[1:-1]))),
-        (counts[-1].activations + wider, 0),
+        _head_recomputation(config, counts[-1], wider),
     ]
     rows = [
         LayerCosts(*row[:4], *row[4], 3 * row[3].flops) for row in zip(names, kinds, stage_of(config), counts, saved)
     ]
+    rows[-1] = replace(rows[-1], training_flops=rows[-1].training_flops + 3 * further.flops)
     inside = {index + 1 for index in core_of(blocks)}
     return [_repeated(config, row) if place in inside else row for place, row in enumerate(rows)]
 
@@ -97,6 +100,21 @@ def _recomputation(config: Config, index: int, block: BlockPattern, counts: Coun
     if options.mode == "full" and index % options.every == 0:
         return width, counts.flops
     return counts.activations + (units - 1) * config.model.hidden_size * streams_saved(config.model, block), 0
+
+
+def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:
+    """(elements saved per token, FLOPs per token computed again) of the head; blocks of modules that predict further
+    tokens are recomputed as those of the stack are.
+
+    Args:
+        wider: elements that an fp32 stream adds to what the head reads.
+    """
+    model, saved, again = config.model, counts.activations + wider, 0
+    for index, block in enumerate(model.further_blocks, start=len(model.blocks)):
+        own = block_counts(model, block, config.training.sequence_length, index)
+        kept, flops = _recomputation(config, index, block, own)
+        saved, again = saved + kept - own.activations + wider, again + flops
+    return saved, again
 
 
 def _stream_units(config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.scores import token_scores
 from megatron.parallel.shard import Role, Shard
 
+from .block import block_counts
 from .chunks import WHOLE, Chunks, recomputed_call
 from .counts import Counts
 from .dropout import Dropout
 from .initialisation import Initialisation
+from .multi_token import FurtherLabels, MultiTokenPrediction, further_labels
 from .norm import Norm, norm_activations, norm_parameters
 from .residual import ChannelScale
 from .stream import LOSS, Chunk, Stream
@@ -45,6 +48,15 @@ class Positions(nn.Module):
         return nn.functional.embedding(sequence_slice(positions, self.mesh), table)
 
 
+def token_embedding(
+    make: ParameterFactory, model: ModelSection, init: Initialisation, weight: nn.Parameter | None = None
+) -> VocabEmbedding:
+    """The table of all tokens' vectors; with the `weight` of another one, a second place where it is used."""
+    vocabulary = model.vocab_size
+    start = init.embedding(vocabulary)
+    return VocabEmbedding(make.scope("tokens"), vocabulary, model.hidden_size, init=start, weight=weight)
+
+
 class Embedding(nn.Module):
     """Tokens int [B, S] to a stream, which also has the embedding under the names of `channels`."""
 
@@ -54,9 +66,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.mesh, self.multiplier, self.channels = make.mesh, model.embedding.multiplier, channels
         self.wide = model.residual.fp32
-        self.tokens = VocabEmbedding(
-            make.scope("tokens"), model.vocab_size, model.hidden_size, init=init.embedding(model.vocab_size)
-        )
+        self.tokens = token_embedding(make, model, init)
         self.positions = self.norm = self.scale = None
         if model.embedding.position == "learned":
             self.positions = Positions(make.scope("positions"), model, init)
@@ -98,7 +108,11 @@ Reader = Callable[["Head", Tensor], Any]
 
 
 class Head(nn.Module):
-    """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter."""
+    """Final norm, logits and loss. With tied embeddings `weight` is the embedding's parameter.
+
+    Args:
+        further: modules that predict further tokens; in training their losses are added.
+    """
 
     def __init__(
         self,
@@ -110,9 +124,10 @@ class Head(nn.Module):
         norm: Norm,
         tied: nn.Parameter | None = None,
         chunks: Chunks = WHOLE,
+        further: MultiTokenPrediction | None = None,
     ):
         super().__init__()
-        self.mesh, self.context, self.chunks = make.mesh, make.context, chunks
+        self.mesh, self.context, self.chunks, self.further = make.mesh, make.context, chunks, further
         multiplier = model.head.multiplier * init.factors.head
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
         cost = objective.cost if objective.costs else None
@@ -130,15 +145,30 @@ class Head(nn.Module):
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
 
-    def forward(self, stream: Stream, labels_BS: Tensor, weights_BS: Tensor, reader: Reader | None = None) -> Any:
+    def forward(
+        self,
+        stream: Stream,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        reader: Reader | None = None,
+        further: FurtherLabels | None = None,
+    ) -> Any:
         """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats).
 
         With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
         the module runs.
+
+        Args:
+            further: what modules that predict further tokens are trained on; made of the labels where it is not given,
+                which a rank with a part of each sample cannot do.
         """
         if reader is not None:
             return reader(self, self.context.gather(self._read(stream.hidden)))
-        if not self.chunks.tokens:
+        if self.further is not None and self.training:
+            if further is None:
+                further = self._further_labels(labels_BS, weights_BS, stream)
+            loss, ce_BS, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
+        elif not self.chunks.tokens:
             loss, ce_BS = self._loss(stream.hidden, labels_BS, weights_BS)
         else:
             losses = [recomputed_call(self._loss, *each) for each in self._parts(stream.hidden, labels_BS, weights_BS)]
@@ -147,9 +177,38 @@ class Head(nn.Module):
             loss = loss + at_least_fp32(stream.channels[LOSS]).mean()
         return loss, ce_BS
 
+    def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
+        if self.context.size > 1 or self.further is None:
+            raise ValueError("labels of further tokens are made of whole samples, of which this rank has a part")
+        return further_labels(labels_BS, weights_BS, stream.documents, len(self.further.tokens))
+
+    def _further_loss(
+        self,
+        modules: MultiTokenPrediction,
+        stream: Stream,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        further: FurtherLabels,
+    ) -> tuple[Tensor, Tensor, Stream]:
+        """(weighted sum of the losses of the next token and of further ones, the cross-entropies [B, S] of the next,
+        the stream behind the last module). All go through the head together, so that its gradient is made once."""
+        x = self.norm(stream.hidden)
+        later, stream = modules(x, stream, labels_BS, further)
+        loss, ce = self._cross_entropy(
+            torch.cat([x, *later]),
+            torch.cat([labels_BS, *further.labels]),
+            torch.cat([weights_BS, *(modules.weight * further.weights)]),
+        )
+        ce_BS, ce_KBS = ce[: len(labels_BS)], ce[len(labels_BS) :].view_as(further.labels)
+        modules.add(ce_KBS, further.weights)
+        return loss, ce_BS, stream
+
     def _loss(self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
         """(weighted sum of token losses, each token's cross-entropy [B, S])."""
-        x_BSH = enter(self.norm(x_BsH), self.mesh)
+        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS)
+
+    def _cross_entropy(self, normed_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
+        x_BSH = enter(normed_BsH, self.mesh)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
             self.weight,
@@ -218,3 +277,15 @@ def head_counts(model: ModelSection) -> Counts:
     own = (0 if model.embedding.tied else matrix) + (model.vocab_size if model.head.bias else 0)
     norm = final_norm(model)
     return Counts(own + norm_parameters(norm, H), flops=2 * matrix, activations=norm_activations(norm, H) + H)
+
+
+def multi_token_counts(model: ModelSection, sequence_length: int) -> Counts:
+    """All modules that predict further tokens, with what the head does for them. Only training has these costs."""
+    H, total, norm = model.hidden_size, Counts(), final_norm(model)
+    for number, block in enumerate(model.further_blocks, start=len(model.blocks)):
+        own = replace(block_counts(model, block, sequence_length, number), state=0, memory=0)
+        read = Counts(2 * norm_parameters(model.norm, H), activations=2 * norm_activations(model.norm, H))
+        joined = Counts(2 * H * H, flops=4 * H * H, activations=2 * H)
+        written = Counts(norm_parameters(norm, H), 2 * model.vocab_size * H, norm_activations(norm, H) + H)
+        total += own + read + joined + written
+    return total

@@ -9,7 +9,7 @@ from megatron.config.recurrence import core_of
 from megatron.config.variants import options_of
 
 from .block import block_counts
-from .embedding_and_head import embedding_counts, head_counts
+from .embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from .options import layer_class
 
 
@@ -27,7 +27,9 @@ def stage_bounds(config: Config) -> list[int]:
             for index, block in enumerate(blocks)
         ]
         first = embedding_counts(config.model).parameters
-        last = head_counts(config.model).parameters + (first if config.model.embedding.tied else 0)
+        model = config.model
+        last = head_counts(model).parameters + multi_token_counts(model, config.training.sequence_length).parameters
+        last += first if model.embedding.tied or model.further_blocks else 0
         core = core_of(blocks) or range(1)
         together = [*sizes[: core.start], sum(sizes[core.start : core.stop]), *sizes[core.stop :]]
         counts = balanced(together, stages, first, last)
@@ -46,7 +48,8 @@ def stage_bounds(config: Config) -> list[int]:
 def copies(config: Config) -> dict[str, tuple[int, ...]]:
     """What several pipeline stages hold: prefixes of logical names, and the stages, in order."""
     model, stages = config.model, stage_of(config)
-    found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if model.embedding.tied else {}
+    twice = model.embedding.tied or model.further_blocks
+    found = {"embedding.tokens": (0, config.parallel.pipeline - 1)} if twice else {}
     users: dict[str, set[int]] = {}
     for block, numbers, stage in zip(model.blocks, call_numbers(model.blocks), stages[1:]):
         for kind, number in zip(block.side, numbers):

@@ -22,8 +22,9 @@ from megatron.parallel.parameters import ParameterFactory
 from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
 from .compile import compile_forward
-from .embedding_and_head import Embedding, Head, Reader, final_norm
+from .embedding_and_head import Embedding, Head, Reader, final_norm, token_embedding
 from .initialisation import Initialisation
+from .multi_token import FurtherLabels, FurtherToken, MultiTokenPrediction
 from .norm import Norm
 from .options import kind_of
 from .parametrization import Parametrization
@@ -56,6 +57,11 @@ class ModelPlan:
     @cached_property
     def factors(self) -> Parametrization:
         return Parametrization.of(self.config.model, self.config.optimizer.type)
+
+    @cached_property
+    def further(self) -> tuple[BlockPattern, ...]:
+        """The blocks of the modules that predict further tokens, whose numbers follow those of `blocks`."""
+        return self.config.model.further_blocks
 
     @cached_property
     def inside(self) -> range:
@@ -101,7 +107,7 @@ class ModelPlan:
     def form(self) -> StreamForm:
         """The side channels that all of this run's streams have."""
         model, data = self.config.model, self.config.data
-        kinds = {each for block in self.blocks for each in block.kinds}
+        kinds = {each for block in (*self.blocks, *self.further) for each in block.kinds}
         draws = any(kind_of(model, each).draws(options_of(model, each)) for each in kinds) or bool(self.inside)
         documents, shared = data.reset_attention_at_eod, self.mesh.context.size > 1
         return StreamForm(positions=documents or shared, documents=documents, samples=draws or model.dropout > 0.0)
@@ -117,11 +123,15 @@ class ModelPlan:
         return embedding
 
     def block(self, index: int, shared: dict[str, nn.Module] | None = None) -> Block:
-        """`shared`: modules that the blocks of one rank share (see `Block`)."""
+        """The block of this number.
+
+        Args:
+            shared: modules that the blocks of one rank share (see `Block`).
+        """
         block = Block(
             self.factory(f"layers.{index}", self.factors.in_block),
             self.config.model,
-            self.blocks[index],
+            (*self.blocks, *self.further)[index],
             self.init.at(index),
             shared,
         )
@@ -134,15 +144,44 @@ class ModelPlan:
 
     def head_norm(self) -> Norm:
         """The norm before the head."""
-        model, make = self.config.model, self.factory("")
-        partial = self.mesh.layout.sequence
-        return Norm(make.scope("final_norm"), model.hidden_size, final_norm(model), partial=partial)
+        return self._output_norm(self.factory("").scope("final_norm"))
 
-    def head(self, tied: nn.Parameter | None = None, norm: Norm | None = None) -> Head:
-        """`norm`: that of this rank, where another layer uses it too."""
+    def _output_norm(self, make: ParameterFactory) -> Norm:
+        """A norm before the head."""
+        model, partial = self.config.model, self.mesh.layout.sequence
+        return Norm(make, model.hidden_size, final_norm(model), partial=partial)
+
+    @property
+    def head_embeds(self) -> bool:
+        """Whether the head's stage has the token embedding too."""
+        return self.config.model.embedding.tied or bool(self.further)
+
+    def tokens(self) -> nn.Parameter:
+        """The weights of the token embedding, for a stage that has no embedding layer."""
+        return token_embedding(self.factory("embedding"), self.config.model, self.init).weight
+
+    def head(self, tokens: nn.Parameter | None = None, norm: Norm | None = None) -> Head:
+        """The last layer.
+
+        Args:
+            tokens: this rank's weights of the token embedding, where the head's stage has them (`head_embeds`).
+            norm: that of this rank, where another layer uses it too.
+        """
         config, make = self.config, self.factory("")
-        own = norm or self.head_norm()
-        return Head(make, config.model, config.training, self.init, objective_of(config), own, tied, self.chunks)
+        own, tied = norm or self.head_norm(), tokens if config.model.embedding.tied else None
+        further = self.multi_token(tokens) if self.further and tokens is not None else None
+        objective = objective_of(config)
+        return Head(make, config.model, config.training, self.init, objective, own, tied, self.chunks, further)
+
+    def multi_token(self, tokens: nn.Parameter) -> MultiTokenPrediction:
+        """The modules that predict further tokens, with these weights of the token embedding."""
+        model, modules = self.config.model, []
+        for index in range(len(self.blocks), len(self.blocks) + len(self.further)):
+            make = self.factory(f"layers.{index}", self.factors.in_block)
+            output = self._output_norm(make.scope("output_norm"))
+            modules.append(FurtherToken(make, model, self.init.at(index), self.block(index), output))
+        table = token_embedding(self.factory("embedding"), model, self.init, tokens)
+        return MultiTokenPrediction(modules, table, model)
 
 
 class Blocks(nn.ModuleList):
@@ -161,8 +200,7 @@ class Model(nn.Module):
         self.embedding = plan.embedding()
         shared: dict[str, nn.Module] = {}
         self.blocks = Blocks(plan.block(index, shared) for index in range(len(plan.blocks)))
-        tied = self.embedding.tokens.weight if plan.config.model.embedding.tied else None
-        self.head = plan.head(tied)
+        self.head = plan.head(self.embedding.tokens.weight if plan.head_embeds else None)
         self.core = plan.core(list(self.blocks)[plan.inside.start : plan.inside.stop], self.head.norm)
 
     def _run(self, stream: Stream, states: list[Any] | None = None, begin: int = 0) -> Stream:
@@ -194,9 +232,11 @@ class Model(nn.Module):
         documents: Tensor | None = None,
         samples: Tensor | None = None,
         reader: Reader | None = None,
+        further: FurtherLabels | None = None,
     ) -> Any:
         """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead."""
-        return self.head(self.stream(tokens_BS, positions, documents, samples), labels_BS, weights_BS, reader)
+        stream = self.stream(tokens_BS, positions, documents, samples)
+        return self.head(stream, labels_BS, weights_BS, reader, further)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""

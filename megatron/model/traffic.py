@@ -163,10 +163,7 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) ->
         if place == 0:
             _all(tally, passes, "embedding", _embedding(model, tensor))
         elif place == len(model.blocks) + 1:
-            _all(
-                tally, passes, "head", [*norm(model.norm, model.hidden_size, tensor.sequence), Enter(model.hidden_size)]
-            )
-            _loss(tally, passes, training.loss_chunk)
+            _head(tally, passes, config)
         else:
             _block(tally, passes, config, place - 1)
     return tally
@@ -175,6 +172,19 @@ def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) ->
 def _all(tally: Tally, passes: CallRecorder, layer: str, events: list[Event]) -> None:
     for entry in (*passes.calls(layer, events), *passes.gradients(layer, events)):
         tally.add(*entry)
+
+
+def _head(tally: Tally, passes: CallRecorder, config: Config) -> None:
+    """The head, with the modules that predict further tokens: what it reads for all of them is one message."""
+    model, tensor = config.model, passes.tensor
+    H, times = model.hidden_size, 1 + len(model.further_blocks)
+    normed = norm(model.norm, H, tensor.sequence)
+    joined = [Leave(H), *normed, *normed, Enter(2 * H), Leave(H), *normed]
+    for index in range(len(model.blocks), len(model.blocks) + times - 1):
+        _all(tally, passes, "head", joined)
+        _block(tally, passes, config, index)
+    _all(tally, passes, "head", [*normed, Enter(times * H)])
+    _loss(tally, passes, config.training.loss_chunk, times)
 
 
 def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
@@ -187,9 +197,9 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
     return events + ([Shared(2 * H)] if model.residual.channel_scales and cut else [])
 
 
-def _loss(tally: Tally, passes: CallRecorder, chunk: int) -> None:
-    """Each chunk of logits: the largest, then two sums, in fp32 per token."""
-    tokens = passes.tokens
+def _loss(tally: Tally, passes: CallRecorder, chunk: int, times: int) -> None:
+    """Each chunk of logits of `times` as many tokens: the largest, then two sums, in fp32 per token."""
+    tokens = times * passes.tokens
     chunks = -(-tokens // (chunk or tokens))
     call = Call("forward", "head", "tensor", passes.tensor.ranks, "all_reduce", "fp32")
     tally.add(call, 2 * chunks, 3 * tokens * SIZES["fp32"])
@@ -228,7 +238,7 @@ def _layer(model: ModelSection, kind: Kind, tensor: TensorAxis, index: int) -> l
 
 def _block(tally: Tally, passes: CallRecorder, config: Config, index: int) -> None:
     model, recompute = config.model, config.training.activation_checkpointing
-    pattern, name = model.blocks[index], f"layers.{index}"
+    pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
     parts = block_sends(model, pattern, passes.tensor, index)
     for part, events in parts:
         _all(tally, passes, f"{name}.{part}" if part else name, events)

@@ -113,10 +113,15 @@ class WholeLinear(nn.Module):
 class VocabEmbedding(nn.Module):
     """Token ids [B, S] to embeddings [B, S, H] (or [B, S/t, H]); the rows of the table are cut over the ranks."""
 
-    def __init__(self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init):
+    def __init__(
+        self, make: ParameterFactory, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None
+    ):
+        """`weight`: that of another embedding, which this one shares."""
         super().__init__()
         self.mesh = make.mesh
-        self.weight = make.parameter("weight", (vocab, hidden), role=Role.EMBEDDING, init=init, shard=Shard(0))
+        if weight is None:
+            weight = make.parameter("weight", (vocab, hidden), role=Role.EMBEDDING, init=init, shard=Shard(0))
+        self.weight = weight
         (self.span,) = Shard(0).spans(vocab, self.mesh.tensor.rank, self.mesh.tensor.size)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from megatron.config.variants import options_of
 from megatron.model.block import block_counts, opens_core
 from megatron.model.counts import Counts
 from megatron.model.describe import BYTES, layers
-from megatron.model.embedding_and_head import embedding_counts, head_counts
+from megatron.model.embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from megatron.model.options import kind_of, layer_class
 from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
@@ -182,8 +182,8 @@ class Shapes:
         if place == 0:
             counts, module = embedding_counts(model), plan.embedding()
         elif head:
-            tied = plan.embedding().tokens.weight if model.embedding.tied else None
-            counts, module = head_counts(model), plan.head(tied)
+            counts = head_counts(model) + multi_token_counts(model, length)
+            module = plan.head(plan.tokens() if plan.head_embeds else None)
         else:
             counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)
         top_k, experts = self.experts(place)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.difference import Described
-from megatron.config.layers import Source
+from megatron.config.layers import ConfigSource
 from megatron.config.origins import Origin
 from megatron.config.problems import Problem, UserError
 from megatron.config.resolution import Resolved, combine
@@ -103,7 +103,7 @@ def resolved_fork(fork: Fork, folder: Path, trunk: Resolved, *, ranks: int, chec
     source = Described(trunk.config, {key: str(origin) for key, origin in trunk.origins.items()})
     values = branch_values(source, fork.at, fork.steps, folder, fork.changes)
     origin = Origin("file", file=str(folder / FILE))
-    return combine([Source(values, fallback=origin)], ranks=ranks, check_inputs=check_inputs, name=folder.name)
+    return combine([ConfigSource(values, fallback=origin)], ranks=ranks, check_inputs=check_inputs, name=folder.name)
 
 
 def unsaved(forks: Sequence[Fork], config: Config, where: str) -> Iterator[Problem]:

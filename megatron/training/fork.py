@@ -23,7 +23,7 @@ from megatron.config import Config
 from megatron.config.catalog import dotted, parse_path
 from megatron.config.difference import Described, described
 from megatron.config.frozen import thaw
-from megatron.config.layers import Source, merge
+from megatron.config.layers import ConfigSource, merge
 from megatron.config.problems import UserError
 from megatron.config.tree import drop, get, leaves, put
 from megatron.report.ledger import Ledger
@@ -106,7 +106,7 @@ def branch_values(
     changed: dict[str, Any] = {}
     for key, value in (changes or {}).items():
         put(changed, parse_path(key), value)
-    return merge([Source(values), Source(changed)])[0].values if changed else values
+    return merge([ConfigSource(values), ConfigSource(changed)])[0].values if changed else values
 
 
 def given(run: Described) -> dict[str, Any]:

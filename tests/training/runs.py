@@ -248,10 +248,43 @@ def plain_gradients(config: Config, model, parameters, step: int) -> tuple[float
         ce, lse, auxiliary = token_losses(config, model, batch, rows)
         share = (batch.loss_mask[0, rows] / weight).to(ce.dtype)
         loss = (share * (ce + config.training.z_loss * lse.square())).sum() + auxiliary * (M / batch.tokens.shape[1])
+        if model.head.further is not None:
+            loss = loss + further_loss(config, model, batch, rows, share)
         for gradient, part in zip(gradients, torch.autograd.grad(loss, parameters)):
             gradient += part
         total += float((share.double() * ce.detach()).sum())
     return total, gradients
+
+
+def further_loss(config: Config, model, batch: StepBatch, rows: slice, share: torch.Tensor) -> torch.Tensor:
+    """What modules that predict further tokens add to the loss, label by label of each sample.
+
+    Args:
+        share: of each label of the next token in the loss, [B, S].
+    """
+    extras = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
+    stream = model.stream(batch.inputs[0, rows], **{name: extras[name][0, rows] for name in model.form.optional})
+    x, further, length = model.head.norm(stream.hidden), model.head.further, share.shape[1]
+    total, before = torch.zeros((), dtype=x.dtype), stream.channels.get(LOSS)
+    for ahead, module in enumerate(further.tokens, start=1):
+        places = [min(place + ahead, length - 1) for place in range(length)]
+        read = batch.labels[0, rows].roll(1, 1)[:, places]  # token i + ahead is label i + ahead - 1
+        read[:, length - ahead :] = batch.labels[0, rows, -1:]
+        x, stream = module(further.table(read), x, stream)
+        logits = F.linear(x, model.head.weight).float() if x.dtype == torch.bfloat16 else F.linear(x, model.head.weight)
+        for place in range(length - ahead):
+            counts = share[:, place + ahead]
+            if batch.documents is not None:
+                same = batch.documents[0, rows, place] == batch.documents[0, rows, place + ahead]
+                counts = counts * same
+            labels = batch.labels[0, rows, place + ahead]
+            ce = F.cross_entropy(logits[:, place], labels, reduction="none")
+            cost = ce + config.training.z_loss * logits[:, place].logsumexp(-1).square()
+            total = total + further.weight * (counts * cost).sum()
+    if LOSS in stream.channels:  # what the modules' own layers have added
+        added = at_least_fp32(stream.channels[LOSS]).mean() - (0.0 if before is None else at_least_fp32(before).mean())
+        total = total + added * (share.shape[0] / batch.tokens.shape[1])
+    return total
 
 
 class PlainOptimizer:

@@ -77,6 +77,7 @@ PAIRS = [
     ("moe", merged(MUON, MOE), "dp2 ZeRO 1", "one", 1e-5),
     ("llama", SOAP, "dp2 ZeRO 1", "tp2 pp2", 1e-5),
     ("recurrent depth", merged(ADAMW, CORE), "tp2 pp2", "dp2 ZeRO 3", 1e-5),
+    ("further tokens", ADAMW, "tp2 pp2", "dp2 ZeRO 3", 1e-5),
     ("llama", FREE, "dp2 ZeRO 1", "tp2 dp2 ZeRO 3", 1e-5),
     ("llama", FREE, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
     ("moe", merged(MINI, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),

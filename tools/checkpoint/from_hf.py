@@ -39,6 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="MODULE",
         help="a module that has the model's architecture, as in model.extensions; may be repeated",
     )
+    parser.add_argument(
+        "--multi-token",
+        action="store_true",
+        help="keep layers that predict further tokens (model.multi_token_prediction), which are left out otherwise",
+    )
     parser.add_argument("--verify", action="store_true", help="run both models on the same tokens, in fp32")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
@@ -47,7 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
         folder = locate(options.model, extensions)
         tell = now_and_then(quiet=options.json)
         resolved = import_model(
-            folder, options.out, sequence_length=options.sequence_length, extensions=extensions, progress=tell
+            folder,
+            options.out,
+            sequence_length=options.sequence_length,
+            extensions=extensions,
+            further=options.multi_token,
+            progress=tell,
         )
         proof = prove(open_checkpoint(options.out), folder, None) if options.verify else None
     except (CheckpointError, ConfigError, RegistryError, OSError, ValueError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.links import Link
 
-from .layers import Layers
+from .layers import Layers, without_variants
 from .parts import ConfigPart
 
 
@@ -81,7 +81,10 @@ class Architecture:
         renamed: (pattern, replacement): parts of names in a module's state dict -> what they are called on disk.
         prefix: may be absent from all names of a checkpoint that was saved from the model without its head.
         buffers: patterns of names that are no parameters.
-        predicts_more: its files may have layers behind the last, which predict further tokens and are left out.
+        predicts_more: its files may have layers behind the last, which predict further tokens.
+        further_block: the pattern of those layers, where they can be ours (`model.multi_token_prediction`); "" leaves
+            them out.
+        further_copies: tensors of each of those layers that are copies of others (see `source`).
         newer: why version 4 of transformers does not give this model's logits; "" if it does.
         older: settings that version 4 reads beside those of version 5, from the latter.
     """
@@ -99,6 +102,8 @@ class Architecture:
     prefix: str = "model."
     buffers: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     predicts_more: bool = False
+    further_block: str = ""
+    further_copies: tuple[str, ...] = ()
     newer: Callable[[ModelSection], str] = lambda model: ""
     older: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: {}
 
@@ -129,9 +134,13 @@ class Architecture:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
     def further(self, names: Collection[str], layers: int) -> list[str]:
-        """Of these names on disk those of layers behind the last, where it may have such."""
+        """Of these names on disk those of layers from this number on, where it may have such behind its last."""
         numbers = {name: re.match(rf"{re.escape(self.prefix)}layers\.(\d+)\.", name) for name in names}
         return [name for name, found in numbers.items() if self.predicts_more and found and int(found[1]) >= layers]
+
+    def keeps_further(self, model: ModelSection) -> bool:
+        """Whether it has the modules of our model that predict further tokens."""
+        return any(without_variants(block) == self.further_block for block in model.further_blocks)
 
     def canonical(self, name: str) -> str:
         """The name on disk of a complete model."""

@@ -45,9 +45,10 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
     Raises:
         CheckpointError: a tensor has no counterpart in the architecture, or only part of what one is made of exists.
     """
-    wanted, steps, problems = set(ours), [], []
+    wanted, steps, problems = set(ours), list[ConversionStep](), []
+    layers = len(model.blocks) + len(model.further_blocks)
     for link in architecture.all_links(wanted.copy()):
-        for layer in range(len(model.blocks)) if link.repeated else [None]:
+        for layer in range(layers) if link.repeated else [None]:
             for suffix in link.suffixes:
                 names, theirs = link.names(layer, suffix, model)
                 have = [name for name in names if name in wanted]
@@ -62,6 +63,27 @@ def plan(architecture: Architecture, ours: Iterable[str], model: ModelSection) -
     if problems:
         raise CheckpointError(architecture.class_name, problems)
     return steps
+
+
+def further_tensors(ours: Iterable[str], model: ModelSection) -> list[str]:
+    """The names of our tensors that are of modules which predict further tokens."""
+    parts = {name: name.split(".") for name in ours}
+    return [name for name, each in parts.items() if each[0] == "layers" and int(each[1]) >= len(model.blocks)]
+
+
+def further_copies(
+    architecture: Architecture, steps: list[ConversionStep], model: ModelSection
+) -> list[ConversionStep]:
+    """The steps that write once more what each of those modules shares with the model, where files have it."""
+    made = {step.theirs[0]: step for step in steps}
+    found = []
+    for layer in range(len(model.blocks), len(model.blocks) + len(model.further_blocks)):
+        for suffix in architecture.further_copies:
+            name = f"{architecture.prefix}layers.{layer}.{suffix}"
+            source = architecture.source(name, made)
+            if source is not None:
+                found.append(ConversionStep(made[source].ours, (name,), made[source].form))
+    return found
 
 
 def to_hf(steps: Iterable[ConversionStep], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

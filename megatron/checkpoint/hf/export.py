@@ -22,7 +22,7 @@ from ..reader import Checkpoint
 from .architecture import Architecture
 from .card import card
 from .config import hf_config
-from .convert import plan
+from .convert import further_copies, further_tensors, plan
 from .versions import least_version, make_readable
 from .written import shapes_of, write_tensors
 
@@ -90,7 +90,11 @@ def export(
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
     theirs.dtype = wanted
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items() if checkpoint.has_weights(key)}
+    left_out = [] if architecture.keeps_further(config.model) else further_tensors(shapes, config.model)
+    shapes = {key: shape for key, shape in shapes.items() if key not in set(left_out)}
     steps = plan(architecture, shapes, config.model)
+    if not left_out:
+        steps += further_copies(architecture, steps, config.model)
     draft = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     draft.mkdir(parents=True)
     try:
@@ -101,6 +105,7 @@ def export(
         notes = _write_tokenizer(draft, config, theirs)
         version, reason = least_version(architecture, config.model)
         notes += [f"needs transformers {version}: {reason}"] if reason else []
+        notes += [f"left out: {len(left_out)} tensors of modules that predict further tokens"] if left_out else []
         theirs.save_pretrained(draft)
         make_readable(draft, architecture)
         _generation(config, theirs).save_pretrained(draft)

@@ -154,8 +154,10 @@ def longest(theirs: PreTrainedConfig) -> int:
     return next((value for name in names if (value := getattr(theirs, name, None))), UNLIMITED)
 
 
-def settings(folder: Path, sequence_length: int | None = None, extensions: Extensions = ()) -> Resolved:
-    """The configuration of a run with this model; errors as of `import_model`."""
+def settings(
+    folder: Path, sequence_length: int | None = None, extensions: Extensions = (), further: bool = False
+) -> Resolved:
+    """The configuration of a run with this model; arguments and errors as of `import_model`."""
     theirs = read_config(folder, extensions)
     extensions = extensions_for(theirs.model_type, extensions)
     length = sequence_length or longest(theirs)
@@ -173,11 +175,25 @@ def settings(folder: Path, sequence_length: int | None = None, extensions: Exten
         ) from error
     if extensions:
         model["extensions"] = list(extensions)
+    if further:
+        model["multi_token_prediction"] = _further(folder, theirs, extensions)
     values: dict[str, Any] = {"model": model, "training": {"steps": 0, "sequence_length": length}}
     values["tokenizer"] = {"type": "none"}
     if (folder / "tokenizer.json").is_file():
         values["tokenizer"] = {"type": "huggingface", "path": str((folder / "tokenizer.json").resolve())}
     return combine([Values(values)], ranks=1, check_inputs=False, name=folder.name)
+
+
+def _further(folder: Path, theirs: PreTrainedConfig, extensions: Extensions) -> dict[str, Any]:
+    """The options of the modules that predict further tokens."""
+    block, depth = architecture_of(theirs, extensions).further_block, getattr(theirs, "num_nextn_predict_layers", 0)
+    if not block or not isinstance(depth, int) or depth < 1:
+        raise CheckpointError(
+            folder / CONFIG,
+            f"it has no layers that predict further tokens and can be kept (num_nextn_predict_layers: {depth}); "
+            "leave them out",
+        )
+    return {"depth": depth, "block": block}
 
 
 def import_model(
@@ -186,12 +202,14 @@ def import_model(
     *,
     sequence_length: int | None = None,
     extensions: Extensions = (),
+    further: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Resolved:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0 (weights alone, in their own type).
 
     Args:
         extensions: modules that may have its architecture; the checkpoint's configuration lists them.
+        further: keep layers that predict further tokens (`model.multi_token_prediction`), which are left out otherwise.
 
     Returns:
         The configuration with which it was written.
@@ -201,7 +219,7 @@ def import_model(
     """
     if out.exists():
         raise CheckpointError(out, "it exists already")
-    resolved = settings(folder, sequence_length, extensions)
+    resolved = settings(folder, sequence_length, extensions, further)
     listed = tuple(resolved.config.model.extensions)
     write(Folder(folder), architecture_of(read_config(folder, listed), listed), resolved, out, progress)
     return resolved
@@ -224,7 +242,8 @@ def write(
     """Write the tensors of a source as a checkpoint of step 0; errors as of `import_model`."""
     logical = logical_tensors(resolved)
     steps = plan(architecture, logical, resolved.config.model)
-    further = architecture.further(source.places, len(resolved.config.model.blocks))
+    model = resolved.config.model
+    further = architecture.further(source.places, len(model.blocks) + len(model.further_blocks))
     if further:
         progress(f"left out: {len(further)} tensors of layers that predict further tokens, such as {further[0]}")
     present = [name for name in source.places if name not in set(further)]

@@ -10,7 +10,10 @@ from megatron.config.pattern import BlockPattern
 from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 
-_TRAINING_ONLY = ("init", "dropout", "vocab_multiple", "layers", "variants", "extensions", *kinds_of())
+_TRAINING_ONLY = (
+    *("init", "dropout", "vocab_multiple", "layers", "variants", "extensions", "multi_token_prediction"),
+    *kinds_of(),
+)
 _ROUTER_TRAINING = ("jitter", "correction_rate", "sinkhorn_iterations", "sinkhorn_start", "width")
 _NOT_COMPUTED = (
     "init",

@@ -16,6 +16,7 @@ from . import (
     launch,
     layout,
     model,
+    multi_token,
     names,
     optimizers,
     output,
@@ -31,6 +32,7 @@ from . import (
 MODULES = (
     names,
     model,
+    multi_token,
     recurrence,
     parametrization,
     layout,

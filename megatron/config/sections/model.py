@@ -10,6 +10,7 @@ from ..kind import kinds_of
 from ..pattern import BlockPattern, blocks_of
 from ..tokenizer_size import SizeUnknown, tokenizer_size
 from .base import Derivable, Derived, Section, key
+from .multi_token import MultiTokenOptions
 from .parametrization import ParametrizationOptions
 from .recurrence import RecurrenceOptions
 
@@ -224,6 +225,9 @@ class ModelSection(_Kinds):
     dropout: float = key(0.0, "Dropout of the embedding and of each branch's output.", ge=0, lt=1)
     init: InitOptions = key(InitOptions, "How parameters start.")
     recurrence: RecurrenceOptions = key(RecurrenceOptions, "How often the recurrent group of the pattern is repeated.")
+    multi_token_prediction: MultiTokenOptions = key(
+        MultiTokenOptions, "Modules that predict tokens further ahead than the next one, in training."
+    )
     parametrization: ParametrizationOptions = key(
         ParametrizationOptions, "How initial values, multipliers and learning rates follow from width and depth."
     )
@@ -246,3 +250,15 @@ class ModelSection(_Kinds):
             PatternError: the pattern cannot be read, which a resolved configuration excludes.
         """
         return blocks_of(self.layers, tuple(self.extensions))
+
+    @property
+    def further_blocks(self) -> tuple[BlockPattern, ...]:
+        """The blocks of the modules of `multi_token_prediction`, numbered after those of the stack; none without.
+
+        Raises:
+            PatternError: as for `blocks`.
+        """
+        options = self.multi_token_prediction
+        if not options.depth or options.block is None:
+            return ()
+        return blocks_of(options.block, tuple(self.extensions))[:1] * options.depth

@@ -223,6 +223,20 @@ def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Problem]:
+    """A module that predicts further tokens has the stream alone of the layers before it."""
+    key, block = "model.multi_token_prediction.block", context.further_block
+    for each in block.kinds if block else ():
+        uses = [use for use in context.layers("moe") if (use.kind, use.variant) == (each.name, each.variant)]
+        if uses and uses[0].options.router.network == "mlp":
+            yield context.problem(
+                key,
+                "model.moe.router.network",
+                rule="must have a linear router: an MLP router averages its state with those of layers before it",
+                fix="use a variant of moe with router: {network: linear}, which model.layers has too",
+            )
+
+
 # (option of model.moe, the one that makes it work, what the values of that one are, what is so without, fix)
 _IDLE = (
     (
@@ -407,6 +421,7 @@ STACK_RULES = (
     rows_are_aligned,
     options_that_nothing_reads,
     router_states_have_a_first,
+    further_tokens_have_no_router_state,
     there_are_experts_to_spread,
     experts_are_cut_or_whole,
     expert_ranks_divide_their_line,

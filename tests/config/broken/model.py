@@ -40,6 +40,39 @@ MODEL = [
         "the rates of completep must be derived for the optimizer, and are so for adamw, lion, ademamix, ",
     ),
     case(
+        "further tokens by two blocks, in chunks, of more tokens than there are",
+        "model: {layers: attention/mlp x2, multi_token_prediction: {depth: 8, block: attention mlp}}\n"
+        "training: {sequence_length: 8, sequence_chunks: 2}",
+        "a.yml:2: model.multi_token_prediction.block = 'attention mlp'",
+        "must be one block, without layers beside it and not repeated",
+        "model.multi_token_prediction.depth = 8",
+        "must be less than training.sequence_length: the last module would have no token to predict",
+        "must be 0 with training.sequence_chunks: a module reads tokens of the chunk behind its own",
+        problems=3,
+    ),
+    case(
+        "further tokens by layers that others hand something to",
+        "model: {layers: attention/mlp (rwkv7/moe), rwkv7: {head_dim: 8}, moe: {experts: 4, router: {network: mlp}},\n"
+        "  multi_token_prediction: {depth: 1}}",
+        "model.multi_token_prediction.block",
+        "must be of layers that take nothing from others but the stream, and rwkv7 does",
+        "must have a linear router: an MLP router averages its state with those of layers before it",
+        "the first MoE layer with an MLP router must not average",
+        problems=3,
+    ),
+    case(
+        "further tokens by layers that the stack has not",
+        "model: {multi_token_prediction: {depth: 1, block: mla/mlp}}",
+        "a.yml:2: model.multi_token_prediction.block = 'mla/mlp'",
+        "must be made of layers that model.layers has too, and mla is none of them",
+    ),
+    case(
+        "further tokens by a block that cannot be read",
+        "model: {multi_token_prediction: {depth: 1, block: attention/mlq}}",
+        "a.yml:2: model.multi_token_prediction.block = 'attention/mlq'",
+        "must be a block: unknown kind of layer 'mlq'",
+    ),
+    case(
         "two recurrent groups",
         "model: {layers: recurrent(mlp) attention recurrent(mlp)}",
         "a.yml:2: model.layers",

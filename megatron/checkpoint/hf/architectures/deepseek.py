@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,29 @@ def _queries(ours: Collection[str]) -> tuple[Link, ...]:
     return mla.queries(_ATTENTION, any(".mla.query_down." in name for name in ours))
 
 
+# Of a layer that predicts further tokens: what it shares with the model, and its own tensors beside its block's.
+_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+_FURTHER = (
+    Link("layers.{n}.embedding_norm", f"{THEIRS}.enorm"),
+    Link("layers.{n}.hidden_norm", f"{THEIRS}.hnorm"),
+    Link("layers.{n}.projection", f"{THEIRS}.eh_proj"),
+    Link("layers.{n}.output_norm", f"{THEIRS}.shared_head.norm"),
+)
+
+
+def _copied(name: str, saved: Collection[str]) -> str | None:
+    """What a tensor of such a layer is a copy of; a tied head is the embedding."""
+    found = re.fullmatch(r"model\.layers\.\d+\.(.+)", name)
+    source = _COPIES.get(found[1]) if found else None
+    return "model.embed_tokens.weight" if source == "lm_head.weight" and source not in saved else source
+
+
 _LAYERS = _FirstDense(
-    {"mla/moe": "sparse", "mla/mlp": "dense"}, settings=_settings, links=_queries, needed=("mla/moe", "mla/mlp")
+    {"mla/moe": "sparse", "mla/mlp": "dense"},
+    settings=_settings,
+    links=_queries,
+    source=_copied,
+    needed=("mla/moe", "mla/mlp"),
 )
 
 
@@ -118,8 +140,9 @@ def _write_groups(config: Config) -> dict[str, Any]:
     return {"topk_method": method, "n_group": own.groups, "topk_group": own.top_groups}
 
 
-def _no_further_layers(_config: Config) -> dict[str, Any]:
-    return {"num_nextn_predict_layers": 0}
+def _further_layers(config: Config) -> dict[str, Any]:
+    kept = DEEPSEEK_V3.keeps_further(config.model)
+    return {"num_nextn_predict_layers": len(config.model.further_blocks) if kept else 0}
 
 
 _FIELDS = (
@@ -180,7 +203,7 @@ DEEPSEEK_V2 = Architecture(
 DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    (*_LINKS, Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))),
+    (*_LINKS, *_FURTHER, Link(f"{moe.OURS}.router.correction", f"{_MOE}.gate.e_score_correction_bias", suffixes=("",))),
     _LAYERS,
     fields=(
         *_FIELDS,
@@ -195,6 +218,8 @@ DEEPSEEK_V3 = Architecture(
         "moe.router.group_score": "top_two",
     },
     required={"rope_interleave": True},
-    parts=(*_PARTS, Functions(write=_no_further_layers)),
+    parts=(*_PARTS, Functions(write=_further_layers)),
     predicts_more=True,
+    further_block="mla/moe",
+    further_copies=tuple(_COPIES),
 )

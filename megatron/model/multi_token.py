@@ -1,0 +1,114 @@
+"""Modules that predict further tokens than the next one (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+With t the tokens, E the embedding and h^0 what the head reads, module k = 1 ... D has of position i
+    h^k_i = norm(block(W [norm(E(t_{i+k})); norm(h^{k-1}_i)]))
+and the model's own head predicts t_{i+k+1} from it. To the loss of the next token is added
+    loss_weight / D * sum over k of (sum over i of w_{i+k} c^k_i) / (sum of w)
+with the weight w and the cost c of a label. Nothing is predicted from tokens of several documents, where these do not
+attend to each other, nor where a sample has no more labels; such labels have weight 0.
+
+The parts of W stand in the order of DeepSeek's files (the paper has them the other way round), and the modules are
+numbered after the blocks of the stack, as there.
+
+Shapes: B samples, S positions of this rank's tensor parallel group, s those of this rank, H hidden, K modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.sections.model import ModelSection
+from megatron.parallel.collectives import enter
+from megatron.parallel.linear import RowLinear, VocabEmbedding
+from megatron.parallel.parameters import ParameterFactory
+from megatron.parallel.shard import Role, Shard
+
+from .block import Block
+from .initialisation import Initialisation
+from .norm import Norm
+from .stream import Stream
+
+
+class FurtherLabels(NamedTuple):
+    """Labels int64 [K, ..., S] and their weights [K, ..., S]: at k - 1 those of module k."""
+
+    labels: Tensor
+    weights: Tensor
+
+
+def further_labels(labels: Tensor, weights: Tensor, documents: Tensor | None, depth: int) -> FurtherLabels:
+    """What modules predict.
+
+    Args:
+        labels, weights: of the next token, [..., S], of whole samples.
+        documents: number of each input's document in its sample, [..., S]; None where all attend to each other.
+        depth: K.
+    """
+    length, found = labels.shape[-1], []
+    for ahead in range(1, depth + 1):
+        places = torch.arange(ahead, length + ahead, device=labels.device)
+        there, places = places < length, places.clamp(max=length - 1)
+        counted = weights[..., places] * there
+        if documents is not None:
+            counted = counted * (documents[..., places] == documents)
+        found.append((labels[..., places], counted))
+    return FurtherLabels(torch.stack([each for each, _ in found]), torch.stack([each for _, each in found]))
+
+
+class FurtherToken(nn.Module):
+    """One module: what the head read for a token, and the embedding of the next token, to what it reads for that."""
+
+    def __init__(self, make: ParameterFactory, model: ModelSection, init: Initialisation, block: Block, output: Norm):
+        """`output`: the norm of its result."""
+        super().__init__()
+        H, cut = model.hidden_size, make.mesh.layout.sequence
+        self.mesh = make.mesh
+        (self.span,) = Shard(1).spans(2 * H, make.mesh.tensor.rank, make.mesh.tensor.size)
+        self.embedding_norm = Norm(make.scope("embedding_norm"), H, model.norm, partial=cut)
+        self.hidden_norm = Norm(make.scope("hidden_norm"), H, model.norm, partial=cut)
+        self.projection = RowLinear(make.scope("projection"), 2 * H, H, init=init.hidden(2 * H, H), role=Role.HIDDEN)
+        self.block, self.output_norm = block, output
+
+    def forward(self, embedded: Tensor, x: Tensor, stream: Stream) -> tuple[Tensor, Stream]:
+        """(h^k, the stream behind the block) of E(t_{i+k}) and h^{k-1}, [B, s, H] each."""
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], -1)
+        mine = enter(both, self.mesh)[..., self.span.start : self.span.stop]
+        stream = self.block(stream.with_hidden(self.projection(mine).to(stream.hidden.dtype)))
+        return self.output_norm(stream.hidden), stream
+
+
+class MultiTokenPrediction(nn.Module):
+    """All modules.
+
+    Attributes:
+        weight: of each module's loss.
+        sums: fp64 [2, K], of what has been trained on since somebody cleared it: weighted cross-entropies and weights.
+    """
+
+    def __init__(self, modules: Sequence[FurtherToken], table: VocabEmbedding, model: ModelSection):
+        """`table`: the token embedding, or a copy of it with the same weights."""
+        super().__init__()
+        self.tokens, self.table, self.multiplier = nn.ModuleList(modules), table, model.embedding.multiplier
+        self.weight = model.multi_token_prediction.loss_weight / len(modules)
+        self.sums = torch.zeros(2, len(modules), dtype=torch.float64, device=table.weight.device)
+
+    def forward(
+        self, x: Tensor, stream: Stream, labels_BS: Tensor, further: FurtherLabels
+    ) -> tuple[list[Tensor], Stream]:
+        """(what the head reads for each module, [B, s, H] each; the stream behind the last), of what it read."""
+        found = []
+        for module, read_BS in zip(self.tokens, (labels_BS, *further.labels[:-1])):
+            embedded = self.table(read_BS)
+            x, stream = module(embedded if self.multiplier == 1.0 else embedded * self.multiplier, x, stream)
+            found.append(x)
+        return found, stream
+
+    @torch.no_grad()
+    def add(self, ce_KBS: Tensor, weights_KBS: Tensor) -> None:
+        """What a micro-batch adds to the sums."""
+        both = torch.stack([ce_KBS * weights_KBS, weights_KBS]).double()
+        self.sums += both.flatten(2).sum(2)
