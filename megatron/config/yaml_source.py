@@ -6,6 +6,7 @@ wins in silence. Here numbers are numbers, only true and false are booleans, and
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from collections.abc import Callable
@@ -34,6 +35,8 @@ LARGEST = 8 << 20  # bytes of a document
 DEEPEST = 64  # mappings and lists inside each other; our deepest key has six
 DIGITS = 60  # of a whole number; Python refuses to print those of thousands
 MOST = 20_000  # values of a document, those that an alias repeats counted again
+_COMMENT = re.compile(r"[ \n]#[^\n\r\x85\u2028\u2029]*")
+_PYYAMLS = re.compile(r"[\t\r\x85\u2028\u2029]|(?:^|[\s\[{,:-])[?&*!%|>]|^(?:---|\.\.\.)", re.MULTILINE)
 _LEADING_ZERO = re.compile(r"^[-+]?0[0-9]+$")
 
 
@@ -57,6 +60,14 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+if yaml.__with_libyaml__:
+
+    class _FastLoader(yaml.CSafeLoader):
+        """libyaml's parser, several times as fast, with the same plain scalars."""
+
+        yaml_implicit_resolvers = {None: list(_SCALARS.items())}
 
 
 class _TooMuch(Exception):
@@ -157,7 +168,7 @@ class _Reader:
                 if len(text) > DIGITS:
                     self.fail(node, path, text, f"a number has at most {DIGITS} digits", "write a smaller number")
                     return None
-                if node.style is None and _LEADING_ZERO.match(text):
+                if not node.style and _LEADING_ZERO.match(text):
                     decimal = int(text)
                     self.fail(
                         node,
@@ -196,7 +207,7 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
     if len(text) > LARGEST:
         return None, {}, [Problem("", *TOO_LARGE, ABSENT, str(origin(1)))]
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = _compose(text)
         value = None if node is None else reader.read(node, ())
     except _TooMuch as error:
         return None, {}, [Problem("", *error.rule_and_fix, ABSENT, str(origin(error.line)))]
@@ -206,6 +217,30 @@ def parse(text: str, origin: Callable[[int], Origin]) -> tuple[Any, dict[Path, O
         problem = Problem("", *_syntax(error), ABSENT, str(origin(line)))
         return None, {}, [problem]
     return value, reader.places, reader.problems
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The tree of a document. What libyaml refuses, PyYAML reads again, whose messages are the same everywhere; what
+    the two read differently (tabs, keys after a '?', an alias inside its anchor, "|#") is not given to libyaml.
+    """
+    if yaml.__with_libyaml__ and not _PYYAMLS.search(_COMMENT.sub("", text)):
+        with contextlib.suppress(yaml.YAMLError):
+            _check_size(text)
+            return _FastLoader(text).get_single_node()
+    return yaml.compose(text, Loader=_Loader)
+
+
+def _check_size(text: str) -> None:
+    """Refuses what is too deep or too long before libyaml calls itself for each level."""
+    parser, depth, nodes = _FastLoader(text), 1, 0
+    while parser.check_event():
+        event = parser.get_event()
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        nodes += isinstance(event, yaml.NodeEvent)
+        if nodes > MOST or depth > DEEPEST and isinstance(event, yaml.NodeEvent):
+            line = event.start_mark.line + 1 if event and event.start_mark else 1
+            raise _TooMuch(TOO_MANY if nodes > MOST else TOO_DEEP, line)
+        depth += isinstance(event, yaml.CollectionStartEvent)
 
 
 def _syntax(error: yaml.YAMLError) -> tuple[str, str]:
