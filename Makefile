@@ -8,6 +8,7 @@ export PYTHON
 help:
 	@echo 'make quickstart   install, make a corpus, train a small model on it, and see what it writes (minutes, no GPU needed)'
 	@echo 'make test         install, and run the tests of the code'
+	@echo 'make layouts      every architecture on every axis and every layout, against one process; resuming on another layout'
 	@echo 'make tour         the README, the quick starts, the notebook and the example package, as a reader would run them'
 	@echo 'make hosts        every way to start ranks on several hosts, for real: namespaces with their own sshd and Slurm (needs root)'
 	@echo 'make test-slow    what make test leaves out: the rest of the matrix of layouts, kill loops, more runners (an hour)'
@@ -37,6 +38,10 @@ PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loa
 test: dev
 	$(PYTEST)
 
+# After a change of the model, the engine or what is parallel: each layout against one process of plain PyTorch.
+layouts: dev
+	$(PYTEST) -m 'layouts and not slow'
+
 # What the documentation tells a reader to type, typed: installed commands, the README on one host and on several, ...
 tour: dev
 	$(PYTEST) -m 'tour and not slow'
@@ -61,7 +66,7 @@ NUMERICAL := $(wildcard tests/kinds tests/model tests/objectives tests/parallel)
 
 # What inductor has compiled for all instructions gives nan where torch uses fewer, so these runs have a cache of their own.
 numerics: dev
-	$(NARROW) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-narrow $(PYTEST) $(NUMERICAL)
+	$(NARROW) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-narrow $(PYTEST) -m 'not slow and not tour and not hosts' $(NUMERICAL)
 
 durations: dev
 	$(PYTEST) -m 'not slow' --store-durations
@@ -80,4 +85,4 @@ lint: dev
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test tour hosts test-slow test-fast numerics durations package site lint docs
+.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics durations package site lint docs

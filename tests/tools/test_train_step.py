@@ -75,6 +75,7 @@ def test_a_row_in_bf16():
         assert low <= row["speed_ratio"][name] <= high
 
 
+@pytest.mark.slow  # what is equal is decided by check_equal
 def test_another_recipe_is_no_comparison():
     done = bench("--rounds", "1", "training.z_loss=0.1")
     assert done.returncode == 1 and "of eager" in done.stderr and done.stdout == ""

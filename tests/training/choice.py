@@ -1,4 +1,4 @@
-"""Which cases of tests/layouts.yml `make test` trains, and which wait for `make test-slow`.
+"""Which cases of tests/layouts.yml `make layouts` trains, and which wait for `make test-slow`.
 
 Most cases differ from others in what they combine, not in what they run through. Those that are chosen go through all
 of it: each architecture meets each mechanism that it is listed with, each recipe meets each of its layouts, and in each
@@ -53,7 +53,7 @@ def meetings(case: Case) -> set[tuple[str, ...]]:
 
 @cache
 def chosen() -> frozenset[str]:
-    """Names of the cases that `make test` trains: always the one that adds most for its number of ranks."""
+    """Names of the cases that `make layouts` trains: always the one that adds most for its number of ranks."""
     left = {case.name: meetings(case) for case in cases() if not case.slow}
     ranks = {case.name: case.ranks for case in cases()}
     names: set[str] = set()

@@ -8,6 +8,8 @@ from tests.training.choice import parameters
 from tests.training.layout_check import compare
 from tests.training.matrix import Case
 
+pytestmark = pytest.mark.layouts
+
 
 @pytest.mark.parametrize("case", parameters("recurrent"))
 def test_numbers_of_one_process(case: Case):

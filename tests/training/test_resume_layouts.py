@@ -14,6 +14,8 @@ from tests.training import runs
 from tests.training.matrix import merged, read
 from tests.workers import run
 
+pytestmark = pytest.mark.layouts
+
 BEFORE, AFTER = 2, 2  # steps before the save, and after
 
 LAYOUTS: dict[str, dict[str, Any]] = {
