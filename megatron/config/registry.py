@@ -73,6 +73,7 @@ INSIDE: dict[str, dict[str, str]] = {
     },
     OBJECTIVE: {  # see megatron.objectives.contract
         "cross_entropy": "megatron.objectives.cross_entropy:CrossEntropy",
+        "distillation": "megatron.objectives.distillation:Distillation",
         "goldfish": "megatron.objectives.goldfish:Goldfish",
     },
     SOURCE: {"copy": "megatron.data.synthetic:Copy"},  # of samples without token files; see megatron.data.contract

@@ -148,7 +148,7 @@ def _combine(
     config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    context = RuleContext(config, ranks, origin, files, here)
+    context = RuleContext(config, ranks, origin, files, here, resolve)
     ruled = [*rules.broken(context, inputs=check_inputs), *(former_runs(context) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):

@@ -7,18 +7,21 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path as File
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .catalog import Path, dotted
 from .extensions import extensions_of
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
-from .resolution import Resolved
 from .schema import Config, using
 from .structure import check
 from .yaml_source import read_file
+
+if TYPE_CHECKING:
+    from .resolution import Resolved
 
 _HASH = re.compile(r"^# hash: ([0-9a-f]{64})$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
@@ -143,15 +146,26 @@ def read_resolved(path: str | os.PathLike) -> Config:
     Raises:
         ConfigError: the file is missing, damaged, or was edited.
     """
-    name = os.fspath(path)
-    source = read_file(name)
+    return _checked(os.fspath(path), os.fspath(path))
+
+
+def read_resolved_text(text: str, name: str = "") -> Config:
+    """As `read_resolved`, from the text of such a file, which messages call `name`."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        return _checked(file.name, name or file.name)
+
+
+def _checked(file: str, name: str) -> Config:
+    source = read_file(file)
     if source.problems:
         raise ConfigError(source.problems)
     with using(extensions_of([source])):
         config, problems, _ = check(source.values, source.origin)
     if problems:
         raise ConfigError(problems)
-    saved = _HASH.search(File(name).read_text(encoding="utf-8"))
+    saved = _HASH.search(File(file).read_text(encoding="utf-8"))
     if saved is None or saved.group(1) != _hash(_shared(thaw(config.model_dump()), source.values)):
         rule = "a resolved configuration is not edited: " + (
             "its hash is missing" if saved is None else "its values do not give its hash"

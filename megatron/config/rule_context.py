@@ -29,6 +29,7 @@ class RuleContext:
         files: the configuration files, as the user named them.
         here: whether a start would be now and, if the configuration does not say otherwise, on this machine; not so
             where a job script is made.
+        resolve: `resolution.resolve`, for configurations that come with this one.
     """
 
     config: Config
@@ -36,6 +37,7 @@ class RuleContext:
     origin: Callable[[Path], Origin] = field(repr=False)
     files: tuple[str, ...] = ()
     here: bool = True
+    resolve: Callable[..., Config] | None = field(default=None, repr=False)
 
     @property
     def starts_here(self) -> bool:

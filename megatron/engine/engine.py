@@ -30,6 +30,7 @@ from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
 from megatron.parallel.account import EVALUATE, phase
+from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
@@ -48,11 +49,12 @@ from .logit_clipping import LogitClipping
 from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
-from .protocol import PASSES, PASSES_BACKWARD, LabelGroups, StepResult
+from .protocol import DIVERGENCE, PASSES, PASSES_BACKWARD, LabelGroups, StepResult
 from .reduction import clear_sums_once, compress_gradients, reduce_nothing, sum_large_gradients_in_place
 from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
+from .teacher import Teacher, known
 from .zero_init import cut_as_they_are_made
 
 
@@ -101,9 +103,15 @@ class BaseEngine:
     """What both engines share: the optimizer, clipping at stage 0, label weights, numbers of a step."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        values: bool = True,
+        beacon: Beacon | None = None,
+        teacher: Teacher | None = None,
     ):
-        self.config, self.mesh, self.device = config, mesh, device
+        self.config, self.mesh, self.device, self.teacher = config, mesh, device, teacher
         self.beacon = beacon or Beacon()
         self.plan = ModelPlan(config, mesh, device, values=values)
         self.form, self.context = self.plan.form, self.plan.context
@@ -230,7 +238,8 @@ class BaseEngine:
         return self.state.averaged()
 
     def _micro_batches(self, batch: StepBatch, scale: Tensor | float, depth: int = 0) -> Iterator[MicroBatch]:
-        return micro_batches(batch, self.form, scale, self.device, self.context, depth)
+        form = self.form if self.teacher is None else self.teacher.widened(self.form)
+        return micro_batches(batch, form, scale, self.device, self.context, depth)
 
     @property
     def reports(self) -> bool:
@@ -276,10 +285,17 @@ class BaseEngine:
 
     def _extras(self, applied: bool) -> Mapping[str, Any]:
         loads, logits = self.experts.finish(applied), self.logits.finish(applied)
-        more = {**logits, **self._depth()}
+        more = {**logits, **self._depth(), **self._divergence()}
         # These are read from the device when they are asked for.
         parts = [each for each in (loads, self.further.finish(), more) if each]
         return (parts or [{}])[0] if len(parts) < 2 else ChainMap(*cast("list[MutableMapping[str, Any]]", parts))
+
+    def _divergence(self) -> Mapping[str, Any]:
+        """The mean divergence from the teacher over the labels that count, by weight; of all ranks."""
+        if self.losses.divergence is None:
+            return {}
+        both = all_reduce(torch.stack([self.losses.divergence, self.losses.weight]), self.mesh.replicas)
+        return {DIVERGENCE: both[0] / both[1]}
 
     def _depth(self) -> Mapping[str, Any]:
         """What the step ran of a recurrent core."""
@@ -293,9 +309,15 @@ class PlainEngine(BaseEngine):
     """One stage: ZeRO 0-3, tensor and data parallel."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        values: bool = True,
+        beacon: Beacon | None = None,
+        teacher: Teacher | None = None,
     ):
-        super().__init__(config, mesh, device, values, beacon)
+        super().__init__(config, mesh, device, values, beacon, teacher)
         mpu = ModelParallelUnit(mesh)
         self._start(self._build(mpu), mpu)
         self.model: Model = self.deepspeed.module
@@ -321,11 +343,13 @@ class PlainEngine(BaseEngine):
             self.beacon.at(FORWARD, number + 1, batch.tokens.shape[0])
             with phase("forward"):
                 given = (micro.tokens, micro.labels, micro.weights)
-                loss, ce = self.deepspeed(*given, **micro.extras, further=micro.further)
+                taught = None if self.teacher is None else self.teacher.teach(micro)
+                extras = known(micro.extras, self.form)
+                loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
             self.beacon.at(BACKWARD, number + 1, batch.tokens.shape[0])
             with phase("backward"):
                 self.deepspeed.backward(loss)
-            self.losses.add(ce, micro.weights)  # before the update, which may depend on it
+            self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
             self.beacon.at(OPTIMIZER, number + 1, batch.tokens.shape[0])
             with phase("update"):
                 self.deepspeed.step()
@@ -339,7 +363,8 @@ class PlainEngine(BaseEngine):
         self.state.for_evaluation()
         losses = self._accumulator(groups)
         for micro in self._micro_batches(batch, 1.0):
-            losses.add(self.model(micro.tokens, micro.labels, micro.weights, **micro.extras)[1], micro.weights)
+            extras = known(micro.extras, self.form)
+            losses.add(self.model(micro.tokens, micro.labels, micro.weights, **extras)[1], micro.weights)
         return (losses.loss, losses.weight) if self.reports else (0.0, 0.0)
 
     @phase(EVALUATE)
@@ -350,7 +375,7 @@ class PlainEngine(BaseEngine):
         self.state.for_evaluation()
         micros = zip(self._micro_batches(batch, 1.0), readers, strict=True)
         return [
-            self.model(micro.tokens, micro.labels, micro.weights, **micro.extras, reader=reader)
+            self.model(micro.tokens, micro.labels, micro.weights, **known(micro.extras, self.form), reader=reader)
             for micro, reader in micros
         ]
 
@@ -359,8 +384,16 @@ class PipelinedEngine(BaseEngine):
     """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device, values: bool = True, beacon: Beacon | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        values: bool = True,
+        beacon: Beacon | None = None,
+        teacher: Teacher | None = None,
     ):
+        if teacher is not None:
+            raise ValueError("a pipeline has no place for a teacher")
         super().__init__(config, mesh, device, values, beacon)
         from .stages import Pipeline
 
@@ -425,17 +458,23 @@ class PipelinedEngine(BaseEngine):
 
 
 def build_engine(
-    config: Config, mesh: Mesh, device: torch.device | str = "cpu", values: bool = True, beacon: Beacon | None = None
+    config: Config,
+    mesh: Mesh,
+    device: torch.device | str = "cpu",
+    values: bool = True,
+    beacon: Beacon | None = None,
+    teacher: Teacher | None = None,
 ) -> PlainEngine | PipelinedEngine:
     """The engine for the run's layout; torch.distributed must be initialised, on one process too.
 
     Args:
         values: False leaves parameters without initial values, because a checkpoint will fill all of them.
         beacon: where steps tell what they are doing.
+        teacher: what steps learn from, where the objective has one; nothing else asks for it.
     """
     kind = PipelinedEngine if mesh.pipeline.size > 1 else PlainEngine
     with deepspeed_quietly():
-        engine = kind(config, mesh, torch.device(device), values, beacon)
+        engine = kind(config, mesh, torch.device(device), values, beacon, teacher)
     if mesh.timeout is not None:
         limit_groups(mesh.timeout)  # DeepSpeed gives its groups none
     return engine

@@ -26,6 +26,7 @@ class LossAccumulator:
         scale: what weights were multiplied with.
         groups: of the labels of each micro-batch that is still to come, int64 [B, s, K].
         sums: by group; see `protocol.LabelGroups`.
+        divergence: weighted divergence from the teacher; None without one.
     """
 
     loss: Tensor
@@ -33,6 +34,7 @@ class LossAccumulator:
     scale: Tensor | float = 1.0
     groups: Iterator[Tensor] | None = None
     sums: Tensor | None = None
+    divergence: Tensor | None = None
 
     @classmethod
     def zero(cls, device: torch.device) -> LossAccumulator:
@@ -40,7 +42,10 @@ class LossAccumulator:
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.float64, device=device)
         )
 
-    def add(self, ce_BS: Tensor, weights_BS: Tensor) -> None:
+    def add(self, ce_BS: Tensor, weights_BS: Tensor, kl_BS: Tensor | None = None) -> None:
+        if kl_BS is not None:
+            own = (kl_BS * weights_BS).sum(dtype=torch.float64)
+            self.divergence = own if self.divergence is None else self.divergence + own
         losses_BS = ce_BS.detach() * weights_BS
         self.loss += losses_BS.sum()
         self.weight += weights_BS.sum()

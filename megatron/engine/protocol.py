@@ -17,6 +17,7 @@ from .spikes import Spike
 from .statistics import UpdateStatistics
 
 PASSES, PASSES_BACKWARD = "core_passes", "core_passes_backward"  # extras of a step of a recurrent core
+DIVERGENCE = "teacher_divergence"  # extra of a step that learns from a teacher
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepResult:
     skipped: bool = False
     unlabelled: bool = False
     spike: Spike | None = None
-    extras: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ def _refuse(config: Config, layout: Layout) -> None:
     reasons["clipped attention logits"] = any(kind.clips_logits(options) for _, kind, options in used(config.model))
     reasons["algorithms that a table chooses"] = config.parallel.communication.table is not None
     reasons["a recurrent core, which each step repeats anew"] = bool(core_of(config.model.blocks))
+    reasons["a teacher"] = objective_of(config).teacher is not None
     reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:

@@ -9,6 +9,8 @@ from megatron.config import Config
 from megatron.config.pattern import BlockPattern
 from megatron.config.recurrence import core_of, expected_passes, passes_of_step
 from megatron.config.stages import as_stage, stages_of
+from megatron.config.teacher import teacher_config
+from megatron.objectives.named import objective_of
 
 from .block import block_counts, streams_saved
 from .counts import Counts
@@ -186,6 +188,18 @@ def totals(config: Config) -> Totals:
         hardware_flops=training + sum(row.recomputed for row in rows),
         core_flops=sum(rows[index + 1].counts.flops // model.recurrence.evaluation for index in core_of(model.blocks)),
     )
+
+
+def teacher_flops(config: Config) -> int:
+    """FLOPs per token of the teacher's forward pass; 0 without one.
+
+    Raises:
+        UserError: its checkpoint cannot be read.
+    """
+    if objective_of(config).teacher is None or config.objective.teacher is None:
+        return 0
+    model = teacher_config(config.objective.teacher).model
+    return totals(config.model_copy(update={"model": model})).forward_flops
 
 
 def flops_of_step(config: Config, total: Totals, step: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
 from megatron.parallel.collectives import all_reduce, enter, sum_gradient
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
+from megatron.parallel.distillation import SoftLabels, linear_distillation
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import VocabEmbedding, sequence_slice
 from megatron.parallel.parameters import ParameterFactory, logical_of
@@ -112,6 +114,9 @@ class Head(nn.Module):
 
     Args:
         further: modules that predict further tokens; in training their losses are added.
+
+    Raises:
+        ValueError: there are such modules, and a teacher.
     """
 
     def __init__(
@@ -132,6 +137,9 @@ class Head(nn.Module):
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
         cost = objective.cost if objective.costs else None
         self.options = LossOptions(multiplier, model.head.softcap, training.z_loss, training.loss_chunk, compiled, cost)
+        self.teaching = objective.teacher
+        if self.teaching is not None and further is not None:
+            raise ValueError("a teacher says nothing of further tokens")
         self.norm = norm
         shape = (model.vocab_size, model.hidden_size)
         head = make.scope("head")
@@ -152,8 +160,10 @@ class Head(nn.Module):
         weights_BS: Tensor,
         reader: Reader | None = None,
         further: FurtherLabels | None = None,
+        teacher: Taught | None = None,
     ) -> Any:
-        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats).
+        """(weighted sum of token losses and auxiliary losses, each token's cross-entropy [B, S] in nats); with a
+        `teacher` also each token's divergence from it [B, S].
 
         With a `reader`, what it gives instead. It is called here because ZeRO 3 gathers a module's weights only while
         the module runs.
@@ -161,21 +171,36 @@ class Head(nn.Module):
         Args:
             further: what modules that predict further tokens are trained on; made of the labels where it is not given,
                 which a rank with a part of each sample cannot do.
+
+        Raises:
+            RuntimeError: gradients of an objective with a teacher are wanted without one.
         """
         if reader is not None:
-            return reader(self, self.context.gather(self._read(stream.hidden)))
+            return reader(self, self.context.gather(self.read(stream)))
+        if teacher is None and self.teaching is not None and torch.is_grad_enabled() and self.training:
+            raise RuntimeError("the objective has a teacher, and this model was given none to learn from")
         if self.further is not None and self.training:
             if further is None:
                 further = self._further_labels(labels_BS, weights_BS, stream)
-            loss, ce_BS, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
-        elif not self.chunks.tokens:
-            loss, ce_BS = self._loss(stream.hidden, labels_BS, weights_BS)
+            loss, *of_tokens, stream = self._further_loss(self.further, stream, labels_BS, weights_BS, further)
         else:
-            losses = [recomputed_call(self._loss, *each) for each in self._parts(stream.hidden, labels_BS, weights_BS)]
-            loss, ce_BS = sum(each for each, _ in losses), torch.cat([each for _, each in losses], 1)
+            loss, *of_tokens = self._in_chunks(stream.hidden, labels_BS, weights_BS, teacher)
         if LOSS in stream.channels:
             loss = loss + at_least_fp32(stream.channels[LOSS]).mean()
-        return loss, ce_BS
+        return loss, *of_tokens
+
+    def _in_chunks(
+        self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, teacher: Taught | None
+    ) -> tuple[Tensor, ...]:
+        """`_loss`, or with a teacher `_taught_loss`; of each chunk of the sequence where it is cut."""
+        given: tuple[Tensor, ...] = (x_BsH, labels_BS, weights_BS)
+        loss_of: Callable[..., tuple[Tensor, ...]] = self._loss
+        if teacher is not None:
+            given, loss_of = (*given, teacher.x_BSH), partial(self._taught_loss, teacher.head)
+        if not self.chunks.tokens:
+            return loss_of(*given)
+        losses, *pieces = zip(*(recomputed_call(loss_of, *each) for each in self._parts(*given)))
+        return sum(losses), *(torch.cat(each, 1) for each in pieces)
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
         if self.context.size > 1 or self.further is None:
@@ -221,20 +246,46 @@ class Head(nn.Module):
         )
         return loss, ce_N.view_as(labels_BS)
 
+    def _taught_loss(
+        self, teacher: Head, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, taught_BSH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_loss`, and each token's divergence [B, S] from the teacher whose head reads `taught_BSH`."""
+        assert self.teaching is not None
+        soft = SoftLabels(
+            taught_BSH.flatten(0, 1),
+            teacher.weight,
+            teacher.bias,
+            teacher.options,
+            self.teaching.share,
+            self.teaching.temperature,
+        )
+        loss, ce_N, kl_N = linear_distillation(
+            enter(self.norm(x_BsH), self.mesh).flatten(0, 1),
+            self.weight,
+            self.bias,
+            labels_BS.flatten(),
+            weights_BS.flatten(),
+            soft,
+            first=self.span.start,
+            axis=self.mesh.tensor,
+            options=self.options,
+        )
+        return loss, ce_N.view_as(labels_BS), kl_N.view_as(labels_BS)
+
     def _parts(self, x_BsH: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
         """Each chunk's part of the hidden state, and of tensors with all positions of the tensor parallel group."""
         length = x_BsH.shape[1] * self.chunks.cut
         return list(zip(*(self.chunks.parts(each, length) for each in (x_BsH, *others))))
 
-    def _read(self, x_BsH: Tensor) -> Tensor:
-        """The head's input [B, S, H], whole on every tensor parallel rank."""
+    def read(self, stream: Stream) -> Tensor:
+        """What logits are made of [B, S, H], whole on every tensor parallel rank."""
         if not self.chunks.tokens:
-            return enter(self.norm(x_BsH), self.mesh)
-        return torch.cat([enter(self.norm(part), self.mesh) for (part,) in self._parts(x_BsH)], 1)
+            return enter(self.norm(stream.hidden), self.mesh)
+        return torch.cat([enter(self.norm(part), self.mesh) for (part,) in self._parts(stream.hidden)], 1)
 
     def logits(self, stream: Stream) -> Tensor:
         """fp32 logits [B, S, V] of the whole vocabulary, on every rank."""
-        return self.logits_at(self._read(stream.hidden))
+        return self.logits_at(self.read(stream))
 
     def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability [N] of each label in nats, and the likeliest id [N] in its place; for a `Reader`."""
@@ -250,6 +301,14 @@ class Head(nn.Module):
         whole = local.new_zeros((*local.shape[:-1], logical_of(self.weight).shape[0]))
         whole[..., self.span.start : self.span.stop] = local
         return all_reduce(whole, self.mesh.tensor)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher has made of a micro-batch: its head, and what that reads [B, S, H], on this rank."""
+
+    head: Head
+    x_BSH: Tensor
 
 
 def final_norm(model: ModelSection) -> NormOptions:

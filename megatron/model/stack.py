@@ -22,7 +22,7 @@ from megatron.parallel.parameters import ParameterFactory
 from .block import Block, block_channels
 from .chunks import Chunks, embed_in_chunks, mapped, work_in_chunks
 from .compile import compile_forward
-from .embedding_and_head import Embedding, Head, Reader, final_norm, token_embedding
+from .embedding_and_head import Embedding, Head, Reader, Taught, final_norm, token_embedding
 from .initialisation import Initialisation
 from .multi_token import FurtherLabels, FurtherToken, MultiTokenPrediction
 from .norm import Norm
@@ -233,10 +233,12 @@ class Model(nn.Module):
         samples: Tensor | None = None,
         reader: Reader | None = None,
         further: FurtherLabels | None = None,
+        teacher: Taught | None = None,
     ) -> Any:
-        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead."""
+        """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead;
+        with a `teacher` also each token's divergence from it."""
         stream = self.stream(tokens_BS, positions, documents, samples)
-        return self.head(stream, labels_BS, weights_BS, reader, further)
+        return self.head(stream, labels_BS, weights_BS, reader, further, teacher)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """fp32 logits [B, S, V]."""

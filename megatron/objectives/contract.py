@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.config import Config
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """How a frozen model teaches: with its logits u, the student's l and the temperature T, each label costs
+    (1 - share) * cost + share * T**2 * KL(softmax(u / T) || softmax(l / T)); see `parallel/distillation.py`."""
+
+    share: float
+    temperature: float
 
 
 class Objective:
@@ -25,11 +35,13 @@ class Objective:
         weighs: whether `weights` gives any weights. All ranks must know it before they read anything.
         needs_documents: whether `weights` is told where documents begin.
         context: how many tokens before a sample `weights` reads too, where the sample begins within a document.
+        teacher: None, or how the model that `objective.teacher` names teaches.
     """
 
     weighs = False
     needs_documents = False
     context = 0
+    teacher: TeacherOptions | None = None
 
     @classmethod
     def build(cls, config: Config) -> Self:

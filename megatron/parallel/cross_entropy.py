@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ce_N = torch.empty(x_NH.shape[0], dtype=wide_type(x_NH.dtype), device=x_NH.device)
         lse_N = torch.empty_like(ce_N)
         step = options.chunk or max(1, x_NH.shape[0])
-        grads = _Gradients(x_NH, weight_VH, bias_V, -(-x_NH.shape[0] // step)) if train else None
+        grads = Gradients(x_NH, weight_VH, bias_V, -(-x_NH.shape[0] // step)) if train else None
         given = (labels_N, unit_weights_N, first, axis, options, ce_N, lse_N, grads)
         for begin in range(0, x_NH.shape[0], step):
             part = slice(begin, begin + step)
@@ -144,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, *of_head, *(None,) * 6
 
 
-class _Gradients:
+class Gradients:
     """Accumulators of the gradients of the sum of losses.
 
     That of the weight is a sum over chunks in fp32. A single chunk's is in the weight's type at once, unless fp16 can
@@ -224,7 +224,7 @@ def _compiled_chunk(
     options: LossOptions,
     ce_N: Tensor,
     lse_N: Tensor,
-    grads: _Gradients | None,
+    grads: Gradients | None,
 ) -> None:
     """As `_chunk`, for a head without biases."""
     largest, total, gradient = _passes()
@@ -259,7 +259,7 @@ def _chunk(
     options: LossOptions,
     ce_N: Tensor,
     lse_N: Tensor,
-    grads: _Gradients | None,
+    grads: Gradients | None,
 ) -> None:
     """Loss of one chunk into ce_N and lse_N, and its gradients into `grads`.
 
@@ -298,7 +298,7 @@ def _rows(
     options: LossOptions,
     ce_R: Tensor,
     lse_R: Tensor,
-    grads: _Gradients | None,
+    grads: Gradients | None,
 ) -> Tensor | None:
     """Loss of some tokens into ce_R and lse_R, and the gradient of their product, in the memory of their logits."""
     local_R = labels_R - first

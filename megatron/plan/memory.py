@@ -36,8 +36,8 @@ class Memory:
 
     Attributes:
         stage: of the pipeline.
-        parts: weights, gradients, states, activations, working (of the layer that is being computed), loss, buckets,
-            runtime, fragments.
+        parts: weights, teacher, gradients, states, activations, working (of the layer that is being computed), loss,
+            buckets, runtime, fragments.
     """
 
     stage: int
@@ -122,6 +122,12 @@ def buckets(config: Config, layout: Layout, weights: RankWeights, largest: int) 
     return float(bucket)
 
 
+def teacher_bytes(shapes: Shapes, choice: Candidate) -> float:
+    """Of the weights of a teacher, which no replicas share."""
+    weights = stage_weights(shapes, choice, range(shapes.places))
+    return float(BYTES[shapes.config.precision.compute] * (weights.low + weights.expert) + 4 * weights.wide)
+
+
 def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, bounds: list[int]) -> Memory:
     """What a rank of a stage needs at its fullest moment."""
     layout = layout_of(choice, shapes.ranks)
@@ -145,6 +151,9 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
         chunk = min(training.loss_chunk or tokens, tokens)
         # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
         parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size
+        if shapes.teacher is not None:
+            parts["teacher"] = teacher_bytes(shapes.teacher, choice)
+            parts["loss"] += 12 * chunk * rows  # its logits, and both distributions
     largest = max(each.own.total for each in kinds)
     exchange = buckets(config, layout, weights, largest)
     passing = parts["activations"] + parts["working"] + parts["loss"]

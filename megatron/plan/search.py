@@ -19,7 +19,7 @@ from megatron.config.flat import translate_flat
 from megatron.config.layers import ConfigSource
 from megatron.config.resolution import Resolved, combine
 from megatron.config.tree import get
-from megatron.model.describe import totals
+from megatron.model.describe import teacher_flops, totals
 
 from .candidate import RECOMPUTE, Candidate, apply
 from .devices import Cluster
@@ -137,7 +137,7 @@ class Question:
     @cached_property
     def flops(self) -> int:
         """Of training on one token."""
-        return totals(self.base).training_flops
+        return totals(self.base).training_flops + teacher_flops(self.base)
 
     def resolved(self, choice: Candidate) -> Resolved:
         """What the launcher would make of a layout.

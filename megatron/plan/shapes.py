@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.recurrence import Passes, expected_passes
+from megatron.config.teacher import teacher_config
 from megatron.config.variants import options_of
 from megatron.model.block import block_counts, opens_core
 from megatron.model.counts import Counts
@@ -24,6 +26,7 @@ from megatron.model.options import kind_of, layer_class
 from megatron.model.partition import stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.traffic import NotPredicted, TensorAxis, tensor_traffic
+from megatron.objectives.named import objective_of
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of
 from megatron.parallel.shard import Role
@@ -118,6 +121,19 @@ class Shapes:
         self._sends: dict[tuple, tuple[tuple[Call, int, int], ...]] = {}
         self._classes = [self._class(place) for place in range(self.places)]
         self._saved = {mode: _saved(config, mode) for mode in ("none", "selective", "full")}
+
+    @cached_property
+    def teacher(self) -> Shapes | None:
+        """Those of the model that the run learns from, whole on every stage; None without one.
+
+        Raises:
+            UserError: its checkpoint cannot be read.
+        """
+        objective = self.config.objective
+        if objective.teacher is None or objective_of(self.config).teacher is None:
+            return None
+        update = {"model": teacher_config(objective.teacher).model, "objective": type(objective)()}
+        return Shapes(self.config.model_copy(update=update), self.ranks)
 
     def _class(self, place: int) -> str:
         """Layers of one class are alike."""

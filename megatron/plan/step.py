@@ -8,7 +8,7 @@ gathers ahead of use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -116,12 +116,14 @@ class StepEstimator:
         self.compute = config.precision.compute
         self.size, self.peak = BYTES[self.compute], at.device.peak(self.compute)
         self._work: dict[tuple, MicroBatchTime] = {}
+        self._of_teacher: StepEstimator | None = None
 
     def step(self, config: Config, choice: Candidate) -> StepTime:
         """The time of one step of a candidate; `config` has its values (`candidate.apply`)."""
         layout, bounds = layout_of(choice, self.shapes.ranks), self.shapes.bounds(config)
         at, count = groups(layout, self.at.per_host), config.training.accumulation or 1
         works = [self._stage(config, choice, range(*pair), at) for pair in zip(bounds, bounds[1:])]
+        works[-1] += self._teacher(config, choice, at)
         send = self._send(config, choice, at)
         totals = [each.total + send for each in works]
         slowest = max(range(len(works)), key=totals.__getitem__)
@@ -147,6 +149,17 @@ class StepEstimator:
             passes = self.shapes.passes(place)  # the forward pass is a third of a layer's work
             total += self._work[key].times(passes.backward + passes.without / 3)
         return total
+
+    def _teacher(self, config: Config, choice: Candidate, at: dict[str, Group]) -> MicroBatchTime:
+        """The forward pass of what the run learns from."""
+        shapes = self.shapes.teacher
+        if shapes is None:
+            return MicroBatchTime()
+        if self._of_teacher is None:
+            self._of_teacher = StepEstimator(shapes.config, shapes, self.at)
+        own = config.model_copy(update={"model": shapes.config.model})
+        whole = self._of_teacher._stage(own, replace(choice, recompute="none"), range(shapes.places), at)
+        return whole.times(1 / 3)  # of a layer's work
 
     def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> MicroBatchTime:
         layer = self.shapes.layer(place, choice)

@@ -17,6 +17,7 @@ from megatron.config import Config
 from megatron.data.batch import StepBatch
 from megatron.engine.deepspeed_options import accumulation_steps
 from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.engine.teacher import Teacher
 from megatron.engine.without_values import without_values
 from megatron.objectives.named import objective_of
 from megatron.parallel.layout import Layout
@@ -107,7 +108,12 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> RankCou
 
 
 def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels, ledger: StorageCounter) -> RankCounts:
-    engine = build_engine(config, mesh, "cpu", values=batch is not None)
+    teacher = Teacher.of(config, mesh)
+    if teacher is not None and batch is not None:
+        teacher.load()
+    elif teacher is not None:
+        teacher.ready = True  # as far as memory and messages go
+    engine = build_engine(config, mesh, "cpu", values=batch is not None, teacher=teacher)
     if batch is None:
         _count_labels(engine)
     labels.of_engine(engine.deepspeed.module)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .storage_counter import StorageCounter
 
 WEIGHTS, GRADIENTS, MASTERS, MOMENTS = "weights", "gradients", "masters", "moments"
-GATHERED, BUCKETS, BUFFERS = "gathered weights", "buckets", "buffers"
+GATHERED, BUCKETS, BUFFERS, TEACHER = "gathered weights", "buckets", "buffers", "teacher"
 
 # Words in the names of DeepSpeed's attributes, and what such tensors are for. The first that fits counts.
 _WORDS = (
@@ -48,6 +48,9 @@ def mark_states(ledger: StorageCounter, engine: Any) -> None:
         for weight in (parameter, getattr(parameter, "ds_tensor", None)):
             if weight is not None:
                 ledger.mark(weight, WEIGHTS)
+    if engine.teacher is not None:
+        for weight in engine.teacher.model.parameters():
+            ledger.mark(weight, TEACHER)
     for buffer in (*module.buffers(), *engine.state.buffers):
         ledger.mark(buffer, BUFFERS)
 

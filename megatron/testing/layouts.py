@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from megatron.parallel.parameters import logical_of
 
 from .noise import batch, noise, part_of
 from .ranks import on_ranks
+
+if TYPE_CHECKING:
+    from megatron.model.stack import Model
 
 # One step of SGD whose momentum starts at 0: the momentum after it is the gradient, to the last bit.
 RECIPE = {
@@ -74,6 +78,7 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         parameter.data = begun.to(dtype)
     drawn, M = batch(config), config.training.micro_batch_size
     objective, total = objective_of(config), 0.0
+    teacher = _teacher(config, dtype)
     given = drawn["loss_mask"]
     weights = torch.ones_like(drawn["tokens"][:, 1:], dtype=dtype) if given is None else given.to(dtype)
     weights /= weights.sum()
@@ -84,7 +89,16 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
         logits, targets = model.head.logits(stream), drawn["tokens"][rows, 1:]
         ce = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         lse = logits.flatten(0, 1).logsumexp(1)
-        costs = objective.cost(ce, lse) + config.training.z_loss * lse.square()
+        costs = objective.cost(ce, lse)
+        if teacher is not None and objective.teacher is not None:
+            share, temperature = objective.teacher.share, objective.teacher.temperature
+            with torch.no_grad():
+                places = [None if drawn[name] is None else drawn[name][rows] for name in ("positions", "documents")]
+                taught = teacher.logits(drawn["tokens"][rows, :-1], *places)
+            own, theirs = ((each.flatten(0, 1) / temperature).log_softmax(1) for each in (logits, taught))
+            divergence = torch.nn.functional.kl_div(own, theirs, reduction="none", log_target=True).sum(1)
+            costs = (1 - share) * costs + share * temperature**2 * divergence
+        costs = costs + config.training.z_loss * lse.square()
         (weights[rows].flatten() * costs).sum().backward()
         total += float((weights[rows].flatten() * ce.detach()).sum())
     found = {}
@@ -94,15 +108,30 @@ def one_process(values: dict[str, Any], dtype: torch.dtype) -> tuple[float, dict
     return total, found
 
 
+def _teacher(config: Config, dtype: torch.dtype) -> Model | None:
+    """The teacher, whole."""
+    if objective_of(config).teacher is None or config.objective.teacher is None:
+        return None
+    from megatron.training.text import load_model
+
+    return load_model(Path(config.objective.teacher), torch.device("cpu"), dtype)[0].eval()
+
+
 def on_this_rank(values: dict[str, Any], ranks: int) -> tuple[float, list[tuple]]:
     """One step of the engine: the mean loss over all ranks, and this rank's fragments of the gradient."""
+    from megatron.checkpoint import SOLO, GroupCommunicator
     from megatron.engine.engine import build_engine, prepare_deepspeed
+    from megatron.engine.teacher import Teacher
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
 
     config = resolve(values, ranks=ranks)
     prepare_deepspeed(torch.device("cpu"))
-    engine = build_engine(config, Mesh.build(Layout.of(config, ranks)), "cpu")
+    mesh = Mesh.build(Layout.of(config, ranks))
+    teacher = Teacher.of(config, mesh)
+    engine = build_engine(config, mesh, "cpu", teacher=teacher)
+    if teacher is not None:
+        teacher.load(GroupCommunicator() if ranks > 1 else SOLO)
     for fragment in engine.state.masters():
         shard = part_of(noise(fragment.tensor), fragment.tensor, fragment.tensor_rank, fragment.tensor_ranks)
         fragment.data.add_(torch.from_numpy(shard[fragment.start : fragment.start + fragment.data.numel()]))

@@ -22,9 +22,10 @@ from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
+from megatron.engine.teacher import Teacher
 from megatron.kinds.common.attend_across import describe_context
 from megatron.model.compile import describe_compile
-from megatron.model.describe import flops_of_step, totals
+from megatron.model.describe import flops_of_step, teacher_flops, totals
 from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.compression import describe_wire
@@ -101,10 +102,14 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
         if not prediction.fits:
             log("warning: that is more than a device has; `deepy plan` shows layouts that fit")
     tell(detail=b"building the model and the engine")
-    engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon)
+    teacher = Teacher.of(config, world.mesh, world.device)
+    engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon, teacher=teacher)
     tell(detail=b"reading the checkpoint" if source.checkpoint else b"")
     with _mistakes(place):
         load(source, world, engine)
+        if teacher is not None:
+            read = teacher.load(world.communicator)
+            log(f"teacher: {totals(teacher.config).parameters:,} parameters of {read.path}, step {read.step}")
     _describe_model(config, world, log)
     validation = _validation_sets(config, world)
     try:
@@ -160,9 +165,15 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
 
 
 def _operations(config: Config) -> Callable[[int], float]:
-    """Operations of forward and backward per token in an update; shorter sequences have fewer."""
-    by_stage = [totals(as_stage(config, stage)) for stage in stages_of(config)]
-    return lambda step: flops_of_step(config, by_stage[stage_at(config, step).number], step)
+    """Operations per token in an update: forward, backward, a teacher's forward. Shorter sequences have fewer."""
+    stages = [as_stage(config, stage) for stage in stages_of(config)]
+    by_stage, taught = [totals(each) for each in stages], [teacher_flops(each) for each in stages]
+
+    def of_step(step: int) -> float:
+        number = stage_at(config, step).number
+        return flops_of_step(config, by_stage[number], step) + taught[number]
+
+    return of_step
 
 
 def _train(

@@ -8,16 +8,33 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
+from hashlib import sha256
 from types import ModuleType
 
 import pytest
 
-from megatron.config import rules
+from megatron.config import rules, to_yaml
 from megatron.config.kind import kinds_of
+from megatron.config.layers import ConfigSource
+from megatron.config.resolution import combine
 from megatron.config.rule_context import RuleContext
 from tests.config.broken import BASE, BROKEN, WARNED, Case
 from tests.paths import ROOT
 from tools.config import main
+
+
+@cache
+def teachers() -> dict[str, str]:
+    """What checkpoints of models with another vocabulary and with an odd number of heads know of themselves."""
+    found = {}
+    for name, vocabulary, heads in (("other_words", 96, 4), ("odd_heads", 128, 3)):
+        model = {"layers": "(attention/mlp) x1", "hidden_size": 48, "vocab_size": vocabulary}
+        source = ConfigSource({"model": {**model, "attention": {"heads": heads}}, "training": {"steps": 1}})
+        training = {"sequence_length": 32, "micro_batch_size": 1, "global_batch_size": 1}
+        text = to_yaml(combine([ConfigSource({"training": training}), source], ranks=1, check_inputs=False))
+        found[name] = json.dumps({"step": 1, "config": text, "config_hash": sha256(text.encode()).hexdigest()})
+    return found
 
 
 @pytest.fixture
@@ -37,6 +54,9 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / "neox" / f"global_step{step}").mkdir(parents=True)
         (tmp_path / "neox" / f"global_step{step}" / "mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "neox" / "latest").write_text("global_step20")
+    for name, text in teachers().items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text(text)
     (tmp_path / "machine.yml").write_text("algorithms: {ranks: 4, hosts: 2, backend: nccl, device: x, table: []}\n")
     vocabulary = {f"t{index}": index for index in range(190)}
     added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]

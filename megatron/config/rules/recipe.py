@@ -309,7 +309,7 @@ def goldfish_fits_the_sequence(context: RuleContext) -> Iterator[Problem]:
 
 def goldfish_keys_are_used(context: RuleContext) -> Iterator[Problem]:
     """Who gives k without the type would train on every label and believe otherwise. A resolved file has all keys."""
-    if context.config.objective.type != "cross_entropy":
+    if context.config.objective.type not in ("cross_entropy", "distillation"):
         return
     for name in ("k", "h", "mask"):
         if context.given(f"objective.{name}"):

@@ -175,6 +175,16 @@ class ObjectiveSection(Section):
         "goldfish: labels are left out by a hash of the h tokens before them in their document; every k-th one of a "
         "sample; or as the authors' program has it (docs/memorisation.md).",
     )
+    teacher: str | None = key(
+        None, "distillation: the checkpoint of the model to learn from; it is never changed (docs/distillation.md)."
+    )
+    alpha: float = key(
+        0.5,
+        "distillation: share of the divergence from the teacher in the cost of a label; the rest is its cross-entropy.",
+        gt=0,
+        le=1,
+    )
+    temperature: float = key(1.0, "distillation: both models' logits are divided by this in the divergence.", gt=0)
     options: dict[str, Any] = key(dict, "Further options, for an objective from a package of yours.")
 
 

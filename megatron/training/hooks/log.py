@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,6 +26,11 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _read(value: Any) -> Any:
+    """A number that may still be on the device."""
+    return float(value) if isinstance(value, torch.Tensor) else value
 
 
 class LogHook(Hook):
@@ -100,7 +106,7 @@ class LogHook(Hook):
                 "eta_seconds": self._eta(trainer, seconds / steps),
                 **({"skipped": True} if report.result.skipped else {}),
                 **({"unlabelled": True} if report.result.unlabelled else {}),
-                **report.result.extras,
+                **{name: _read(value) for name, value in report.result.extras.items()},
                 **trainer.extra_metrics,
             })
 

@@ -1,0 +1,163 @@
+"""A model that learns from another one: the teacher exists, reads the same tokens, and fits the layout."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from ..foreign import advice, neox_checkpoint
+from ..problems import ConfigError, Problem, UserError
+from ..rule_context import RuleContext
+from ..sections.recipe import ObjectiveSection
+from ..teacher import META, on_layout, same_tokens, teacher_config
+
+WITHOUT = ("cross_entropy", "goldfish")  # objectives that have no teacher
+
+
+def distillation_has_a_teacher(context: RuleContext) -> Iterator[Problem]:
+    if context.config.objective.type == "distillation" and context.config.objective.teacher is None:
+        yield context.problem(
+            "objective.teacher",
+            "objective.type",
+            rule="objective.type: distillation must have a teacher",
+            fix="give objective.teacher, the folder of a checkpoint",
+        )
+
+
+def distillation_keys_are_used(context: RuleContext) -> Iterator[Problem]:
+    """Who gives a teacher without the type would train without it and believe otherwise. A resolved file has all
+    keys."""
+    if context.config.objective.type not in WITHOUT:
+        return
+    for name in ("teacher", "alpha", "temperature"):
+        if context.given(f"objective.{name}"):
+            yield context.problem(
+                f"objective.{name}",
+                "objective.type",
+                rule=f"objective.{name} must come with objective.type: distillation",
+                fix=f"set objective.type=distillation, or remove objective.{name}",
+                fatal=context.value(f"objective.{name}") != ObjectiveSection.model_fields[name].default,
+            )
+
+
+def teacher_is_on_one_stage(context: RuleContext) -> Iterator[Problem]:
+    if _teaches(context) and context.config.parallel.pipeline > 1:
+        yield context.problem(
+            "parallel.pipeline",
+            "objective.teacher",
+            rule="must be 1 with a teacher: a pipeline hands on the stream of one model, not of two",
+            fix="use parallel.pipeline=1 (zero.stage=3 or parallel.tensor make room instead)",
+        )
+
+
+def teacher_is_asked_for_the_next_token(context: RuleContext) -> Iterator[Problem]:
+    if _teaches(context) and context.config.model.multi_token_prediction.depth:
+        yield context.problem(
+            "model.multi_token_prediction.depth",
+            "objective.teacher",
+            rule="must be 0 with a teacher, which says nothing of tokens further ahead",
+            fix="use depth: 0, or another objective",
+        )
+
+
+def teacher_exists(context: RuleContext) -> Iterator[Problem]:
+    teacher = context.config.objective.teacher
+    if teacher is None or not _teaches(context) or (File(teacher) / META).is_file():
+        return
+    yield context.problem("objective.teacher", rule=f"must be a checkpoint: {_is_none(teacher)}", fix=_way(teacher))
+
+
+def teacher_reads_the_same(context: RuleContext) -> Iterator[Problem]:
+    """Its logits are compared id by id, so ids must mean the same."""
+    config = context.config
+    teacher = _readable(context)
+    if teacher is None:
+        return
+    try:
+        other = teacher_config(teacher)
+    except UserError as error:
+        yield context.problem("objective.teacher", rule=f"must be a checkpoint: {error}", fix="give another one")
+        return
+    if other.model.vocab_size != config.model.vocab_size:
+        yield context.problem(
+            "model.vocab_size",
+            "objective.teacher",
+            rule=f"must be the teacher's, whose embedding has {other.model.vocab_size} rows",
+            fix=f"use model.vocab_size={other.model.vocab_size}, or a teacher with the same vocabulary",
+        )
+    same = same_tokens(config.tokenizer, other.tokenizer)
+    if not same:
+        unknown = same is None
+        yield context.problem(
+            "tokenizer.path" if config.tokenizer.type == other.tokenizer.type else "tokenizer.type",
+            "objective.teacher",
+            rule="must be the teacher's tokenizer, for their ids are compared one by one"
+            + ("; nobody can tell here whether it is" if unknown else f": that is {_named(other.tokenizer)}"),
+            fix="make sure that both read the same ids" if unknown else "use the tokenizer that the teacher has",
+            fatal=not unknown,
+        )
+
+
+def teacher_fits_the_layout(context: RuleContext) -> Iterator[Problem]:
+    teacher = _readable(context)
+    if teacher is None or context.resolve is None or context.config.parallel.pipeline > 1:
+        return
+    try:
+        if teacher_config(teacher).model.vocab_size == context.config.model.vocab_size:
+            context.resolve(on_layout(context.config), ranks=context.ranks)
+    except ConfigError as error:
+        for each in error.problems:
+            if each.fatal:
+                yield context.problem(
+                    "objective.teacher",
+                    rule=f"must fit the run's layout and sequences; of the teacher's {each.key}: {each.rule}",
+                    fix="choose a layout that both models fit, or another teacher",
+                )
+    except UserError:
+        return  # said above
+
+
+def _teaches(context: RuleContext) -> bool:
+    objective = context.config.objective
+    return objective.teacher is not None and objective.type not in WITHOUT
+
+
+def _readable(context: RuleContext) -> str | None:
+    """The teacher's folder, if it is a checkpoint."""
+    teacher = context.config.objective.teacher
+    return teacher if teacher is not None and _teaches(context) and (File(teacher) / META).is_file() else None
+
+
+def _is_none(teacher: str) -> str:
+    if "://" in teacher:
+        return "a URL cannot be read here"
+    return f"{teacher} is none" if File(teacher).exists() else f"there is no folder {teacher} (seen from {File.cwd()})"
+
+
+def _way(teacher: str) -> str:
+    """To a checkpoint from what the folder is."""
+    folder, quoted = File(teacher), shlex.quote(teacher)
+    saved = sorted(folder.glob("checkpoints/step_*")) or sorted(folder.glob("step_*"))
+    if saved:  # not chosen for the user: a run that goes on has another newest one after each restart
+        return f"use objective.teacher={saved[-1]}"
+    if (folder / "config.json").is_file():
+        return f"python tools/checkpoint/from_hf.py {quoted} OUT makes a checkpoint of it; then objective.teacher=OUT"
+    if "://" not in teacher and (step := neox_checkpoint(teacher)) is not None:
+        return advice(step, weights=True).replace("checkpoint.initialize_from", "objective.teacher")
+    return "give the folder of a checkpoint of this program"
+
+
+def _named(tokenizer: object) -> str:
+    return f"{getattr(tokenizer, 'type', '')} {getattr(tokenizer, 'path', None) or ''}".strip()
+
+
+RULES = (
+    distillation_has_a_teacher,
+    distillation_keys_are_used,
+    teacher_is_on_one_stage,
+    teacher_is_asked_for_the_next_token,
+    teacher_reads_the_same,
+    teacher_fits_the_layout,
+)
+INPUT_RULES = (teacher_exists,)

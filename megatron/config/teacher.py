@@ -1,0 +1,105 @@
+"""The teacher of a run (`objective.teacher`): the model that a checkpoint describes, on the run's layout. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .frozen import thaw
+from .problems import UserError
+from .resolved_file import read_resolved_text
+from .schema import Config
+from .sections.data import TokenizerSection
+from .sequences import choose_cut
+from .stages import as_of
+from .variants import used
+
+META = "meta.json"  # what a checkpoint knows beside tensors
+_LARGEST = 64 << 20  # bytes
+
+
+def teacher_config(path: str) -> Config:
+    """The configuration of the run that wrote the checkpoint `path`, as of its last step.
+
+    Raises:
+        UserError: it is no checkpoint, or cannot be read.
+    """
+    try:
+        found = (Path(path) / META).stat()
+    except OSError as error:
+        raise UserError(f"objective.teacher: there is no checkpoint {path}") from error
+    if found.st_size > _LARGEST:
+        raise UserError(f"objective.teacher: {path}/{META} has {found.st_size} bytes, and is no checkpoint's")
+    return _read(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read(path: str, *_state: int) -> Config:
+    try:
+        values = json.loads((Path(path) / META).read_bytes())
+        text, step, told = values["config"], values["step"], values["config_hash"]
+        if hashlib.sha256(text.encode()).hexdigest() != told:
+            raise ValueError("its configuration does not have its checksum")
+        return as_of(read_resolved_text(text), int(step))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"objective.teacher: the configuration of {path} cannot be read: {error}") from error
+
+
+def on_layout(config: Config) -> dict[str, Any]:
+    """The teacher as the ranks of a run compute it, to be resolved: its own model, with the run's layout, batches and
+    precision.
+
+    Args:
+        config: of the run.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    assert config.objective.teacher is not None
+    own = teacher_config(config.objective.teacher)
+    student = thaw(config.model_dump())
+    values = {
+        name: student[name] for name in ("parallel", "precision", "training", "data", "tokenizer", "launch", "run")
+    }
+    values |= {"model": thaw(own.model_dump())["model"], "optimizer": {"type": own.optimizer.type}}
+    parallel, training = values["parallel"], values["training"]
+    if not _has_experts(own):
+        parallel.update(expert=1, expert_tensor=None)
+    if config.parallel.context > 1:
+        parallel["context_cut"] = choose_cut(config)[0]  # both read the same tokens
+    parallel["pipeline_split"] = type(config.parallel)().pipeline_split
+    training.update(sequence_schedule=[], audit=None, hashes=None, weight_average=None)
+    training["activation_checkpointing"] = {}
+    return values
+
+
+def _has_experts(config: Config) -> bool:
+    return any(kind.experts(options) for _, kind, options in used(config.model))
+
+
+def same_tokens(one: TokenizerSection, other: TokenizerSection) -> bool | None:
+    """Whether ids mean the same texts to both tokenizers; None if nobody can say."""
+    if one.type == "none" or other.type == "none":
+        return None
+    if one.type != other.type:
+        return False
+    if one.path == other.path:
+        return True
+    if one.path is None or other.path is None:
+        return False
+    first, second = _content(Path(one.path)), _content(Path(other.path))
+    if first is not None and second is not None:
+        return first == second
+    return True if Path(one.path).name == Path(other.path).name else None
+
+
+def _content(path: Path) -> bytes | None:
+    """The digest of a tokenizer's file; None where there is none here."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return hashlib.sha256(file.read_bytes()).digest()
+    except OSError:
+        return None

@@ -1,0 +1,112 @@
+"""The teacher of a run: a frozen model on the layout of the student, in the student's precision.
+
+Tensor and context parallel ranks share it as they share the student, and each has its own part of the same tokens.
+Replicas hold it whole under every ZeRO stage: nothing of it is updated, so there is no optimizer state to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import SOLO, WEIGHT, Checkpoint, Communicator, Fragment, open_checkpoint
+from megatron.checkpoint.fragment import MASTER
+from megatron.config import Config, resolve
+from megatron.config.problems import UserError
+from megatron.config.teacher import on_layout
+from megatron.model.embedding_and_head import Taught
+from megatron.model.stack import Model, ModelPlan
+from megatron.model.stream import StreamForm
+from megatron.objectives.named import objective_of
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import logical_of, shard_index, shard_start, stored_tensors
+
+from .micro_batches import MicroBatch
+
+
+class Teacher:
+    """The model that a run learns from. It has memory for its weights, and `load` fills it.
+
+    Args:
+        config: of the run; its objective has a teacher.
+        mesh: of the run.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
+        assert config.objective.teacher is not None
+        self.path = config.objective.teacher
+        self.config = resolve(on_layout(config), ranks=mesh.layout.world_size)
+        self.model = Model(ModelPlan(self.config, mesh, device, values=False)).eval().requires_grad_(False)
+        self.form = self.model.form
+        self.ready = False
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, device: torch.device | str = "cpu") -> Teacher | None:
+        """The teacher of a run, without its weights; None where the objective has none.
+
+        Raises:
+            UserError: its checkpoint cannot be read, or its model does not fit the run.
+        """
+        if objective_of(config).teacher is None:
+            return None
+        if config.objective.teacher is None:
+            raise UserError(f"objective.teacher must be given: {config.objective.type} learns from one")
+        return cls(config, mesh, device)
+
+    def load(self, communicator: Communicator = SOLO) -> Checkpoint:
+        """Read the weights from its checkpoint, whatever layout wrote it; every rank calls it.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: on every rank, if it is damaged or does not fit.
+        """
+        checkpoint = open_checkpoint(self.path, communicator=communicator)
+        targets = [_fragment(each) for each in stored_tensors(self.model)]
+        checkpoint.check([each.spec for each in targets], communicator=communicator, states={MASTER, WEIGHT})
+        checkpoint.read_into(targets, cast={WEIGHT}, communicator=communicator)
+        self.ready = True
+        return checkpoint
+
+    def widened(self, form: StreamForm) -> StreamForm:
+        """A form of micro-batches with what the teacher reads too."""
+        own = self.form
+        return replace(
+            form,
+            positions=form.positions or own.positions,
+            documents=form.documents or own.documents,
+            samples=form.samples or own.samples,
+        )
+
+    @torch.no_grad()
+    def teach(self, micro: MicroBatch) -> Taught:
+        """What it makes of a micro-batch.
+
+        Raises:
+            RuntimeError: its weights were not loaded.
+        """
+        if not self.ready:
+            raise RuntimeError("the teacher has no weights: load them first")
+        stream = self.model.stream(micro.tokens, **known(micro.extras, self.form))
+        return Taught(self.model.head, self.model.head.read(stream))
+
+
+def known(extras: Mapping[str, Tensor], form: StreamForm) -> dict[str, Tensor]:
+    """The inputs of a micro-batch that a form has."""
+    return {name: extras[name] for name in form.optional}
+
+
+def _fragment(tensor: Tensor) -> Fragment:
+    """All that this rank has of a tensor."""
+    return Fragment(logical_of(tensor), WEIGHT, *_place(tensor), tensor.detach().view(-1))
+
+
+def _place(tensor: Tensor) -> tuple[int, int, int]:
+    """(shard, shards, first element); buffers are whole on every rank."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return 0, 1, 0
+    return *shard_index(tensor), shard_start(tensor)
