@@ -15,7 +15,7 @@ from .arguments import OptionError, parse
 from .foreign import tokenizer_problems
 from .loading import data_problems
 from .probes import ProbeError, read_probes
-from .select import Request, near, problems
+from .select import Request, did_you_mean, problems
 
 
 def before_start(words: Sequence[str], config: Config) -> list[str]:
@@ -75,7 +75,7 @@ def checkpoint_problems(named: str | None, config: Config, kinds: str) -> list[s
         wrong = protocol_problem(named)
         return [f"--checkpoint {named}: {wrong[0]}; {wrong[1]}"] if wrong else []
     if named is not None and not named.isdigit() and not Path(named).exists():
-        return [f"--checkpoint {named} does not exist; give {kinds}{near(named)}"]
+        return [f"--checkpoint {named} does not exist; give {kinds}{did_you_mean(named)}"]
     if named is not None and named.isdigit():
         return _step_problems(int(named), Path(config.checkpoint.dir))
     if named is None and not Path(config.checkpoint.dir).is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .harness import undisturbed
-from .loading import load, named
+from .loading import load, named_tasks
 from .select import Request, manager_for
 
 
@@ -14,7 +14,7 @@ def texts(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> Iterato
     """Names and texts of the documents that tasks are scored on: the prompt without examples, and the right answer."""
     with undisturbed():
         index = manager_for(requests, folders)
-        tasks = {name: task for each in named(requests, index) for name, task in load(each, index).items()}
+        tasks = {name: task for each in named_tasks(requests, index) for name, task in load(each, index).items()}
         for name, task in tasks.items():
             for number, document in enumerate(task.eval_docs):
                 yield f"{name}:{number}", text_of(task, document)

@@ -93,7 +93,7 @@ def load_tasks(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> No
     with undisturbed():
         for request in requests:
             index = manager_for([request], folders)
-            for name in loading.named([request], index):
+            for name in loading.named_tasks([request], index):
                 loading.load(name, index)
 
 
@@ -108,7 +108,7 @@ def _evaluate(
         with loading.data_of(", ".join(request.name for request in alike)):
             results = simple_evaluate(
                 model=model,
-                tasks=loading.named(alike, index),
+                tasks=loading.named_tasks(alike, index),
                 num_fewshot=alike[0].few_shot,
                 limit=alike[0].limit,
                 bootstrap_iters=BOOTSTRAPS,

@@ -13,7 +13,7 @@ from megatron.data.hub import unreachable
 from megatron.data.tokenizer import Tokenizer
 
 from .errors import TaskError
-from .select import Request, manager_for, names, near
+from .select import Request, did_you_mean, manager_for, tasks_of_request
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -31,9 +31,9 @@ def alike(requests: Sequence[Request]) -> list[list[Request]]:
     return list(groups.values())
 
 
-def named(requests: Sequence[Request], index: TaskManager) -> list[str]:
+def named_tasks(requests: Sequence[Request], index: TaskManager) -> list[str]:
     """The tasks and groups that requests stand for, each once."""
-    return list(dict.fromkeys(name for request in requests for name in names(request, index)))
+    return list(dict.fromkeys(name for request in requests for name in tasks_of_request(request, index)))
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def data_of(what: str) -> Iterator[None]:
 def _near(error: Exception) -> str:
     """For the path in quotes that the library's message ends with."""
     words = [word for word in str(error).split("'") if "/" in word and "://" not in word]
-    return near(words[-1]) if words else ""
+    return did_you_mean(words[-1]) if words else ""
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def data_problems(
     with quiet():
         for request in requests:
             index = manager_for([request], folders)
-            for name in named([request], index):
+            for name in named_tasks([request], index):
                 try:
                     tasks = load(name, index)
                 except TaskError as error:

@@ -60,7 +60,7 @@ def manager_for(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> T
     return small if alone else manager(folders)
 
 
-def names(request: Request, index: TaskManager) -> list[str]:
+def tasks_of_request(request: Request, index: TaskManager) -> list[str]:
     """The tasks that a request stands for: itself, or what its pattern matches, without what groups among them have."""
     if request.name in index.task_index or "*" not in request.name:
         return [request.name]
@@ -87,13 +87,13 @@ def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list
         return ["the evaluation harness is not installed; pip install -r requirements/eval.txt"]
     found = [
         f"{folder} is not a folder; --include-path and evaluation.task_folders must name folders with task files"
-        f"{near(folder)}"
+        f"{did_you_mean(folder)}"
         for folder in folders
         if not Path(folder).is_dir()
     ]
     found += [line for request in requests for line in _values(request)]
     found += [
-        f"there is no task file {request.name}{near(request.name)}"
+        f"there is no task file {request.name}{did_you_mean(request.name)}"
         for request in requests
         if _is_file(request.name) and not Path(request.name).is_file()
     ]
@@ -103,7 +103,7 @@ def problems(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> list
     return [line for request in requests if (line := _name(request.name, index))]
 
 
-def near(path: str | os.PathLike) -> str:
+def did_you_mean(path: str | os.PathLike) -> str:
     """`; did you mean X?` where a folder has something of about that name; else nothing."""
     wanted = Path(path)
     try:

@@ -29,7 +29,7 @@ from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
-from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable, regular, table  # noqa: E402
+from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable_bytes, regular_calls, table  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
 from megatron.report.message_trace import read_events, write_trace  # noqa: E402
 
@@ -97,9 +97,9 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     for row in found:
         line = [each or "-" for each in row[:n]]
         if counted is not None:
-            line += [row[n], readable(row[n + 1])]
+            line += [row[n], readable_bytes(row[n + 1])]
         if predicted is not None:
-            line += [row[n + 2], readable(row[n + 3])]
+            line += [row[n + 2], readable_bytes(row[n + 3])]
         if counted is not None and predicted is not None:
             different = row[n : n + 2] != row[n + 2 :] and row[0] != "look"
             line.append(f"differs by {row[n + 1] - row[n + 3]:+,} bytes" if different else "")
@@ -112,7 +112,7 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     if "unpredicted" in facts:
         text += f"\nno prediction: {facts['unpredicted']}"
     elif counted is not None:
-        text += "\ncounted and predicted " + ("are equal" if regular(counted) == predicted else "differ")
+        text += "\ncounted and predicted " + ("are equal" if regular_calls(counted) == predicted else "differ")
     return text
 
 
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         keys = (*fields, "messages", "bytes", "predicted_messages", "predicted_bytes")
         found = [dict(zip(keys, row)) for row in rows(counted, predicted, fields)]
-        equal = None if counted is None or predicted is None else regular(counted) == predicted
+        equal = None if counted is None or predicted is None else regular_calls(counted) == predicted
         facts |= {"equal": equal, "calls": found, **({"times": times.facts()} if times else {})}
         print(json.dumps(facts))
         return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose
+from megatron.launch.choose import choose_runner
 from megatron.launch.doctor import FAIL, Doctor, table
 from megatron.launch.hosts import HostError
 
@@ -43,7 +43,7 @@ def main() -> int:
         python=options.python,
     )
     try:
-        choice = choose(launch, os.environ)
+        choice = choose_runner(launch, os.environ)
     except HostError as error:
         sys.stderr.write(f"doctor: {error}\n")
         return 2

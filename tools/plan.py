@@ -40,16 +40,16 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50}
 
 def search(options: argparse.Namespace) -> None:
     """Layouts that fit, the fastest first."""
-    from megatron.plan.advice import nothing
+    from megatron.plan.advice import why_nothing_fits
     from megatron.plan.candidate import parse
-    from megatron.plan.devices import known
+    from megatron.plan.devices import known_devices
     from megatron.plan.table import document, text
 
     named = parse(options.why_not) if options.why_not else None
     question = _question(options)
     answers = question.answers()
     if not answers.plans:
-        raise ConfigError([nothing(question, answers, dict(known(options.machine)[0]))])
+        raise ConfigError([why_nothing_fits(question, answers, dict(known_devices(options.machine)[0]))])
     if options.json:
         found = document(answers, options.price, named)
         found["failures"] = _failures(options, question.at.devices)
@@ -84,7 +84,7 @@ def _question(options: argparse.Namespace) -> Question:
 def scaling(options: argparse.Namespace) -> None:
     """Weak and strong scaling over numbers of devices."""
     from megatron.plan.scaling import curve, draw
-    from megatron.plan.table import grid
+    from megatron.plan.table import align_lines
 
     question, (first, last) = _question(options), options.gpus
     curves = {"strong": curve(question, first, last, weak=False), "weak": curve(question, first, last, weak=True)}
@@ -102,13 +102,13 @@ def scaling(options: argparse.Namespace) -> None:
             plan = each.plan
             own = [f"{plan.step.seconds:,.3f}", f"{plan.tokens_per_second:,.0f}", f"{plan.mfu:.1%}"]
             rows.append([name, str(each.devices), str(each.batch), *own, f"{each.efficiency:.0%}", str(plan.choice)])
-    print("\n".join(grid(rows)))
+    print("\n".join(align_lines(rows)))
 
 
 def budget(options: argparse.Namespace) -> None:
     """Sizes of the model that a budget trains."""
     from megatron.plan.scaling import proposals
-    from megatron.plan.table import grid
+    from megatron.plan.table import align_lines
 
     question = _question(options)
     lost = _failures(options, question.at.devices)
@@ -128,14 +128,14 @@ def budget(options: argparse.Namespace) -> None:
         days = each.hours / 24 / question.at.devices
         plan = each.plan
         rows.append([*shape, f"{each.hours:,.0f}", f"{days:,.1f}", f"{plan.mfu:.1%}", str(plan.choice)])
-    print("\n".join(grid(rows)))
+    print("\n".join(align_lines(rows)))
 
 
 def lint(options: argparse.Namespace) -> None:
     """What is wrong with the model's shape for a layout: the one that is named, or the fastest."""
-    from megatron.plan.advice import nothing
+    from megatron.plan.advice import why_nothing_fits
     from megatron.plan.candidate import Candidate, parse
-    from megatron.plan.devices import known
+    from megatron.plan.devices import known_devices
     from megatron.plan.lint import lint as findings
 
     question = _question(options)
@@ -146,7 +146,7 @@ def lint(options: argparse.Namespace) -> None:
     else:
         answers = question.answers()
         if not answers.plans:
-            raise ConfigError([nothing(question, answers, dict(known(options.machine)[0]))])
+            raise ConfigError([why_nothing_fits(question, answers, dict(known_devices(options.machine)[0]))])
         choice = answers.plans[0].choice
     found = findings(question, choice)
     if options.json:
@@ -181,7 +181,7 @@ def score(options: argparse.Namespace) -> None:
 def history(options: argparse.Namespace) -> None:
     """What was predicted of runs on this account, and what they needed."""
     from megatron.plan.prediction import document, errors, history_file, read_history
-    from megatron.plan.table import grid
+    from megatron.plan.table import align_lines
 
     entries = read_history()
     if options.json:
@@ -200,7 +200,7 @@ def history(options: argparse.Namespace) -> None:
         ):
             row += [f"{measured / size:,.3g}", f"{predicted / size:,.3g}", f"{measured / predicted - 1:+.0%}"]
         rows.append(row)
-    print("\n".join(grid(rows)))
+    print("\n".join(align_lines(rows)))
     for (device, compute), error in errors(entries).items():
         alone, corrected = error.alone, error.corrected
         line = f"{device}, {compute}: {error.runs} runs, median error of a step {alone.seconds:.0%}, of memory "

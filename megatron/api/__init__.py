@@ -116,7 +116,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
 
     from megatron.config import config_hash
     from megatron.config.resolved_file import to_yaml
-    from megatron.training.run import run
+    from megatron.training.run import run_training
     from megatron.training.world import join, leave
     from megatron.worker.place import WorkerEnvironment
 
@@ -129,7 +129,7 @@ def train(resolved: Resolved, *, quiet: bool = True) -> Run:
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         world = join(config, place)
         try:
-            return Run(Path(config.run.dir), run(config, place, world))
+            return Run(Path(config.run.dir), run_training(config, place, world))
         finally:
             leave()
 

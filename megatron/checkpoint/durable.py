@@ -14,7 +14,7 @@ CHUNK = 16 << 20  # bytes moved at a time
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_errors(path: Path) -> Iterator[None]:
     """Errors of a handle say which file it is of: the system's own (a full disk, a quota) do not."""
     try:
         yield
@@ -45,7 +45,7 @@ def write_file(path: Path, data: bytes, *, wait: bool = True) -> None:
     """Create a file with this content, and unless told otherwise wait until the disk has it."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        with naming(path):
+        with name_errors(path):
             write_fully(handle, memoryview(data))
             if wait:
                 os.fsync(handle)

@@ -12,7 +12,7 @@ from .fragment import MASTER, Fragment
 SHOWN = 3
 
 
-def faults(fragments: Iterable[Fragment], compute: torch.dtype = torch.float32) -> list[str]:
+def non_finite(fragments: Iterable[Fragment], compute: torch.dtype = torch.float32) -> list[str]:
     """What this rank's fragments have that no run can go on from: one sentence per tensor, the first few of them.
 
     One pass over the memory, and one wait for the device.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ..config.paths import UnsafeName, check_name, inside
+from ..config.paths import UnsafeName, check_name, path_inside
 from .container import DTYPE_NAMES, TensorEntry, header
-from .durable import CHUNK, naming, read_fully, write_fully
+from .durable import CHUNK, name_errors, read_fully, write_fully
 from .errors import CheckpointError, understanding
 from .fragment import FragmentSpec
 from .index import checksum
@@ -73,7 +73,7 @@ class FileRecord:
             CheckpointError: a link leads out of the checkpoint.
         """
         try:
-            return inside(root, self.path)
+            return path_inside(root, self.path)
         except UnsafeName as error:
             raise CheckpointError(root, str(error)) from error
 
@@ -111,7 +111,7 @@ def write_rank_file(
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        with naming(path):
+        with name_errors(path):
             write_fully(handle, memoryview(start))
             for row, (number, spec, dtype) in zip(rows, numbered, strict=True):
                 row["checksum"] = _write_values(handle, spec, dtype, values(number))

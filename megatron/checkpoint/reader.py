@@ -26,7 +26,7 @@ from .names import META_NAME, wrong_name
 from .rankfile import FileRecord, read_table
 from .read_plan import Files, execute, plan
 from .table import Vocabulary, spec_of
-from .writer import describe, part_of, read_manifest
+from .writer import describe_error, part_of, read_manifest
 
 VERIFY_CHUNK = 4 << 20  # bytes, per thread
 STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be made of the other
@@ -162,7 +162,7 @@ class Checkpoint:
         except FileNotFoundError:
             return [f"{record.path} is lost"]
         except (CheckpointError, OSError, ValueError, KeyError) as error:
-            return [f"{record.path}: {describe(error)}"]
+            return [f"{record.path}: {describe_error(error)}"]
 
     # -- fit -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from .errors import CheckpointError
 from .index import INDEX_NAME
 from .names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
 from .reader import open_checkpoint
-from .writer import describe, part_of, read_manifest
+from .writer import describe_error, part_of, read_manifest
 
 
 def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
@@ -98,7 +98,7 @@ def newest(url: str) -> str:
         steps.sort(key=lambda name: number_of(Path(name)))
         whole = [name for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
-        raise CheckpointError(url, f"it cannot be read: {describe(error)}") from error
+        raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
     if not whole:
         raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
     return f"{url}/{whole[-1]}"
@@ -142,7 +142,7 @@ def _persistent(work: Callable[[], None], name: str, attempts: int, wait: float)
             failure = error
             if attempt + 1 < attempts:
                 time.sleep(wait * 2**attempt)
-    return [f"{name}: {describe(failure)} ({attempts} tries)"]
+    return [f"{name}: {describe_error(failure)} ({attempts} tries)"]
 
 
 def _put(source: Path, url: str) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from ..config.paths import UnsafeName, inside
+from ..config.paths import UnsafeName, path_inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
-from .errors import CheckpointError, StoreRefuses, refused, understanding
+from .errors import CheckpointError, StoreRefuses, disk_refuses, understanding
 from .fragment import Fragment, FragmentSpec
 from .index import INDEX_NAME, Index, checksum
 from .meta import Meta
@@ -121,7 +121,7 @@ class Draft:
                 draft.root.mkdir(parents=True)
                 answer = [draft.token, None, False]
             except OSError as error:
-                answer = [None, str(error), refused(error)]
+                answer = [None, str(error), disk_refuses(error)]
         token, failure, full = communicator.broadcast(answer)
         if failure:
             raise (StoreRefuses if full else CheckpointError)(target, f"cannot be created: {failure}")
@@ -136,7 +136,7 @@ class Draft:
             records: the files that this rank wrote.
             failure: why it could not.
         """
-        own = [[record.to_dict() for record in records], failure and describe(failure), refused(failure)]
+        own = [[record.to_dict() for record in records], failure and describe_error(failure), disk_refuses(failure)]
         reports = communicator.collect(own)
         problems, full = [], False
         if reports is not None:
@@ -159,7 +159,7 @@ class Draft:
         except CheckpointError as error:
             return error.problems, False
         except Exception as error:  # the other ranks wait for the answer; every rank raises it
-            return [describe(error)], refused(error)
+            return [describe_error(error)], disk_refuses(error)
         return [], False
 
     def commit(self, records: list[FileRecord], meta: Meta) -> None:
@@ -202,7 +202,7 @@ class Draft:
             shutil.rmtree(aside)
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error in one line that says what kind it is."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, (OSError, CheckpointError)) else str(error)
 
@@ -224,7 +224,7 @@ def part_of(root: Path, name: str) -> Path:
         CheckpointError: the name leads out of the checkpoint, or a link does.
     """
     try:
-        return inside(root, name)
+        return path_inside(root, name)
     except UnsafeName as error:
         raise CheckpointError(root, str(error)) from error
 

@@ -12,7 +12,7 @@ from .schema import Config
 from .sections.base import Addition
 
 
-def imported(config: Config, key: str, role: str, name: str) -> Any:
+def resolve_import(config: Config, key: str, role: str, name: str) -> Any:
     """What a name, or an import path, stands for in this run.
 
     Raises:
@@ -37,7 +37,7 @@ def build_added(config: Config, key: str, role: str, entries: Sequence[Any], *ar
     made = []
     for index, entry in enumerate(entries):
         where = f"{key}.{index}.type"
-        what = imported(config, where, role, entry.type)
+        what = resolve_import(config, where, role, entry.type)
         try:
             inspect.signature(what).bind(*args, **_options(entry))
         except TypeError as error:

@@ -25,7 +25,7 @@ __all__ = [
     "Path",
     "catalog",
     "catalog_of",
-    "describe",
+    "describe_type",
     "dotted",
     "lookup",
     "parse_path",
@@ -186,7 +186,7 @@ def parse_path(name: str) -> Path:
     return tuple(int(part) if _INDEX.fullmatch(part) else part for part in name.split("."))
 
 
-def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
+def describe_type(annotation: Any, limits: dict[str, Any] | None = None) -> str:
     """A type in words: "a whole number above 0", "one of adamw, lion, sgd, muon"."""
     bare, limits = without_none(annotation), limits or {}
     if "role" in limits:
@@ -197,13 +197,13 @@ def describe(annotation: Any, limits: dict[str, Any] | None = None) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is Union:
-        return " or ".join(describe(each) for each in arguments)
+        return " or ".join(describe_type(each) for each in arguments)
     if origin is dict:
-        return f"a mapping of names to {_plural(describe(arguments[1]))}"
+        return f"a mapping of names to {_plural(describe_type(arguments[1]))}"
     if origin is list:
-        return f"a list of {_plural(describe(arguments[0]))}" + (", not empty" if limits.get("min_length") else "")
+        return f"a list of {_plural(describe_type(arguments[0]))}" + (", not empty" if limits.get("min_length") else "")
     if origin is tuple:
-        return f"a list of {len(arguments)} {_plural(describe(arguments[0]))}"
+        return f"a list of {len(arguments)} {_plural(describe_type(arguments[0]))}"
     if (section := section_of(bare)) is not None:
         return "a mapping with the keys " + ", ".join(section.model_fields)
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "anything"}
@@ -227,7 +227,7 @@ def type_name(annotation: Any, limits: dict[str, Any] | None = None) -> str:
         return f"list of {len(arguments)} {type_name(arguments[0])}"
     if origin is dict:
         return f"mapping of names to {type_name(arguments[1])}"
-    return describe(annotation, limits)
+    return describe_type(annotation, limits)
 
 
 def _bounds(bare: Any, limits: dict[str, Any], words: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .catalog import dotted
 from .frozen import thaw
-from .problems import ABSENT, shown
+from .problems import ABSENT, shown_value
 from .resolution import load
 from .resolved_file import read_resolved
 from .schema import Config
@@ -38,7 +38,7 @@ class KeyDifference:
 
     def __str__(self) -> str:
         sides = (
-            f"{sign} {'(not there)' if value is ABSENT else shown(value)}  ({origin})"
+            f"{sign} {'(not there)' if value is ABSENT else shown_value(value)}  ({origin})"
             for sign, value, origin in zip("-+", self.values, self.origins)
         )
         return "\n".join([self.key, *(f"  {side}" for side in sides)])

@@ -6,12 +6,12 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from .catalog import Key, Path, catalog, describe, dotted, lookup, parse_path, pattern_of
+from .catalog import Key, Path, catalog, describe_type, dotted, lookup, parse_path, pattern_of
 from .frozen import thaw
 from .origins import Origin, Overridden
-from .problems import ABSENT, ConfigError, Problem, shown
+from .problems import ABSENT, ConfigError, Problem, shown_value
 from .resolution import Resolved
-from .schema import using
+from .schema import using_extensions
 from .structure import nearest, nearest_key
 from .tree import get
 
@@ -28,7 +28,7 @@ class Explanation:
 
     @property
     def type(self) -> str:
-        return describe(self.key.annotation, self.key.limits) + (" or null" if self.key.nullable else "")
+        return describe_type(self.key.annotation, self.key.limits) + (" or null" if self.key.nullable else "")
 
     @property
     def formula(self) -> str | None:
@@ -36,10 +36,10 @@ class Explanation:
         return self.key.derived
 
     def text(self) -> str:
-        lines = [self.name if self.value is ABSENT else f"{self.name} = {shown(self.value)}"]
+        lines = [self.name if self.value is ABSENT else f"{self.name} = {shown_value(self.value)}"]
         if self.origin:
             lines.append(f"    from:    {self.origin}")
-        lines += [f"    won:     over {shown(each.lost)} ({each.lost_origin})" for each in self.lost]
+        lines += [f"    won:     over {shown_value(each.lost)} ({each.lost_origin})" for each in self.lost]
         lines += textwrap.wrap(self.key.sentence, 100, initial_indent="    meaning: ", subsequent_indent=" " * 13)
         lines.append(f"    type:    {self.type}" + (f", in {self.key.unit}" if self.key.unit else ""))
         if self.key.required:
@@ -81,7 +81,7 @@ def plain_default(key: Key) -> Any:
 
 def default_text(key: Key) -> str:
     """The default as YAML would say it."""
-    return shown(plain_default(key))
+    return shown_value(plain_default(key))
 
 
 def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
@@ -94,7 +94,7 @@ def explain(name: str, resolved: Resolved | None) -> list[Explanation]:
     Raises:
         ConfigError: the schema has no such key.
     """
-    with using(tuple(resolved.config.model.extensions) if resolved else ()):
+    with using_extensions(tuple(resolved.config.model.extensions) if resolved else ()):
         return _explain(name, resolved)
 
 

@@ -20,7 +20,7 @@ from .registry import (
     SCHEDULE,
     SOURCE,
     RegistryError,
-    offered,
+    offered_by,
     registry_of,
 )
 from .schema import schema_of
@@ -86,7 +86,7 @@ def _offered(sources: list[ConfigSource], extensions: tuple[str, ...]) -> dict[s
     for role, path, source, name in _named(sources):
         if name in registry_of((*extensions, *added)).names(role):
             continue
-        module = offered(role, name)
+        module = offered_by(role, name)
         if module is not None and module not in added:
             key = ".".join(map(str, path))
             try:

@@ -61,9 +61,11 @@ class Overridden:
     lost_origin: Origin
 
     def __str__(self) -> str:
-        from .problems import shown
+        from .problems import shown_value
 
-        return f"{self.key} = {shown(self.value)} ({self.origin}) over {shown(self.lost)} ({self.lost_origin})"
+        return (
+            f"{self.key} = {shown_value(self.value)} ({self.origin}) over {shown_value(self.lost)} ({self.lost_origin})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The loss as a JSON object."""

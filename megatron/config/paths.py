@@ -42,7 +42,7 @@ def check_name(name: object) -> str:
     return name
 
 
-def inside(folder: str | os.PathLike, name: object, *, root: str | os.PathLike | None = None) -> Path:
+def path_inside(folder: str | os.PathLike, name: object, *, root: str | os.PathLike | None = None) -> Path:
     """`folder / name` for a name that was read from a file.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 ABSENT = object()  # the value of a key that is not there
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as the user would write it in YAML, cut to one line."""
     if value is ABSENT:
         return "(missing)"
@@ -22,9 +22,9 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         text = repr(value)
     elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{name}: {shown(item)}" for name, item in value.items()) + "}"
+        text = "{" + ", ".join(f"{name}: {shown_value(item)}" for name, item in value.items()) + "}"
     elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(map(shown, value)) + "]"
+        text = "[" + ", ".join(map(shown_value, value)) + "]"
     else:
         text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
@@ -57,10 +57,12 @@ class Problem:
         return (self.key, *(key for key, _, _ in self.others))
 
     def __str__(self) -> str:
-        subject = "" if not self.key else self.key if self.value is ABSENT else f"{self.key} = {shown(self.value)}"
+        subject = (
+            "" if not self.key else self.key if self.value is ABSENT else f"{self.key} = {shown_value(self.value)}"
+        )
         where = self.where if len(self.where) <= 160 else f"{self.where[:157]}..."
         lines = [": ".join(part for part in (where, subject) if part)]
-        lines += [f"    with: {key} = {shown(value)} ({where})" for key, value, where in self.others]
+        lines += [f"    with: {key} = {shown_value(value)} ({where})" for key, value, where in self.others]
         lines.append(f"    rule: {self.rule}")
         lines.append(f"    fix:  {self.fix}")
         return "\n".join(lines)
@@ -88,13 +90,13 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
-        super().__init__(listing(self.problems))
+        super().__init__(list_problems(self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return ConfigError, (self.problems,)
 
 
-def listing(problems: Iterable[Problem]) -> str:
+def list_problems(problems: Iterable[Problem]) -> str:
     """All problems, fatal ones first, with a line that counts them."""
     errors = [each for each in problems if each.fatal]
     warnings = [each for each in problems if not each.fatal]

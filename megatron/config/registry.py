@@ -297,7 +297,7 @@ def registry_of(extensions: tuple[str, ...] = ()) -> Registry:
     return registry_of(extensions[:-1]).extended(extensions[-1])
 
 
-def offered(role: str, name: str) -> str | None:
+def offered_by(role: str, name: str) -> str | None:
     """The module of the installed extension that offers this name by an entry point; None if none does."""
     return next(iter(sorted(each.value for each in _entry_points(role, tuple(sys.path)) if each.name == name)), None)
 

@@ -17,13 +17,13 @@ from .former import former_runs
 from .frozen import thaw
 from .layers import ConfigSource, merge
 from .origins import DEFAULT, Origin, Overridden
-from .problems import ABSENT, ConfigError, Problem, listing
+from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
-from .schema import Config, current_schema, using
+from .schema import Config, current_schema, using_extensions
 from .sections.layout import LaunchSection
 from .sections.recipe import OptimizerSection
 from .shorthand import normalise
-from .structure import check
+from .structure import check_structure
 from .tree import get, leaves, put
 from .variants import check_variants, complete_variants
 
@@ -60,7 +60,7 @@ class Resolved:
             parts.append(f"{len(self.overridden)} values are overridden ({named}); tools/config.py show lists them")
         else:
             parts += [f"override: {each}" for each in self.overridden]
-        return "\n".join(parts + ([listing(self.warnings)] if self.warnings else []))
+        return "\n".join(parts + ([list_problems(self.warnings)] if self.warnings else []))
 
 
 def resolve(values: dict[str, Any], *, ranks: int | None = 1, check_inputs: bool = False) -> Config:
@@ -119,7 +119,7 @@ def combine(
     Raises:
         ConfigError: with all problems of all sources.
     """
-    with using(extensions_of(sources)):
+    with using_extensions(extensions_of(sources)):
         return _combine(sources, ranks, check_inputs, name, notes, tuple(os.fspath(file) for file in files), here)
 
 
@@ -134,7 +134,7 @@ def _combine(
 ) -> Resolved:
     merged, overridden = merge([normalise(source) for source in sources])
     _add_default_members(merged)
-    config, found, unknown = check(merged.values, merged.origin)
+    config, found, unknown = check_structure(merged.values, merged.origin)
     if merged.unread:  # what is missing may stand there: only what is wrong by itself is said
         raise ConfigError([*merged.problems, *(each for each in found if each.value is not ABSENT)])
     ranks = _ranks_here(config.launch) if ranks is None else ranks

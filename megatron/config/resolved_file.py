@@ -16,8 +16,8 @@ from .catalog import Path, dotted
 from .extensions import extensions_of
 from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
-from .schema import Config, using
-from .structure import check
+from .schema import Config, using_extensions
+from .structure import check_structure
 from .yaml_source import read_file
 
 if TYPE_CHECKING:
@@ -161,8 +161,8 @@ def _checked(file: str, name: str) -> Config:
     source = read_file(file)
     if source.problems:
         raise ConfigError(source.problems)
-    with using(extensions_of([source])):
-        config, problems, _ = check(source.values, source.origin)
+    with using_extensions(extensions_of([source])):
+        config, problems, _ = check_structure(source.values, source.origin)
     if problems:
         raise ConfigError(problems)
     saved = _HASH.search(File(file).read_text(encoding="utf-8"))

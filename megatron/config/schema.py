@@ -72,7 +72,7 @@ def current_schema() -> type[Config]:
 
 
 @contextmanager
-def using(extensions: tuple[str, ...]) -> Iterator[type[Config]]:
+def using_extensions(extensions: tuple[str, ...]) -> Iterator[type[Config]]:
     """Inside, keys are looked up in the schema with these extensions.
 
     Raises:

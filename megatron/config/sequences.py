@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .kind import kinds_of
-from .variants import used
+from .variants import used_kinds
 
 Cut = Literal["contiguous", "zigzag"]
 
@@ -57,7 +57,7 @@ def choose_method(asked: str, heads: int, ranks: int, together: int | None = Non
 def _attending(config: Any) -> Iterator[tuple[Any, Method]]:
     """The options and the method of each kind and variant that attends."""
     parallel = config.parallel
-    for _, kind, options in used(config.model):
+    for _, kind, options in used_kinds(config.model):
         heads = getattr(options, "heads", None)
         if kind.context == "attends" and heads and heads >= parallel.tensor:
             own = heads // parallel.tensor
@@ -74,7 +74,7 @@ def choose_cut(config: Any) -> tuple[Cut, str]:
     asked: Cut | Literal["auto"] = parallel.context_cut
     if asked != "auto":
         return asked, f"parallel.context_cut: {asked}"
-    if names := neighbourly(config):
+    if names := kinds_needing_neighbours(config):
         return "contiguous", f"{', '.join(names)} layers go on from the token before"
     passing = [(options, how) for options, how in _attending(config) if how.name != "ulysses"]
     if not passing:
@@ -86,7 +86,7 @@ def choose_cut(config: Any) -> tuple[Cut, str]:
     return "zigzag", "causal attention is the same work for all ranks"
 
 
-def neighbourly(config: Any) -> list[str]:
+def kinds_needing_neighbours(config: Any) -> list[str]:
     """The kinds of layers of a run that need the token before a rank's first one."""
     names = {kind.name for block in config.model.blocks for kind in block.kinds}
     kinds = kinds_of(tuple(config.model.extensions))

@@ -60,7 +60,7 @@ def as_stage(config: C, stage: Stage) -> C:
     training: Any = config.training  # type: ignore[attr-defined]
     if not training.sequence_schedule:
         return config
-    return type(config).model_validate(staged(config.model_dump(), stage.number))
+    return type(config).model_validate(stage_values(config.model_dump(), stage.number))
 
 
 def as_of(config: C, completed: int) -> C:
@@ -68,7 +68,7 @@ def as_of(config: C, completed: int) -> C:
     return as_stage(config, stage_of(config, completed))
 
 
-def staged(values: Mapping[str, Any], number: int) -> dict[str, Any]:
+def stage_values(values: Mapping[str, Any], number: int) -> dict[str, Any]:
     """`as_stage` on the plain values of a resolved configuration."""
     found = cast(dict[str, Any], thaw(values))
     training, model = found["training"], found["model"]

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from .catalog import Path, catalog_of, describe, dotted, lookup, pattern_of, section_of, type_at, without_none
+from .catalog import Path, catalog_of, describe_type, dotted, lookup, pattern_of, section_of, type_at, without_none
 from .frozen import thaw
 from .origins import Origin
-from .problems import ABSENT, Problem, shown
+from .problems import ABSENT, Problem, shown_value
 from .schema import Config, current_schema
 from .tree import drop, get, put
 
@@ -21,7 +21,9 @@ HINTS = 30  # unknown keys for which near names are looked up: with more, it is 
 _STAND_INS = {"model.layers": "attention/mlp"}  # for a required key that is missing, so that the rest can be checked
 
 
-def check(values: dict[str, Any], origin: Callable[[Path], Origin]) -> tuple[Config, list[Problem], frozenset[str]]:
+def check_structure(
+    values: dict[str, Any], origin: Callable[[Path], Origin]
+) -> tuple[Config, list[Problem], frozenset[str]]:
     """Build the `Config` that `values` describe, as far as they can be read.
 
     Args:
@@ -90,7 +92,7 @@ def _problem(path: Path, values: dict[str, Any], origin: Callable[[Path], Origin
         return Problem(name, f"unknown key in {dotted(path[:-1]) or 'the configuration'}", fix, value, where)
     key = lookup(path)
     limits = key.limits if key else {}
-    words = describe(annotation, limits)
+    words = describe_type(annotation, limits)
     if value is ABSENT and key is not None:
         unit = f" ({key.unit})" if key.unit else ""
         above = "" if len(path) < 2 else str(origin(path[:-1])) if isinstance(path[-2], int) else ""
@@ -153,17 +155,19 @@ def type_fix(annotation: Any, limits: dict[str, Any], value: Any, path: Path) ->
     if section_of(bare) or get_origin(bare) is dict:
         return f"indent its keys below {path[-1]}:"
     if get_origin(bare) is tuple:
-        return f"write {len(get_args(bare))} numbers in brackets" + (f", as in {shown(key.default)}" if key else "")
+        return f"write {len(get_args(bare))} numbers in brackets" + (
+            f", as in {shown_value(key.default)}" if key else ""
+        )
     if get_origin(bare) is list:
         return "write a list in brackets, or one item per line after '- '"
     if isinstance(value, str) and bare in (bool, int, float):
         return _from_text(bare, value)
     if bare is str and not isinstance(value, (dict, list)):
-        return f'put it in quotes if text is meant: "{shown(value)}"'
+        return f'put it in quotes if text is meant: "{shown_value(value)}"'
     if bare in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return _in_range(bare, limits, value)
-    default = "" if key is None or key.required else f"; the default is {shown(key.default)}"
-    return f"give {describe(annotation, limits)}{default}"
+    default = "" if key is None or key.required else f"; the default is {shown_value(key.default)}"
+    return f"give {describe_type(annotation, limits)}{default}"
 
 
 def _from_choices(choices: tuple, value: Any) -> str:
@@ -209,4 +213,4 @@ def _in_range(bare: type, limits: dict[str, Any], value: float) -> str:
         return f"give at most {limits['le']}"
     if "gt" in limits and value <= limits["gt"]:
         return f"give at least {limits['gt'] + 1}" if bare is int else f"give more than {limits['gt']}"
-    return f"give less than {limits['lt']}" if "lt" in limits else f"give {describe(bare, limits)}"
+    return f"give less than {limits['lt']}" if "lt" in limits else f"give {describe_type(bare, limits)}"

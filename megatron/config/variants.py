@@ -17,7 +17,7 @@ from .problems import Problem
 from .schema import current_schema
 from .sections.base import Section
 from .sections.model import ModelSection
-from .structure import check
+from .structure import check_structure
 from .tree import drop, get, put
 
 
@@ -34,7 +34,7 @@ def overlay(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def users(view: View, variant: str) -> list[str]:
+def kinds_with_variant(view: View, variant: str) -> list[str]:
     """The kinds that the layer pattern uses with this variant, in order of first use."""
     named = (each.name for block in view.blocks for each in block.kinds if each.variant == variant)
     return list(dict.fromkeys(named))
@@ -54,10 +54,10 @@ def check_variants(values: dict[str, Any], origin: Callable[[Path], Origin]) -> 
     """
     problems: list[Problem] = []
     for name, own in values["model"]["variants"].items():
-        for kind in users(View(values), name):
+        for kind in kinds_with_variant(View(values), name):
             prefix = ("model", "variants", name)
             trial = {**values, "model": {**values["model"], kind: overlay(values["model"][kind], own)}}
-            _, found, _ = check(trial, partial(_below, origin, prefix))
+            _, found, _ = check_structure(trial, partial(_below, origin, prefix))
             for each in found:
                 path = (*prefix, *parse_path(each.key)[2:])
                 fix = each.fix.replace(f"model.{kind}.", f"{dotted(prefix)}.")
@@ -80,7 +80,7 @@ def complete_variants(view: View, given: dict[str, Any]) -> dict[Path, Origin]:
     """
     origins: dict[Path, Origin] = {}
     for name, own in view["model.variants"].items():
-        for kind in users(view, name):
+        for kind in kinds_with_variant(view, name):
             values = {**view.values, "model": {**view.values["model"], kind: overlay(given["model"][kind], own)}}
             trial = View(values, view.name, view.ranks)
             for rule in derivations(current_schema()):
@@ -113,7 +113,7 @@ def options_of(model: ModelSection, kind: Kind) -> Any:
     return type(base).model_validate(overlay(base.model_dump(), model.variants[kind.variant]))
 
 
-def used(model: ModelSection) -> Iterator[tuple[int, LayerKind, Any]]:
+def used_kinds(model: ModelSection) -> Iterator[tuple[int, LayerKind, Any]]:
     """(number of the block, kind, options) of every layer of the pattern, and of modules that predict further tokens,
     whose blocks are numbered after those of the pattern."""
     kinds = kinds_of(tuple(model.extensions))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _WITHOUT_FILES = ("bytes", "characters")
 
 
-def agree(files: list[SourceFile], section: TokenizerSection) -> None:
+def refuse_unlike_tokenizers(files: list[SourceFile], section: TokenizerSection) -> None:
     """Refuse sources whose manifests name different tokenizers, or another than the run's.
 
     Files without a manifest (made by other programs) cannot be compared.

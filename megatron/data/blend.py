@@ -20,7 +20,7 @@ _TOGETHER = 1 << 14  # blocks that are simulated side by side
 _RUN_IN = 256  # draws per source from a guessed state before a block begins
 
 
-def normalised(weights: list[float]) -> np.ndarray:
+def normalised_weights(weights: list[float]) -> np.ndarray:
     """Weights divided by their sum, which is added up from the left: float64 [D].
 
     Not `sum`: since Python 3.12 it corrects rounding, which would make the order depend on the version of Python.
@@ -38,7 +38,7 @@ def neox_weights(weights: list[float]) -> np.ndarray:
     builds the blend. After the first division the sum is not always exactly 1, so the second one may change last
     digits, and with them, for about one set of weights in ten, the order of some draws.
     """
-    once = normalised(weights)
+    once = normalised_weights(weights)
     return once / np.sum(once)
 
 
@@ -55,8 +55,8 @@ def weights_by_documents(counts: list[int], alpha: float) -> list[float]:
     if len(counts) == 1:
         return [1.0]
     shares = [count / sum(counts) for count in counts]
-    smoothed = normalised([share**alpha for share in shares]).tolist()
-    return normalised([each * (1 - share) for each, share in zip(smoothed, shares)]).tolist()
+    smoothed = normalised_weights([share**alpha for share in shares]).tolist()
+    return normalised_weights([each * (1 - share) for each, share in zip(smoothed, shares)]).tolist()
 
 
 def draw(
@@ -145,7 +145,7 @@ class Blend:
             cache: folder of the table; None makes it in memory.
             as_neox: normalise the weights as GPT-NeoX does, to the last digit; else divide by their sum once.
         """
-        self.weights, self.size = neox_weights(weights) if as_neox else normalised(weights), size
+        self.weights, self.size = neox_weights(weights) if as_neox else normalised_weights(weights), size
         if len(weights) == 1:
             return
         key = tuple(weight.hex() for weight in self.weights.tolist())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config.paths import inside
+from ..config.paths import path_inside
 from .errors import DataError
 from .hashing import content_hash
 from .token_file import TokenFile
@@ -100,7 +100,7 @@ def _write(place: Path, arrays: Arrays) -> None:
 def _read(place: Path) -> Arrays:
     try:
         about = json.loads((place / "arrays.json").read_text())
-        files = {name: inside(place, f"{name}.npy") for name in about}
+        files = {name: path_inside(place, f"{name}.npy") for name in about}
         for name, facts in about.items():
             if files[name].stat().st_size != facts["bytes"]:
                 raise ValueError(f"{name}.npy is truncated")
@@ -111,7 +111,7 @@ def _read(place: Path) -> Arrays:
         ) from error
 
 
-def examine(file: TokenFile, folder: str | os.PathLike | None, scan_below: int = 1 << 27) -> dict:
+def examine_once(file: TokenFile, folder: str | os.PathLike | None, scan_below: int = 1 << 27) -> dict:
     """What needs a look at a whole token file: remembered as long as both files keep size, time and inode.
 
     Args:

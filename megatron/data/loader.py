@@ -16,7 +16,7 @@ from .batch import StepBatch
 from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .left_out import LeftOut
-from .pieces import cut
+from .pieces import cut_samples
 from .plan import SamplePlan, SyntheticPlan, build_plan
 from .sample import Sample, documents_and_positions
 
@@ -109,7 +109,7 @@ class Loader:
             documents,
             positions,
         )
-        return batch if self._length is None else cut(batch, self._length(step), self.plan.batch)
+        return batch if self._length is None else cut_samples(batch, self._length(step), self.plan.batch)
 
     def close(self) -> None:
         """Stop the threads; the loader is not used afterwards."""

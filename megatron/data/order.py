@@ -138,12 +138,12 @@ class SequentialOrder(Order):
         if size == 0 or not self.first <= document < self.last:
             return
         start = int(self.file.offsets[document]) // self.file.dtype.itemsize - self._base
-        places = touching(start, size, self._stride, self.sequence_length + 1, self.length)
+        places = pieces_touching(start, size, self._stride, self.sequence_length + 1, self.length)
         for epoch in range(-(-below // self.length)):
             yield from sorted(sample for place in places if (sample := self.sample_at(place, epoch)) < below)
 
 
-def touching(start: int, size: int, stride: int, width: int, count: int) -> range:
+def pieces_touching(start: int, size: int, stride: int, width: int, count: int) -> range:
     """Pieces j < count, each tokens j*stride ... j*stride + width, that overlap tokens start ... start + size."""
     return range(max(0, -(-(start - width + 1) // stride)), min(count, (start + size - 1) // stride + 1))
 

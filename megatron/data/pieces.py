@@ -10,7 +10,7 @@ from .batch import StepBatch
 from .hashing import batch_hash, sample_hash
 
 
-def cut(batch: StepBatch, length: int, samples: int) -> StepBatch:
+def cut_samples(batch: StepBatch, length: int, samples: int) -> StepBatch:
     """Cut each sample into pieces of `length` tokens, which become samples of their own; each label stays one label.
 
     Piece k of sample n is sample n * pieces + k of a batch with as many times more samples, so numbers, hashes,

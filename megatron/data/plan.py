@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron.config.added import imported
+from megatron.config.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
 from megatron.objectives.named import objective_of
 
-from .blend import Blend, normalised, weights_by_documents
+from .blend import Blend, normalised_weights, weights_by_documents
 from .contract import SampleSource
 from .errors import DataError
 from .left_out import reserve
@@ -333,7 +333,7 @@ class _Builder:
     def build(self) -> SamplePlan | SyntheticPlan:
         steps, whole = self.requested
         if self.data.synthetic != "none":
-            source = imported(self.config, "data.synthetic", SOURCE, self.data.synthetic)
+            source = resolve_import(self.config, "data.synthetic", SOURCE, self.data.synthetic)
             if not (callable(getattr(source, "build", None)) and callable(getattr(source, "sample", None))):
                 raise UserError(
                     f"data.synthetic = {self.data.synthetic!r} must have build and sample ({SampleSource.__module__})"
@@ -378,12 +378,12 @@ class _Builder:
         return phases
 
     def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
-        from .agreement import agree
+        from .agreement import refuse_unlike_tokenizers
 
         opened = [SourceFile(section, self.data.cache, self._bounds(section)) for section in sections]
         for each in opened:
             each.check_ids(self.config.model.vocab_size)
-        agree(opened, self.config.tokenizer)
+        refuse_unlike_tokenizers(opened, self.config.tokenizer)
         return opened
 
     def _bounds(self, section: SourceSection) -> tuple[int, int] | None:
@@ -459,7 +459,7 @@ class _Builder:
         total = [0] * len(files)
         for number, (start, _, members, weights) in enumerate(parts):
             end = parts[number + 1][0] * self.batch if number + 1 < len(parts) else self.asked()
-            for member, weight in zip(members, normalised(weights).tolist()):
+            for member, weight in zip(members, normalised_weights(weights).tolist()):
                 samples = end - start * self.batch
                 total[member] += (
                     samples if self.data.split is not None else math.ceil(samples * weight * self.data.margin)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .cache import Arrays, cached
 from .errors import DataError
-from .order import Lookup, Order, TokenRange, documents_tokens, too_small, touching
+from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small
 from .token_file import TokenFile
 
 STRIDE = 16  # entries of the shuffled documents between two kept starts
@@ -151,7 +151,9 @@ class PythiaOrder(Order):
             )
             size = int(self.file.sizes[document])
             if size:
-                places.update(touching(start, size, self.sequence_length, self.sequence_length + 1, len(self.pieces)))
+                places.update(
+                    pieces_touching(start, size, self.sequence_length, self.sequence_length + 1, len(self.pieces))
+                )
         found = self._shuffled.places(places).tolist()
         yield from (place for place in found if place < below)
         for epoch in range(1, -(-below // self.length)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from .cache import examine
+from .cache import examine_once
 from .errors import DataError
 from .manifest import Manifest, read_manifest
 from .order import Order, SequentialOrder, StreamOrder, TokenRange
@@ -60,7 +60,7 @@ class SourceFile:
         self.file = TokenFile(section.path)
         self.name, self.path, self.loss = section.name or self.file.prefix.name, section.path, section.loss
         self.weight = section.weight
-        self.facts = examine(self.file, cache)
+        self.facts = examine_once(self.file, cache)
         self.manifest: Manifest | None = read_manifest(self.file.prefix)
         self.first, self.last = bounds or (0, len(self.file))
         self.labels = TokenFile(section.labels) if section.labels else None

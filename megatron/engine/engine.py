@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
@@ -42,7 +42,7 @@ from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
 from .further_losses import FurtherLosses
-from .gate import StepGate, watches
+from .gate import StepGate, has_gate
 from .keep_fp32 import keeping_fp32
 from .lengths import SequenceStages
 from .logit_clipping import LogitClipping
@@ -151,7 +151,7 @@ class BaseEngine:
         if self.gate is not None and self.config.spikes.action == ADAGC:
             limit = self.config.optimizer.gradient_clipping
             self.gate.adagc = AdaGC(self.config.spikes.adagc, limit, self.state, self.mesh, self.device)
-        clips = any(kind.clips_logits(options) for _, kind, options in used(self.config.model))
+        clips = any(kind.clips_logits(options) for _, kind, options in used_kinds(self.config.model))
         self.logits = LogitClipping(module, self.mesh, self.state, self.device, clips)
         if isinstance(self.optimizer, MatrixOptimizer):
             held = self.state.held(lambda group: group["matrix"])
@@ -159,7 +159,7 @@ class BaseEngine:
 
     def _gate(self) -> StepGate | None:
         """What looks at an update before it is applied, in runs that ask for it."""
-        if not watches(self.config):
+        if not has_gate(self.config):
             return None
 
         def norm() -> Tensor | float | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.model.expert_tally import LOSSES, ExpertTally
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
@@ -27,7 +27,7 @@ class ExpertLoad:
     def __init__(self, module: nn.Module, config: Config, mesh: Mesh, device: torch.device | str = "cpu"):
         self.mesh, self.device = mesh, device
         self.experts = {  # by the number of the layer
-            number: experts for number, kind, options in used(config.model) if (experts := kind.experts(options))
+            number: experts for number, kind, options in used_kinds(config.model) if (experts := kind.experts(options))
         }
         self.local = {each.layer: each for each in module.modules() if isinstance(each, ExpertTally)}
         self.widest = max(self.experts.values(), default=0)

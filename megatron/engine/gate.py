@@ -39,7 +39,7 @@ def judges(config: Config) -> bool:
     return config.spikes.action != "off" or config.spikes.non_finite != "stop" or config.spikes.attribute
 
 
-def watches(config: Config) -> bool:
+def has_gate(config: Config) -> bool:
     """Whether a run has a gate: because it looks at updates, or computes steps without an update."""
     return judges(config) or config.training.audit is not None or config.logging.noise_scale is not None
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
-from megatron.model.generate import Sampling, choose
+from megatron.model.generate import Sampling, choose_token
 from megatron.parallel.mesh import Mesh
 
 from .protocol import Engine
@@ -65,7 +65,7 @@ class Score:
 
 def depends_on_batch(config: Config) -> bool:
     """Whether a token's result depends on other texts of its batch: experts with a capacity, or that choose tokens."""
-    return any(kind.mixes_samples(options) for _, kind, options in used(config.model))
+    return any(kind.mixes_samples(options) for _, kind, options in used_kinds(config.model))
 
 
 class Scorer:
@@ -138,7 +138,9 @@ class Scorer:
             for rows, logits_NV in zip(real, self._read(step, [self._last_logits(rows) for rows in real])):
                 for row, logits_V in zip(rows, logits_NV):
                     for place in places[row]:
-                        token = choose(logits_V[:vocabulary].unsqueeze(0), sampling, len(row), first=texts[place][0])
+                        token = choose_token(
+                            logits_V[:vocabulary].unsqueeze(0), sampling, len(row), first=texts[place][0]
+                        )
                         found[place] = float(token)
         return [int(token) for token in self._sum(found).tolist()]
 

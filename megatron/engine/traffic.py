@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.config import Config
 from megatron.config.recurrence import core_of
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
@@ -97,7 +97,9 @@ def _refuse(config: Config, layout: Layout) -> None:
         "optimizers of whole matrices": issubclass(optimizer_class(config), MatrixOptimizer),
         "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
     }
-    reasons["clipped attention logits"] = any(kind.clips_logits(options) for _, kind, options in used(config.model))
+    reasons["clipped attention logits"] = any(
+        kind.clips_logits(options) for _, kind, options in used_kinds(config.model)
+    )
     reasons["algorithms that a table chooses"] = config.parallel.communication.table is not None
     reasons["a recurrent core, which each step repeats anew"] = bool(core_of(config.model.blocks))
     reasons["a teacher"] = objective_of(config).teacher is not None
@@ -284,7 +286,9 @@ class _Predictor:
     def expert_loads(self) -> None:
         """The table of all mixtures' loads, summed over data and stages."""
         experts = {
-            number: experts for number, kind, options in used(self.config.model) if (experts := kind.experts(options))
+            number: experts
+            for number, kind, options in used_kinds(self.config.model)
+            if (experts := kind.experts(options))
         }
         if experts:
             elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)

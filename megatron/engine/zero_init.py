@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron.config import Config
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 
 from .ds_mpu import ModelParallelUnit
 
@@ -25,7 +25,7 @@ def cut_as_they_are_made(config: Config, options: dict[str, Any], mpu: ModelPara
     """
     import deepspeed
 
-    for _, kind, _ in used(config.model):
+    for _, kind, _ in used_kinds(config.model):
         kind.module  # noqa: B018  (imported before classes of modules are made otherwise)
     overrides = [deepspeed.runtime.zero.partition_parameters.DeepSpeedTensorOverride.device]
     with (

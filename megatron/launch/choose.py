@@ -61,7 +61,9 @@ class RunnerChoice:
         return start(job, launch)
 
 
-def choose(launch: LaunchSection, environment: Mapping[str, str], registry: Registry | None = None) -> RunnerChoice:
+def choose_runner(
+    launch: LaunchSection, environment: Mapping[str, str], registry: Registry | None = None
+) -> RunnerChoice:
     """The runner and the hosts.
 
     `auto` takes, in this order: the hostfile, if one is named; the scheduler's allocation we are in; this machine.

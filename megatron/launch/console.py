@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from typing import TextIO
 
-from .hints import hint
-from .status import Failure, describe, exit_status
+from .hints import hint_for
+from .status import Failure, describe_status, exit_status
 
 _START = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"(During handling of the above exception|The above exception was the direct cause)")
@@ -109,14 +109,18 @@ def report(first: Failure, others: list[Failure], seconds: float, logs: str | No
         lines.append(f"deepy: the run failed: host {first.host} was lost after {seconds:.0f} s: {first.reason}")
     else:
         lines.append(
-            f"deepy: the run failed: first failure: rank {first.rank} on {first.host}, {describe(first.status)}, "
-            f"after {seconds:.0f} s" + (f": {first.reason}" if first.reason else "")
+            f"deepy: the run failed: first failure: rank {first.rank} on {first.host}, "
+            f"{describe_status(first.status)}, after {seconds:.0f} s" + (f": {first.reason}" if first.reason else "")
         )
-    cause = None if first.rank is not None and first.reason else hint(first.text + "\n" + first.reason, first.status)
+    cause = (
+        None if first.rank is not None and first.reason else hint_for(first.text + "\n" + first.reason, first.status)
+    )
     if cause:
         lines.append(f"deepy: likely cause: {cause}")
     if others:
-        counts = Counter("host lost" if each.rank is None else each.reason or describe(each.status) for each in others)
+        counts = Counter(
+            "host lost" if each.rank is None else each.reason or describe_status(each.status) for each in others
+        )
         lines.append("deepy: then ended: " + ", ".join(f"{number} x {what}" for what, number in counts.most_common()))
     if logs and first.rank is not None:
         lines.append(f"deepy: log of that rank: {logs}/rank_{first.rank:04d}.log")

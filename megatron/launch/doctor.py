@@ -19,7 +19,7 @@ from . import forwarding
 from .choose import RunnerChoice
 from .connection import Command
 from .console import RankConsole
-from .hints import hint
+from .hints import hint_for
 from .launcher import Launcher, LauncherSettings, Result
 from .specification import Host, Specification
 
@@ -111,7 +111,7 @@ class Doctor:
                 "reachable",
                 each.reason or each.text.strip().rpartition("\n")[2],
                 (each.host,),
-                hint(f"{each.reason}\n{each.text}", each.status) or "",
+                hint_for(f"{each.reason}\n{each.text}", each.status) or "",
             )
             for each in result.failures
         ]
@@ -192,7 +192,7 @@ class Doctor:
                 check,
                 f"{name}: {(text or result.first.reason).rpartition(chr(10))[2]}",
                 (result.first.host,),
-                hint(text + result.first.reason, result.first.status) or "",
+                hint_for(text + result.first.reason, result.first.status) or "",
             )
         answers = collector.answers()
         if not all(answer["right"] for answer in answers.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from megatron.config.problems import listing
+from megatron.config.problems import list_problems
 from megatron.worker import devices
 
 from . import forwarding
@@ -37,7 +37,7 @@ def describe(plan: JobPlan) -> str:
         first += len(host.slots)
     lines += ["", "the configuration is valid for that many ranks"]
     if plan.resolved.warnings:
-        lines += ["", listing(plan.resolved.warnings)]
+        lines += ["", list_problems(plan.resolved.warnings)]
     return "\n".join(lines) + "\n"
 
 

@@ -101,7 +101,7 @@ SIGNALS = {
 }
 
 
-def hint(text: str, status: int) -> str | None:
+def hint_for(text: str, status: int) -> str | None:
     """What probably happened and what to do; None where nothing is known."""
     for pattern, cause in CAUSES:
         if re.search(pattern, text):

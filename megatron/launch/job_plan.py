@@ -20,7 +20,7 @@ from megatron.config.registry import registry_of
 from megatron.worker.code_version import code_now, code_version
 
 from . import forwarding, options
-from .choose import RunnerChoice, choose, some_hosts
+from .choose import RunnerChoice, choose_runner, some_hosts
 from .connection import Command
 from .hosts import HostError
 from .launcher import LauncherSettings
@@ -95,7 +95,7 @@ def make_plan(
     taken = replace(taken, overrides=(*taken.overrides, *overrides))
     launch = launch_section(taken.files, taken.overrides)
     registry = registry_for(taken.files, taken.overrides)
-    choice = some_hosts(launch) if later else choose(launch, environment, registry)
+    choice = some_hosts(launch) if later else choose_runner(launch, environment, registry)
     return _plan(script, taken, choice, environment, here=not later)
 
 
@@ -168,7 +168,7 @@ def _check_options(script: str, own: Sequence[str], config: Config) -> None:
         raise ArgumentError("\n".join(found))
 
 
-def without(plan: JobPlan, lost: set[str], environment: Mapping[str, str]) -> JobPlan:
+def without_hosts(plan: JobPlan, lost: set[str], environment: Mapping[str, str]) -> JobPlan:
     """The same run on the hosts that are left: fewer data parallel ranks, the same global batch.
 
     Raises:
@@ -246,7 +246,7 @@ def _terminal() -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
     return output, errors
 
 
-def again(plan: JobPlan, attempt: int) -> Specification:
+def restarted(plan: JobPlan, attempt: int) -> Specification:
     """What the agents are told at a start: also how many there were before, in Slurm jobs that were queued
     again too, and when it was.
     """

@@ -9,7 +9,7 @@ from megatron.worker.job import CONFIG_ERROR, RERUN
 
 from .console import last_traceback
 from .launcher import Result
-from .status import COMPLAINT, HANG, Failure, describe
+from .status import COMPLAINT, HANG, Failure, describe_status
 
 _OUTSIDE = re.compile(
     r"(\w+\.)*\w*(OS|IO|Timeout|Connection|BrokenPipe|FileNotFound|Permission)\w*Error|(\w+\.)*StoreRefuses"
@@ -75,4 +75,4 @@ def _cause(failure: Failure | None) -> tuple[int, int, str] | None:
         return None
     if _OUTSIDE.match(lines[-1]):
         return None
-    return failure.step, failure.status, lines[-1][:200] or describe(failure.status)
+    return failure.step, failure.status, lines[-1][:200] or describe_status(failure.status)

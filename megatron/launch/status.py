@@ -67,7 +67,7 @@ def signal_of(status: int) -> signal.Signals | None:
         return None
 
 
-def describe(status: int) -> str:
+def describe_status(status: int) -> str:
     """A status in words: "status 1", "SIGKILL (137)"."""
     if status == HANG:
         return f"hang (status {HANG})"

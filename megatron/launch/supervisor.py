@@ -13,17 +13,17 @@ from megatron.worker import network
 from megatron.worker.code_version import code_now
 from megatron.worker.job import CORRUPT, RERUN
 
-from ..config.problems import ConfigError, listing
+from ..config.problems import ConfigError, list_problems
 from ..report.goodput import goodput
 from ..report.ledger import Ledger, read_ledger
 from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
 from .hosts import HostError
-from .job_plan import JobPlan, again, commands, without
+from .job_plan import JobPlan, commands, restarted, without_hosts
 from .launcher import Launcher, Result
 from .listener import AgentListener
 from .restarts import CYCLES, Restarts
-from .status import NO_PROGRESS, describe
+from .status import NO_PROGRESS, describe_status
 
 LONGEST_DELAY = 600.0
 STEADY = 600.0  # a start that lived this long ends the row of failures
@@ -67,7 +67,7 @@ def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
         return plan
     names = ", ".join(sorted(lost))
     try:
-        smaller = without(plan, lost, os.environ)
+        smaller = without_hosts(plan, lost, os.environ)
     except (ConfigError, HostError) as error:
         log(f"cannot go on without {names}, so all hosts are tried again: {error}")
         return plan
@@ -114,7 +114,7 @@ def _into_the_ledger(plan: JobPlan, result: Result, attempt: int, event: str) ->
         status=result.status,
         rank=first.rank,
         host=first.host,
-        reason=first.reason or describe(first.status),
+        reason=first.reason or describe_status(first.status),
         code=code_now()[:16],
         hosts=[host.name for host in plan.choice.hosts],
         since=result.since,
@@ -140,7 +140,7 @@ def _close(plan: JobPlan) -> None:
 
 def start(plan: JobPlan, attempt: int) -> Result:
     """One start of all ranks, with agents of its own and a port of its own."""
-    job, todo = again(plan, attempt), commands(plan)
+    job, todo = restarted(plan, attempt), commands(plan)
     if job.code != plan.job.code:
         log("the source code has changed since this run was started: what follows is computed by other code")
     if not any(each.dials for each in todo):
@@ -166,7 +166,7 @@ def _announce(plan: JobPlan) -> None:
     if summary:
         log(summary)
     if plan.resolved.warnings:
-        log(listing(plan.resolved.warnings), colour=YELLOW)
+        log(list_problems(plan.resolved.warnings), colour=YELLOW)
 
 
 def _explain(plan: JobPlan, result: Result) -> None:

@@ -20,7 +20,7 @@ from .initialisation import Initialisation
 from .injection import Injection, injection_counts
 from .norm import Norm, norm_activations, norm_parameters
 from .options import kind_of, layer_class
-from .relay import applied, new_state, relays_of
+from .relay import apply_mixer, new_state, relays_of
 from .residual import ChannelScale, residual_merge
 from .side_by_side import SideBySide
 from .stream import Channel, Stream
@@ -156,11 +156,11 @@ class Block(nn.Module):
         for layer, own in zip(self.side_layers or (), state.side or (None,) * len(self.side_layers or ())):
             x = x + layer(stream.hidden, stream, own)
         if self.post_norm:
-            y, written = applied(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
+            y, written = apply_mixer(mixer, x.to(self.dtype), stream, state.mixer, self.relays.get("mixer"))
             y = _normed(self.mixer_norm, y)
         else:
             normed = _normed(self.mixer_norm, x) if normed is None else normed
-            y, written = applied(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
+            y, written = apply_mixer(mixer, normed, stream, state.mixer, self.relays.get("mixer"))
         stream = stream.with_channels(written) if written else stream
         if self.mixer_output_norm is not None and not self.sandwich:
             y = self.mixer_output_norm(y)
@@ -171,11 +171,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Stream]:
         """The ffn's branch, likewise."""
         if self.post_norm:
-            y, written = applied(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
+            y, written = apply_mixer(ffn, x.to(self.dtype), stream, state.ffn, self.relays.get("ffn"))
             y = _normed(self.ffn_norm, y)
         else:
             normed = _normed(self.ffn_norm, x) if normed is None else normed
-            y, written = applied(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
+            y, written = apply_mixer(ffn, normed, stream, state.ffn, self.relays.get("ffn"))
         stream = stream.with_channels(written) if written else stream
         if self.ffn_output_norm is not None and not self.sandwich:
             y = self.ffn_output_norm(y)

@@ -26,7 +26,7 @@ class Compilable(Protocol):
         """Make what the stream remembers for its layers, outside of the compiled part."""
 
 
-def choose(config: Config, device: torch.device | str) -> tuple[bool, str]:
+def choose_compilation(config: Config, device: torch.device | str) -> tuple[bool, str]:
     """Whether the blocks of a run are compiled, and the reason."""
     wanted, kind = config.training.compile, torch.device(device).type
     if wanted == "off":
@@ -62,7 +62,7 @@ def _fits(config: Config, block: BlockPattern) -> bool:
 
 def describe_compile(config: Config, device: torch.device | str) -> str:
     """One line for people: the choice and its reason."""
-    chosen, reason = choose(config, device)
+    chosen, reason = choose_compilation(config, device)
     return f"torch.compile: {'blocks of attention and mlp' if chosen else 'off'} ({reason})"
 
 
@@ -71,7 +71,7 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
     """
-    if not choose(config, device)[0] or not _fits(config, block.pattern):
+    if not choose_compilation(config, device)[0] or not _fits(config, block.pattern):
         return
     plain = block.forward
     fast = torch.compile(plain, dynamic=False)

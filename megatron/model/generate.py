@@ -50,7 +50,7 @@ def filtered(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     return probabilities
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, position: int, first: int = 0) -> Tensor:
+def choose_token(logits_BV: Tensor, sampling: Sampling, position: int, first: int = 0) -> Tensor:
     """The next token of each sequence, int64 [B]; equal on every rank that has the same logits.
 
     Args:
@@ -112,7 +112,7 @@ def _continued(
         state, text = model.new_state(axis), prompt_BS
         logits = (model.decode(prompt_BS, state, 0) if cache else model.logits(prompt_BS))[:, -1]
         for _ in range(tokens):
-            following = choose(logits[:, :vocabulary], sampling, text.shape[1])
+            following = choose_token(logits[:, :vocabulary], sampling, text.shape[1])
             yield following
             text = torch.cat([text, following.unsqueeze(1)], dim=1)
             if cache:
@@ -123,7 +123,7 @@ def _continued(
         model.train(was_training)
 
 
-def room(model: Model, prompt: int) -> float:
+def tokens_left(model: Model, prompt: int) -> float:
     """Tokens that can follow a prompt of this length: without end, unless positions are learned."""
     embedding = model.plan.config.model.embedding
     return embedding.max_positions - prompt if embedding.position == "learned" else math.inf
@@ -146,7 +146,7 @@ def complete(
     """The tokens that follow one prompt, until `tokens` are made, the end-of-document token comes, or learned positions
     are used up (`room`). The rest is as for `generate`."""
     text = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    tokens = int(min(tokens, room(model, len(prompt))))
+    tokens = int(min(tokens, tokens_left(model, len(prompt))))
     if tokens < 1:
         return
     more: dict[str, Any] = {"depth": depth, "tolerance": tolerance, "axis": axis}

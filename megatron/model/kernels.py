@@ -16,7 +16,7 @@ from megatron.config.kernels import installed
 from megatron.config.kind import kinds_of
 
 
-def choose(wanted: str, kind: str, packages: Mapping[str, str], device: torch.device | str) -> tuple[str, str]:
+def choose_kernels(wanted: str, kind: str, packages: Mapping[str, str], device: torch.device | str) -> tuple[str, str]:
     """The implementation of a kind of layer ("torch" or a package's name), and the reason.
 
     Args:
@@ -50,7 +50,7 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
         about = kinds_of(tuple(config.model.extensions))[kind]
         if not about.packages:
             continue
-        choice = choose(config.model.kernels, kind, about.packages, device)
+        choice = choose_kernels(config.model.kernels, kind, about.packages, device)
         if config.parallel.context > 1 and about.context in ("scans", "states") and choice[0] != "torch":
             choice = (
                 "torch",

@@ -54,7 +54,7 @@ _DECISIONS: ContextVar[_Decisions | None] = ContextVar("decisions", default=None
 _WHOLE: ContextVar[bool] = ContextVar("whole", default=False)  # inside of `kept`
 
 
-def once(make: Callable[[], T]) -> T:
+def decide_once(make: Callable[[], T]) -> T:
     """What `make` gives; where a forward pass is repeated for its gradient, what it gave the first time."""
     decisions = _DECISIONS.get()
     if decisions is None:
@@ -66,7 +66,7 @@ def once(make: Callable[[], T]) -> T:
     return decisions.made[decisions.taken - 1]
 
 
-def kept(make: Callable[[], T]) -> T:
+def keep_whole(make: Callable[[], T]) -> T:
     """What `make` gives, kept as a whole by selective recomputation, with nothing that it is made of.
 
     For attention that is written out: of its products, those of queries and keys are larger than anything else.
@@ -74,7 +74,7 @@ def kept(make: Callable[[], T]) -> T:
     decisions = _DECISIONS.get()
     token = _WHOLE.set(True)
     try:
-        return make() if decisions is None or not decisions.selective else once(make)
+        return make() if decisions is None or not decisions.selective else decide_once(make)
     finally:
         _WHOLE.reset(token)
 

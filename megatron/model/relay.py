@@ -25,7 +25,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.parameters import ParameterFactory
 
 from .options import kind_of
-from .recompute import once, repeating
+from .recompute import decide_once, repeating
 from .stream import Stream
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -138,7 +138,7 @@ class Relay:
                 self.taken[key] = _receive_form(x.device, self.axis, before)
             return [_receive(each, x.device, self.axis, before) for each in self.taken[key] if each is not None]
 
-        received = once(receive)
+        received = decide_once(receive)
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # the rank before waits for the gradient of its state
         x, *tensors = _Take.apply(x, self.axis, *received)
@@ -168,7 +168,7 @@ def new_state(layer: nn.Module) -> Any:
     return None if make is None else make()
 
 
-def applied(
+def apply_mixer(
     layer: nn.Module, x: Tensor, stream: Stream, state: Any, relay: Relay | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A layer's output, and the channels that it gives beside it, if any."""

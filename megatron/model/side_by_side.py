@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .relay import Relay, applied, new_state
+from .relay import Relay, apply_mixer, new_state
 from .stream import Stream
 
 
@@ -32,7 +32,7 @@ class SideBySide(nn.ModuleDict):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, written = [], {}
         for name, layer in self.items():
-            y, own = applied(layer, x, stream, states and states[name], self.relays.get(name))
+            y, own = apply_mixer(layer, x, stream, states and states[name], self.relays.get(name))
             outputs.append(y)
             written.update(own)
         return sum(outputs[1:], outputs[0]), written

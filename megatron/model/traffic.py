@@ -78,12 +78,12 @@ class Shared:
 Event = Enter | Leave | Summed | Shared
 
 
-def row(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
+def row_events(width: int, bias: bool, tensor: TensorAxis) -> list[Event]:
     """A `RowLinear` that closes a region."""
     return [Leave(width), *([Shared(width)] if bias and tensor.sequence else [])]
 
 
-def whole(rows: int, columns: int, bias: bool = False) -> list[Event]:
+def whole_events(rows: int, columns: int, bias: bool = False) -> list[Event]:
     """A `ColumnLinear` that is not cut."""
     return [*([Shared(rows)] if bias else []), Shared(rows * columns)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.added import imported
+from megatron.config.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import OBJECTIVE
 
@@ -17,7 +17,7 @@ def objective_of(config: Config) -> Objective:
         UserError: it cannot be imported, is no objective, or refuses its options.
     """
     name = config.objective.type
-    found = imported(config, "objective.type", OBJECTIVE, name)
+    found = resolve_import(config, "objective.type", OBJECTIVE, name)
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise UserError(f"objective.type = {name!r} must be a subclass of {Objective.__module__}.Objective")
     return found.build(config)

@@ -122,7 +122,9 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return alpha, 1 / slope
 
 
-def choose(curves: Iterable[CostCurve], operation: str, ranks: int, hosts: int, group: str = "") -> CostCurve | None:
+def choose_curve(
+    curves: Iterable[CostCurve], operation: str, ranks: int, hosts: int, group: str = ""
+) -> CostCurve | None:
     """The curve for an operation in groups of so many ranks and hosts: with the group's name, if there is one; of
     several, that with the most groups at the same time, as in a run."""
     found = [each for each in curves if (each.operation, each.ranks, each.hosts) == (operation, ranks, hosts)]

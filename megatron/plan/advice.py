@@ -111,7 +111,7 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
     return "; ".join(f"{name}={value}" for name, value in named.items() if name in (*STRUCTURE, "micro_batch"))
 
 
-def nothing(question: Question, answers: Answers, devices: dict[str, Device]) -> Problem:
+def why_nothing_fits(question: Question, answers: Answers, devices: dict[str, Device]) -> Problem:
     """Why no layout is left, and the smallest changes that leave one."""
     at, base = question.at, question.base
     if answers.closest is None:

@@ -27,7 +27,7 @@ from megatron.report.ledger import read_ledger
 from megatron.report.peaks import device_peak
 from megatron.report.trace import PASSES, TraceTimes, read_traces
 
-from .devices import Cluster, Device, known
+from .devices import Cluster, Device, known_devices
 from .prediction import choice_of
 from .shapes import Shapes
 from .step import StepEstimator, StepTime
@@ -147,7 +147,7 @@ def profile(run: str | Path, device: str | None = None, machine: str | None = No
 
 def _device(written: str | None, asked: str | None, machine: str | None) -> tuple[str, Device | None]:
     """The device's own name, and its entry in the table."""
-    table = known(machine)[0]
+    table = known_devices(machine)[0]
     if asked is not None:
         if asked not in table:
             raise UserError(f"--device {asked}: must be one of {', '.join(table)}")
@@ -186,7 +186,7 @@ class _Told:
         per_host = min(device.per_host, self.ranks)
         if self.ranks % per_host:
             return None
-        at = Cluster(device, known()[1]["ib400"], self.ranks, per_host)
+        at = Cluster(device, known_devices()[1]["ib400"], self.ranks, per_host)
         try:
             return StepEstimator(self.config, self.shapes, at).step(self.config, choice_of(self.config))
         except ConfigError:  # nobody knows its peak

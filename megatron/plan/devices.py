@@ -121,7 +121,7 @@ class Cluster:
 
 
 @cache
-def known(path: str | None = None) -> tuple[Mapping[str, Device], Mapping[str, Network]]:
+def known_devices(path: str | None = None) -> tuple[Mapping[str, Device], Mapping[str, Network]]:
     """All devices and networks by name: those inside, and on top of them those of a file.
 
     Raises:
@@ -192,7 +192,7 @@ def cluster(
     Raises:
         ConfigError: a name is not known, or devices cannot be spread evenly over the hosts.
     """
-    of_devices, of_networks = known(path)
+    of_devices, of_networks = known_devices(path)
     device, net = _named(of_devices, "--gpu", gpu), _named(of_networks, "--network", network or "ib400")
     per_host = min(device.per_host, devices) if hosts is None else -(-devices // hosts)
     if devices % per_host or (hosts is not None and per_host * hosts != devices):
@@ -204,7 +204,7 @@ def cluster(
     return Cluster(device, net, devices, per_host, measured(path))
 
 
-def describe(at: Cluster) -> dict[str, Any]:
+def describe_cluster(at: Cluster) -> dict[str, Any]:
     """For reports: what the figures rest on."""
     return {
         "device": at.device.model_dump(),

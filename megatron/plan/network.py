@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, log2
 
-from megatron.parallel.curve import choose
+from megatron.parallel.curve import choose_curve
 from megatron.parallel.layout import Layout
 
 from .devices import Cluster
@@ -77,7 +77,7 @@ def collective(at: Cluster, group: Group, operation: str, size: float, messages:
     """Seconds of `messages` equal collectives of `size` bytes in all, one after the other."""
     if group.ranks == 1 or not messages:
         return 0.0
-    curve = choose(at.curves, operation, group.ranks, group.hosts)
+    curve = choose_curve(at.curves, operation, group.ranks, group.hosts)
     if curve is not None:
         return messages * curve.seconds(size / messages)
     link, network = at.device.link, at.network

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.config import Config
 
 from .candidate import Candidate
-from .devices import Cluster, Device, known
+from .devices import Cluster, Device, known_devices
 from .memory import memory
 from .shapes import Shapes
 from .step import StepEstimator
@@ -117,7 +117,7 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
     found = _device(device)
     if found is None or ranks % per_host or config.parallel.expert_tensor not in (None, config.parallel.tensor):
         return None  # the formulas know no experts that are cut otherwise than the layers around them
-    at = Cluster(found, known()[1]["ib400"], ranks, per_host)
+    at = Cluster(found, known_devices()[1]["ib400"], ranks, per_host)
     choice = choice_of(config)
     shapes = Shapes(config, ranks)
     need = Need(
@@ -146,7 +146,7 @@ def choice_of(config: Config) -> Candidate:
 
 
 def _device(name: str) -> Device | None:
-    return next((each for each in known()[0].values() if each.name == name), None)
+    return next((each for each in known_devices()[0].values() if each.name == name), None)
 
 
 def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:

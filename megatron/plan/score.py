@@ -15,7 +15,7 @@ import yaml
 from megatron.config.layers import ConfigSource
 
 from .candidate import Candidate, apply, parse
-from .devices import Device, Efficiency, cluster, known
+from .devices import Device, Efficiency, cluster, known_devices
 from .search import Question
 from .step import StepEstimator
 
@@ -108,7 +108,7 @@ def score(chosen: Iterable[PublishedRun] | None = None, devices: Mapping[str, De
     found = []
     for run in runs() if chosen is None else chosen:
         question = _question(run.number)
-        device = (devices or known()[0])[run.values["gpu"]]
+        device = (devices or known_devices()[0])[run.values["gpu"]]
         clock = StepEstimator(question.base, question.shapes, replace(question.at, device=device))
         step = clock.step(apply(question.base, run.choice, question.at.devices), run.choice)
         tokens = run.values["batch"] * run.values["length"] / step.seconds / question.at.devices
@@ -118,7 +118,9 @@ def score(chosen: Iterable[PublishedRun] | None = None, devices: Mapping[str, De
 
 def fit() -> dict[str, dict[str, float]]:
     """Each device's shares with the least mean error on its runs that may be fitted, one share after the other."""
-    return {name: _fitted(name, known()[0][name]) for name in dict.fromkeys(run.values["gpu"] for run in runs())}
+    return {
+        name: _fitted(name, known_devices()[0][name]) for name in dict.fromkeys(run.values["gpu"] for run in runs())
+    }
 
 
 def _fitted(name: str, device: Device) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.rules.cost import gib
 
 from .advice import checkpoint_bytes, remarks, why_not
-from .devices import describe
+from .devices import describe_cluster
 from .search import Answers, Plan
 
 SHOWN = 8
@@ -58,7 +58,7 @@ def document(answers: Answers, price: float | None = None, named: dict[str, Any]
             "remarks": remarks(question, plan),
         })
     return {
-        "machine": describe(question.at),
+        "machine": describe_cluster(question.at),
         "precision": question.base.precision.compute,
         "tokens_per_step": training.global_batch_size * training.sequence_length,
         "tokens": training.steps * training.global_batch_size * training.sequence_length,
@@ -88,7 +88,7 @@ def text(
         f"{at.devices} x {at.device.name} on {hosts}, {question.base.precision.compute}; {tokens / 1e9:,.1f} billion "
         f"tokens in {training.steps:,} steps of {training.global_batch_size:,} samples",
         "",
-        *grid([
+        *align_lines([
             ["", *_HEADER],
             *[_row(answers, plan, number, price) for number, plan in enumerate(answers.distinct[:shown], 1)],
         ]),
@@ -151,7 +151,7 @@ def _disk(answers: Answers, disk: float | None) -> list[str]:
     return [f"Note: {told}."]
 
 
-def grid(rows: list[list[str]]) -> list[str]:
+def align_lines(rows: list[list[str]]) -> list[str]:
     """Lines of a table with figures to the right; columns without any entry are left out."""
     kept = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in kept}

@@ -15,9 +15,9 @@ from megatron.config import Config, ConfigError, Problem, load
 from megatron.config.arguments import split
 from megatron.config.optimizer_options import WHOLE_MATRICES
 from megatron.config.problems import UserError
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.parallel.layout import Layout
-from megatron.plan.devices import Device, known
+from megatron.plan.devices import Device, known_devices
 
 if TYPE_CHECKING:
     from .rank import RankCounts
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _device(name: str | None) -> Device | None:
-    devices = known()[0]
+    devices = known_devices()[0]
     if name is not None and name not in devices:
         rule = f"must be one of {', '.join(devices)}"
         raise ConfigError([Problem("--device", rule, "leave it out to see bytes without a verdict", name)])
@@ -88,7 +88,7 @@ def _ranks(given: str | None, config: Config, layout: Layout) -> list[int]:
         raise ConfigError([Problem("--rank", rule, "leave it out to see one rank of each kind", ", ".join(wrong))])
     ranks = list(dict.fromkeys(map(int, words)))
     later = [rank for rank in ranks if layout.coordinates(rank).context > 0]
-    if later and any(kind.context == "states" for _, kind, _ in used(config.model)):
+    if later and any(kind.context == "states" for _, kind, _ in used_kinds(config.model)):
         rule = "must begin its sequences: the states that the rank before hands on are not known here"
         fix = f"look at rank {later[0] - layout.coordinates(later[0]).context * layout.tensor}, which does the same"
         raise ConfigError([Problem("--rank", rule, fix, later[0])])

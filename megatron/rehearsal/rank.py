@@ -69,7 +69,7 @@ def enough_micro_batches(config: Config, layout: Layout) -> int:
     return min(accumulation_steps(config, layout), wanted)
 
 
-def shortened(config: Config, layout: Layout, micro_batches: int) -> Config:
+def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Config:
     """The same run with steps of that many micro-batches."""
     size = micro_batches * config.training.micro_batch_size * layout.data
     training = config.training.model_copy(update={"global_batch_size": size, "accumulation": micro_batches})
@@ -84,7 +84,7 @@ def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | No
         micro_batches: of each step; None takes as many as show everything.
     """
     layout = Layout.of(config, ranks)
-    config = shortened(config, layout, micro_batches or enough_micro_batches(config, layout))
+    config = with_micro_batches(config, layout, micro_batches or enough_micro_batches(config, layout))
     prepare_deepspeed(torch.device("cpu"))
     with _group_of_nobody(ranks, rank), without_values():
         return observe(config, Mesh.build(layout))

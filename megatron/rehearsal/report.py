@@ -13,7 +13,7 @@ from megatron.model.traffic import NotPredicted
 from megatron.parallel.layout import Layout
 from megatron.parallel.traffic import Tally
 from megatron.plan.devices import Device
-from megatron.report.communication import by_group, readable, step_table, table
+from megatron.report.communication import by_group, readable_bytes, step_table, table
 
 from .kinds import parts
 from .rank import RankCounts
@@ -142,7 +142,10 @@ def text(found: dict[str, Any]) -> str:
     ]
     for each in found["rehearsed"]:
         lines += ["", *_rank(each, found["device"])]
-    lines += ["", f"a checkpoint: {readable(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks"]
+    lines += [
+        "",
+        f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -152,15 +155,19 @@ def _rank(each: dict[str, Any], device: str | None) -> list[str]:
     place = ", ".join(f"{axis} {index}" for axis, index in each["at"].items() if axis != "context" or index)
     lines = [
         f"rank {each['rank']} ({place}): {each['layers']}",
-        f"most memory: {readable(memory['tensors'])} of tensors, in {where} ({moment['operation']})",
+        f"most memory: {readable_bytes(memory['tensors'])} of tensors, in {where} ({moment['operation']})",
     ]
-    rows = [[f"  {part}", readable(size), f"{size / memory['tensors']:.1%}"] for part, size in memory["parts"].items()]
+    rows = [
+        [f"  {part}", readable_bytes(size), f"{size / memory['tensors']:.1%}"] for part, size in memory["parts"].items()
+    ]
     if memory["allowance"]:
-        rows.append(["  allocator, driver, communicators (allowance)", readable(memory["allowance"]), ""])
+        rows.append(["  allocator, driver, communicators (allowance)", readable_bytes(memory["allowance"]), ""])
     lines.append(table(["  part", "bytes", "of tensors"], rows))
     if device is not None:
         verdict = "fits" if memory["fits"] else "does NOT fit"
-        lines.append(f"{readable(memory['total'])} {verdict} into the {readable(memory['device'])} of {device}")
+        lines.append(
+            f"{readable_bytes(memory['total'])} {verdict} into the {readable_bytes(memory['device'])} of {device}"
+        )
     flops = {name: value for name, value in each["flops"].items() if name != "micro_batches" and value}
     lines.append(
         f"a step of {each['flops']['micro_batches']} micro-batches: "
@@ -168,11 +175,11 @@ def _rank(each: dict[str, Any], device: str | None) -> list[str]:
         + f" TFLOP; {each['operations']:,} operations"
     )
     host = each["host_memory"]
-    extra = "".join(f", {part} {readable(size)}" for part, size in host["offloaded"].items())
-    lines.append(f"on the host: process {readable(host['process'])}{extra}")
+    extra = "".join(f", {part} {readable_bytes(size)}" for part, size in host["offloaded"].items())
+    lines.append(f"on the host: process {readable_bytes(host['process'])}{extra}")
     groups = each["process_groups"]
     lines.append(
-        f"writes {readable(sum(each['checkpoint'].values()))} of a checkpoint; "
+        f"writes {readable_bytes(sum(each['checkpoint'].values()))} of a checkpoint; "
         f"is in {groups['joined']} process groups, the largest of {groups['largest']} ranks"
     )
     calls = Tally.of_rows(each["communication"]["calls"])

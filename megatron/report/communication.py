@@ -146,7 +146,7 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
         account.end = int(record["end"])
 
 
-def regular(tally: Tally) -> Tally:
+def regular_calls(tally: Tally) -> Tally:
     """Without the looks within slow steps: how many there are depends on the time, so nothing predicts them."""
     return Tally((call, messages, size) for call, messages, size in tally if call.phase != "look")
 
@@ -168,7 +168,7 @@ def by_group(
     return found
 
 
-def readable(size: float) -> str:
+def readable_bytes(size: float) -> str:
     """Bytes with three digits and a unit: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -197,7 +197,7 @@ def step_table(tally: Tally, durations: Durations | None = None) -> str:
         wire[place] = wire.get(place, 0.0) + wire_bytes(call.operation, call.ranks, size)
     timed = durations.by("phase", "group", "operation", "dtype") if durations else {}
     rows = [
-        [*(each or "-" for each in key), messages, readable(size), readable(wire[key]),
+        [*(each or "-" for each in key), messages, readable_bytes(size), readable_bytes(wire[key]),
          *(milliseconds(timed.get(key)) if timed else ())]
         for key, (messages, size) in tally.by("phase", "group", "operation", "dtype").items()
     ]  # fmt: skip

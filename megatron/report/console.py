@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-def short(number: float) -> str:
+def short_number(number: float) -> str:
     """Four digits at most and a unit prefix: 12.3k, 4.56M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
@@ -41,7 +41,7 @@ def training_line(record: Mapping[str, Any], total: int, width: int | None = Non
         "loss": lambda v: f"loss {v:.4f}",
         "lr": lambda v: f"lr {v:.3e}",
         "grad_norm": lambda v: f"grad {v:.3f}",
-        "tokens_per_second": lambda v: f"{short(v)} tok/s",
+        "tokens_per_second": lambda v: f"{short_number(v)} tok/s",
         "tflops": lambda v: f"{v:.3g} TFLOP/s",
         "mfu": lambda v: f"MFU {v:.1%}",
         "peak": lambda v: f"of {v:g} TFLOP/s",

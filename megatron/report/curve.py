@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from .console import duration, short
+from .console import duration, short_number
 from .figures import save_lines
 from .jsonl import read_lines
 from .plot import Points, draw
@@ -123,7 +123,7 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
     if not history.training:
         return f"{reason} after {duration(seconds)}; no step was logged"
     first, last = history.training[0], history.training[-1]
-    lines = [f"{reason} after {duration(seconds)}: {last['step'] + 1} steps, {short(last['tokens'])} tokens"]
+    lines = [f"{reason} after {duration(seconds)}: {last['step'] + 1} steps, {short_number(last['tokens'])} tokens"]
     if first["loss"] is not None and last["loss"] is not None:
         lines.append(
             f"training loss    {first['loss']:.4f} (step {first['step']}) -> {last['loss']:.4f} (step {last['step']})"
@@ -136,5 +136,5 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
         )
     rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))
     if rates:
-        lines.append(f"median speed     {short(rates[len(rates) // 2])} tokens/s")
+        lines.append(f"median speed     {short_number(rates[len(rates) // 2])} tokens/s")
     return "\n".join(lines)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.parallel.curve import CostCurve, choose
+from megatron.parallel.curve import CostCurve, choose_curve
 from megatron.parallel.durations import Duration, Durations, MessageKind, bus_bandwidth
 from megatron.parallel.traffic import Tally
 
-from .communication import TIMES, RankAccount, milliseconds, regular, table
+from .communication import TIMES, RankAccount, milliseconds, regular_calls, table
 from .figures import write_figure
 
 PHASES = ("forward", "recompute", "backward", "update", "exchange")  # as they come in a step
@@ -107,7 +107,7 @@ class StepTimes:
         """Seconds that these messages would take by the machine's curve; None where it has none of their kind."""
         members = [int(each) for each in kind.members.split()]
         hosts = {self.hosts.get(each, "") for each in members}
-        curve = choose(self.curves, kind.operation, len(members), len(hosts), kind.group)
+        curve = choose_curve(self.curves, kind.operation, len(members), len(hosts), kind.group)
         if curve is None or not duration.bytes:
             return None
         return duration.messages * curve.seconds(duration.bytes / duration.messages)
@@ -210,7 +210,7 @@ def _in_order(phases: Iterable[str]) -> list[str]:
 
 def _draw_bytes(axes: Any, counted: Tally, predicted: Tally | None, colours: Mapping[tuple, str]) -> None:
     tallies = [("counted", counted, 1.0), *([("predicted", predicted, 0.45)] if predicted is not None else [])]
-    phases = _in_order(phase for (phase,) in regular(counted).by("phase"))
+    phases = _in_order(phase for (phase,) in regular_calls(counted).by("phase"))
     width = 0.8 / len(tallies)
     for number, (_, tally, opacity) in enumerate(tallies):
         sizes, floor = tally.by("phase", "group", "operation"), [0.0] * len(phases)

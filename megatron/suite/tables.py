@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
-from megatron.report.console import short
+from megatron.report.console import short_number
 
 from .members import Suite
 from .state import Agreement, State, agreement, data_group
@@ -67,9 +67,9 @@ def plan_lines(document: Mapping[str, Any]) -> list[str]:
     for name, member in document["members"].items():
         rows.append([
             name,
-            short(member["parameters"]),
+            short_number(member["parameters"]),
             f"{member['steps']:,}",
-            short(member["tokens"]),
+            short_number(member["tokens"]),
             f"{member['flops']:.2e}",
             member["data"],
             member["state"] + (f", step {member['step']:,}" if member["step"] else ""),
@@ -78,8 +78,8 @@ def plan_lines(document: Mapping[str, Any]) -> list[str]:
     tokens, flops = sum(each["tokens"] for each in members), sum(each["flops"] for each in members)
     groups = len({each["data"] for each in members})
     closing = (
-        f"{len(members)} runs, {short(tokens)} tokens, {flops:.2e} FLOPs; runs with the same name under data read the "
-        f"same batches ({groups} of them)"
+        f"{len(members)} runs, {short_number(tokens)} tokens, {flops:.2e} FLOPs; runs with the same name under data "
+        f"read the same batches ({groups} of them)"
     )
     return [*aligned(rows), "", closing]
 

@@ -43,7 +43,7 @@ def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[d
     from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.run import run
+    from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment
 
@@ -52,7 +52,7 @@ def run_on_this_rank(resolved: Resolved, ranks: int, attempt: int = 0) -> list[d
     talk = GroupCommunicator() if ranks > 1 else SOLO
     write = GroupCommunicator(dist.new_group(backend="gloo", timeout=PATIENCE)) if ranks > 1 else SOLO
     place = WorkerEnvironment(rank=mesh.rank, world_size=ranks, config_text=to_yaml(resolved), attempt=attempt)
-    run(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
+    run_training(resolved.config, place, World(torch.device("cpu"), mesh, talk, write))
     if mesh.rank:
         return []
     return [json.loads(line) for line in (Path(resolved.config.run.dir) / "metrics.jsonl").read_text().splitlines()]

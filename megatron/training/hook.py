@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.finite import faults
+from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.saver import Saved
 from megatron.config import Config
@@ -67,7 +67,7 @@ class HookContext:
     validation: Sequence[ValidationSet] = ()
     saver: SaverProtocol | None = None
     contents: Callable[[int], tuple[Iterable[Fragment], Meta]] | None = None
-    inspect: Callable[[list[Fragment]], list[str]] = faults
+    inspect: Callable[[list[Fragment]], list[str]] = non_finite
     generate: Generate | None = None
     facts: Mapping[str, Any] | None = None
     engine: Engine | None = None

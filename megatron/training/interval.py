@@ -68,7 +68,7 @@ def failures(entries: Iterable[Mapping[str, Any]], kinds: Collection[str]) -> in
     return sum((HOST if entry.get("rank") is None else RANK) in kinds for entry in told)
 
 
-def answered(sections: Sequence[LevelSection], number: int) -> set[str]:
+def failures_answered(sections: Sequence[LevelSection], number: int) -> set[str]:
     """The kinds of failures after which a run begins from level `number`, since no nearer one would do."""
 
     def survived(section: LevelSection) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.checkpoint import CheckpointError
 from megatron.checkpoint.store import Store
 from megatron.config import Config
-from megatron.config.variants import used
+from megatron.config.variants import used_kinds
 from megatron.engine.engine import build_engine
 from megatron.engine.optimizers.matrix import keeps_owner_states
 from megatron.engine.optimizers.named import optimizer_class
@@ -57,7 +57,7 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
             "native files of DeepSpeed have experts that are spread in modules of its own; use "
             "parallel.expert=1, or to_deepspeed.py",
         )
-    if any(kind.keeps_buffers(options) for _, kind, options in used(config.model)):
+    if any(kind.keeps_buffers(options) for _, kind, options in used_kinds(config.model)):
         raise CheckpointError(
             target,
             "native files have what DeepSpeed's optimizer and module know, and the routers' corrections "

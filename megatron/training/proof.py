@@ -57,7 +57,7 @@ def measure(config: Config, world: World, engine: Engine, loader: Loader, comple
     }
 
 
-def proven(contents: Contents, config: Config, world: World, engine: Engine, loader: Loader) -> Contents:
+def with_proof(contents: Contents, config: Config, world: World, engine: Engine, loader: Loader) -> Contents:
     """What the checkpoint hook saves, with the proof."""
 
     def at(step: int) -> tuple[Any, Meta]:
@@ -68,7 +68,7 @@ def proven(contents: Contents, config: Config, world: World, engine: Engine, loa
     return at
 
 
-def check(
+def check_loss(
     checkpoint: Checkpoint, config: Config, world: World, engine: Engine, loader: Loader, log: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Compute the loss again, after the checkpoint was read and batches were left out; all ranks call it.

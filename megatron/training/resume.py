@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from megatron.checkpoint.names import number_of
 from megatron.checkpoint.store import Resume, Store
 from megatron.config import Config
 from megatron.config.origins import Origin
-from megatron.config.stages import staged, stages_of
+from megatron.config.stages import stage_values, stages_of
 from megatron.config.yaml_source import parse
 from megatron.data.hashing import sample_hash
 from megatron.data.left_out import LeftOut
@@ -103,39 +103,53 @@ def find(
         for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
             log(line)
     if found.checkpoint is not None:
-        changed = changes(found.checkpoint.meta.config, config, found.checkpoint.step)
-        for line in changed:
-            log(f"changed since the checkpoint: {line}")
-        refuse_other_runs(found.checkpoint.title, changed, config)
-        if found.checkpoint.step >= config.training.steps:
-            log(
-                f"nothing is left to do: the checkpoint has {found.checkpoint.step} steps, and training.steps is "
-                f"{config.training.steps}"
-            )
-        facts = {
-            "checkpoint": found.checkpoint.title,
-            "skipped": [str(path) for path, _ in found.skipped],
-            "changed": changed,
-            "ledger": found.checkpoint.meta.ledger,
-        }
-        left_out = world.communicator.broadcast(_left_out(found.checkpoint, config).pairs if world.is_main else None)
-        return StartPoint(found.checkpoint, None, facts | _fact(LeftOut.of(left_out)), LeftOut.of(left_out))
+        return _continued(found.checkpoint, found.skipped, config, world, log)
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
-        found = store.weights(path)
-        weights = found.checkpoint
-        assert weights is not None  # one was named
-        log(f"{found.reason}; optimizer, schedule and data start anew")
-        changed = changes(weights.meta.config, config, weights.step, start=0)
-        known = not any(
-            line.startswith("tokenizer.type: 'none'") for line in changed
-        )  # many models come without theirs
-        other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
-        for line in other:
-            log(f"differs from the checkpoint the weights come from: {line}")
-        facts = {"initialize_from": str(weights.path), "changed": other}
-        return StartPoint(None, weights, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
+        return _initialised(config, store.weights(path), log)
     return StartPoint(None, None, _fact(LeftOut.given(config)), LeftOut.given(config))
+
+
+def _continued(
+    checkpoint: Checkpoint,
+    skipped: Sequence[tuple[Path, str]],
+    config: Config,
+    world: World,
+    log: Callable[[str], None],
+) -> StartPoint:
+    """The run goes on from its own checkpoint."""
+    changed = changes(checkpoint.meta.config, config, checkpoint.step)
+    for line in changed:
+        log(f"changed since the checkpoint: {line}")
+    refuse_other_runs(checkpoint.title, changed, config)
+    if checkpoint.step >= config.training.steps:
+        log(
+            f"nothing is left to do: the checkpoint has {checkpoint.step} steps, and training.steps is "
+            f"{config.training.steps}"
+        )
+    facts = {
+        "checkpoint": checkpoint.title,
+        "skipped": [str(path) for path, _ in skipped],
+        "changed": changed,
+        "ledger": checkpoint.meta.ledger,
+    }
+    left_out = LeftOut.of(world.communicator.broadcast(_left_out(checkpoint, config).pairs if world.is_main else None))
+    return StartPoint(checkpoint, None, facts | _fact(left_out), left_out)
+
+
+def _initialised(config: Config, found: Resume, log: Callable[[str], None]) -> StartPoint:
+    """A new run takes the weights of another one."""
+    weights = found.checkpoint
+    assert weights is not None  # one was named
+    log(f"{found.reason}; optimizer, schedule and data start anew")
+    changed = changes(weights.meta.config, config, weights.step, start=0)
+    # Many models come without their tokenizer.
+    known = not any(line.startswith("tokenizer.type: 'none'") for line in changed)
+    other = [line for line in changed if line.startswith(("model.", "tokenizer.") if known else "model.")]
+    for line in other:
+        log(f"differs from the checkpoint the weights come from: {line}")
+    facts = {"initialize_from": str(weights.path), "changed": other}
+    return StartPoint(None, weights, facts | _fact(LeftOut.given(config)), LeftOut.given(config))
 
 
 def _fact(left_out: LeftOut) -> dict[str, Any]:
@@ -442,7 +456,7 @@ def _as_of(values: dict[str, Any], completed: int) -> dict[str, Any]:
     """Plain values as of the stage that the last of these updates was in."""
     ends = [each["until"] for each in values["training"].get("sequence_schedule") or []]
     number = sum(end <= max(completed - 1, 0) for end in ends)
-    return staged(values, number)
+    return stage_values(values, number)
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import CheckpointError
-from megatron.checkpoint.finite import faults
+from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.saver import Saver
@@ -41,7 +41,7 @@ from .attribution import Attribution
 from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
-from .proof import check, proven
+from .proof import check_loss, with_proof
 from .resume import StartPoint, contents, data_changes, find, load, tokens_read
 from .rollback import roll_back
 from .sampler import sampler
@@ -55,7 +55,7 @@ def train() -> int:
     config, place = read_job()
     world = join(config, place)
     try:
-        outcome = run(config, place, world)
+        outcome = run_training(config, place, world)
     finally:
         leave()
     return status(outcome)
@@ -67,7 +67,7 @@ def status(outcome: Outcome) -> int:
     return 128 + signal.Signals[outcome.reason.removeprefix("signal ")] if stopped else 0
 
 
-def run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
+def run_training(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     """Build everything, train, and close everything. All ranks call it."""
     with ExitStack() as stack:
         stack.enter_context(watched_collectives(world.beacon, world.mesh))
@@ -117,7 +117,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
             loader.leave_out(source.left_out)
             if source.checkpoint is not None and config.checkpoint.prove:
                 with _mistakes(place):
-                    source.facts.update(check(source.checkpoint, config, world, engine, loader, log))
+                    source.facts.update(check_loss(source.checkpoint, config, world, engine, loader, log))
             if source.checkpoint is not None:
                 source.checkpoint.release()
             outcome = _train(config, place, world, engine, loader, validation, source, log, prediction, levels)
@@ -196,7 +196,7 @@ def _train(
     tokens = tokens_read(source, config)
     saves = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger, source.left_out)
     if config.checkpoint.prove:
-        saves = proven(saves, config, world, engine, loader)
+        saves = with_proof(saves, config, world, engine, loader)
     hooks = hooks_of(
         HookContext(
             config,
@@ -204,7 +204,7 @@ def _train(
             validation=validation,
             saver=saver,
             contents=saves,
-            inspect=partial(faults, compute=DTYPES[config.precision.compute]),
+            inspect=partial(non_finite, compute=DTYPES[config.precision.compute]),
             generate=sampler(config, engine, log),
             facts=source.facts,
             engine=engine,

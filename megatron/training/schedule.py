@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import Config
-from megatron.config.added import imported
+from megatron.config.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import INSIDE, SCHEDULE
 from megatron.config.sections.recipe import ScheduleSection
@@ -85,7 +85,7 @@ class Schedule:
 
     def __init__(self, config: Config) -> None:
         self.options = config.schedule
-        self._shape: Shape = imported(config, "schedule.type", SCHEDULE, config.schedule.type)
+        self._shape: Shape = resolve_import(config, "schedule.type", SCHEDULE, config.schedule.type)
         self.peak = config.optimizer.lr
         self.span = SchedulePeriods.of(config)
         if self.options.type not in INSIDE[SCHEDULE]:

@@ -22,7 +22,7 @@ from megatron.checkpoint.fragment import WEIGHT
 from megatron.checkpoint.store import find_checkpoint
 from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.model.generate import Sampling, complete, room
+from megatron.model.generate import Sampling, complete, tokens_left
 from megatron.model.stack import DTYPES, Model, build_model
 from megatron.parallel.mesh import ALONE, Axis
 from megatron.parallel.parameters import logical_of, stored_tensors
@@ -80,7 +80,7 @@ def _continue(
         if not ids:
             sys.stderr.write("an empty prompt has nothing to continue\n")
             continue
-        if room(model, len(ids)) < options.tokens:
+        if tokens_left(model, len(ids)) < options.tokens:
             sys.stderr.write(
                 f"the prompt has {len(ids)} tokens and the model {config.model.embedding.max_positions} learned "
                 "positions: the text ends there\n"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.hf.export import export, reader
+from megatron.checkpoint.hf.export import export, tensor_reader
 from megatron.checkpoint.hf.importer import import_model
 from megatron.checkpoint.hf.verify import prove
 from tests.checkpoint.test_hf_tools import checkpoint_of
@@ -65,7 +65,7 @@ def test_further_layers_are_kept(tmp_path):
     resolved = import_model(tmp_path / "theirs", tmp_path / "ours", further=True)
     assert resolved.config.model.multi_token_prediction.depth == 1
     checkpoint = open_checkpoint(tmp_path / "ours")
-    read = reader(checkpoint, None)
+    read = tensor_reader(checkpoint, None)
     assert read("layers.3.projection.weight").equal(whole["model.layers.3.eh_proj.weight"])
     assert read("layers.3.hidden_norm.weight").equal(whole["model.layers.3.hnorm.weight"])
     found = export(checkpoint, tmp_path / "again")

@@ -372,7 +372,7 @@ def test_to_hf_of_a_run_verifies(tmp_path, capsys):
 def test_one_module_is_in_memory_at_a_time(tmp_path, monkeypatch):
     """While a folder is written, no tensor of the step before is alive, however many layers there are."""
     source, _ = checkpoint_of(tmp_path, {**MODELS["gpt_neox"], "layers": "(attention/mlp) x8"})
-    plain, alive, largest = exporting.reader, {}, []
+    plain, alive, largest = exporting.tensor_reader, {}, []
 
     def counted(checkpoint, dtype):
         read = plain(checkpoint, dtype)
@@ -385,7 +385,7 @@ def test_one_module_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
         return one
 
-    monkeypatch.setattr(exporting, "reader", counted)
+    monkeypatch.setattr(exporting, "tensor_reader", counted)
     export(source, tmp_path / "out")
     assert len(largest) == len(source.tensors) and max(largest) <= 2 * 128, (
         "rows alive: of the widest module and the one before"

@@ -82,7 +82,7 @@ def here(folder: str, config_file: str, *overrides: str) -> list[float]:
     from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.run import run
+    from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment
 
@@ -91,7 +91,7 @@ def here(folder: str, config_file: str, *overrides: str) -> list[float]:
     prepare_deepspeed(torch.device("cpu"))
     mesh = Mesh.build(Layout.of(resolved.config, 1))
     place = WorkerEnvironment(rank=0, world_size=1, config_text=to_yaml(resolved), attempt=0)
-    run(resolved.config, place, World(torch.device("cpu"), mesh, SOLO, SOLO))
+    run_training(resolved.config, place, World(torch.device("cpu"), mesh, SOLO, SOLO))
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import resolve
 from megatron.config.pattern import parse
-from megatron.kinds.moe.choice import choose, scores_of, weights_of
+from megatron.kinds.moe.choice import choose_experts, scores_of, weights_of
 from tests.config.neox_cases import at, flat, no_effect, noted, problem_of
 
 MOE = {"moe_num_experts": 8}
@@ -100,11 +100,11 @@ def test_sinkhorn_chooses_what_gpt_neox_chooses(top_k):
     assert rounds == 3
     expected = (columns * cost * rows[:, None]).topk(top_k, dim=1).indices
     scores = scores_of(logits, options.router.score)
-    chosen = choose(logits, scores, None, options, training=True).experts_Tk
+    chosen = choose_experts(logits, scores, None, options, training=True).experts_Tk
     assert (chosen == expected).all(1).float().mean() > 0.999  # rounding decides near ties
     weights = (logits.sigmoid() if top_k == 1 else logits.softmax(-1)).gather(1, chosen)
     torch.testing.assert_close(weights_of(scores, chosen, options), weights)
-    greedy = choose(logits, scores, None, options, training=False).experts_Tk
+    greedy = choose_experts(logits, scores, None, options, training=False).experts_Tk
     assert torch.equal(greedy, logits.topk(top_k, dim=1).indices)
     assert not torch.equal(greedy, expected)
 

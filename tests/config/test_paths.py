@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from megatron.config.paths import UnsafeName, inside
+from megatron.config.paths import UnsafeName, path_inside
 
 HOSTILE = [
     "",
@@ -40,14 +40,14 @@ HOSTILE = [
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_names_are_refused(tmp_path, name):
     with pytest.raises(UnsafeName):
-        inside(tmp_path, name)
+        path_inside(tmp_path, name)
 
 
 @pytest.mark.parametrize(
     "name", ["a", "data/0000/rank_00000.safetensors", "..a", "a..b", ".hidden", "ü", "console", "a b"]
 )
 def test_plain_names_are_joined(tmp_path, name):
-    assert inside(tmp_path, name) == tmp_path / name
+    assert path_inside(tmp_path, name) == tmp_path / name
 
 
 def test_links_may_not_leave_the_folder(tmp_path):
@@ -61,20 +61,20 @@ def test_links_may_not_leave_the_folder(tmp_path):
     (folder / "beside").symlink_to(outside)
     (folder / "dangling").symlink_to(tmp_path / "not-yet")
     (folder / "loop").symlink_to(folder / "loop")
-    assert inside(folder, "link").read_text() == "y"
+    assert path_inside(folder, "link").read_text() == "y"
     for name in ("out", "beside/secret", "beside/new", "dangling"):
         with pytest.raises(UnsafeName, match="link"):
-            inside(folder, name)
-        assert inside(folder, name, root=tmp_path) == folder / name
+            path_inside(folder, name)
+        assert path_inside(folder, name, root=tmp_path) == folder / name
     with pytest.raises(OSError):
-        inside(folder, "loop").read_text()
+        path_inside(folder, "loop").read_text()
 
 
 def test_the_folder_itself_may_be_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a").write_text("x")
     (tmp_path / "link").symlink_to("real")
-    assert inside(tmp_path / "link", "a").read_text() == "x"
+    assert path_inside(tmp_path / "link", "a").read_text() == "x"
 
 
 def test_pipes_sockets_and_devices_are_refused(tmp_path):
@@ -84,6 +84,6 @@ def test_pipes_sockets_and_devices_are_refused(tmp_path):
         (tmp_path / "device").symlink_to("/dev/zero")
         for name in ("pipe", "socket", "device"):
             with pytest.raises(UnsafeName):
-                inside(tmp_path, name)
+                path_inside(tmp_path, name)
         with pytest.raises(UnsafeName, match="neither"):
-            inside(tmp_path, "device", root="/")
+            path_inside(tmp_path, "device", root="/")

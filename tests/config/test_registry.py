@@ -106,8 +106,8 @@ def test_installed_packages_offer_names(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[deepy.kind]\nretention = my_lab.retnet\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert registry.offered(KIND, "retention") == "my_lab.retnet"
-    assert registry.offered(KIND, "retnet") is None and registry.offered("optimizer", "retention") is None
+    assert registry.offered_by(KIND, "retention") == "my_lab.retnet"
+    assert registry.offered_by(KIND, "retnet") is None and registry.offered_by("optimizer", "retention") is None
 
 
 NAMED = {  # role -> a configuration that has a name of it
@@ -139,7 +139,7 @@ def test_installed_packages_offer_names_of_every_role(role, module, tmp_path, mo
 def test_installed_packages_are_asked_for_unknown_names_only(monkeypatch):
     """To ask them is most of what reading a configuration costs, and how often a layer comes is no name."""
     asked = []
-    monkeypatch.setattr("megatron.config.extensions.offered", lambda role, name: asked.append((role, name)))
+    monkeypatch.setattr("megatron.config.extensions.offered_by", lambda role, name: asked.append((role, name)))
     training = {"steps": 1, "sequence_length": 8}
     model = {"hidden_size": 8, "vocab_size": 8, "attention": {"heads": 1}}
     resolve({"model": {**model, "layers": "(attention/mlp) x2 attention/mlp x 3"}, "training": training})

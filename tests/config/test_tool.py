@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron.config import load, read_resolved
-from megatron.config.catalog import ANY, catalog, describe, pattern_of
+from megatron.config.catalog import ANY, catalog, describe_type, pattern_of
 from megatron.config.explain import explain
 from megatron.config.structure import nearest_key
 from megatron.config.tokenizer_size import SizeUnknown, tokenizer_size
@@ -247,7 +247,7 @@ def test_editor_schema_judges_as_the_loader_does(tmp_path):
 
 def test_words_for_types():
     words = {
-        name: describe(
+        name: describe_type(
             catalog()[pattern_of(tuple(name.split(".")))].annotation,
             catalog()[pattern_of(tuple(name.split(".")))].limits,
         )

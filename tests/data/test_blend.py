@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import blend as module
-from megatron.data.blend import Blend, build_arrays, normalised
+from megatron.data.blend import Blend, build_arrays, normalised_weights
 from megatron.data.plan import build_plan
 from tests.data.make import configuration, write_sizes
 from tests.data.reference import blend as plain_blend
@@ -57,7 +57,7 @@ def test_many_blocks(kinds, monkeypatch):
     """Several groups of blocks side by side give what one long loop gives."""
     monkeypatch.setattr(module, "BLOCK", 128)
     monkeypatch.setattr(module, "_TOGETHER", 16)
-    weights = normalised(list(np.random.default_rng(kinds).random(kinds) ** 4 + 1e-6))
+    weights = normalised_weights(list(np.random.default_rng(kinds).random(kinds) ** 4 + 1e-6))
     size = 128 * 40 + 77
     arrays = build_arrays(weights, size)
     assert arrays["sources"].tolist() == plain_blend(weights.tolist(), size)[0]
@@ -69,7 +69,7 @@ def test_bad_guesses_are_repaired(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(module, "_RUN_IN", 0)
     monkeypatch.setattr(module, "guess", lambda weights, draws: np.zeros((len(draws), len(weights))))
-    weights = normalised([0.9, 0.09, 0.01])
+    weights = normalised_weights([0.9, 0.09, 0.01])
     assert build_arrays(weights, 1000)["sources"].tolist() == plain_blend(weights.tolist(), 1000)[0]
 
 
@@ -89,7 +89,7 @@ def test_locate_find_and_drawn(weights, size):
 
 
 def test_normalisation_as_in_the_original():
-    assert normalised([1, 2]).tolist() == [1 / 3, 2 / 3]
+    assert normalised_weights([1, 2]).tolist() == [1 / 3, 2 / 3]
 
 
 def generated_weights(number: int) -> list[float]:
@@ -111,7 +111,7 @@ def test_generated_weights_as_in_the_original(number):
     wanted = [plain_blend(neox_weights(weights), 3000)[0] for weights in cases]
     assert [Blend(weights, 3000).sources.tolist() for weights in cases] == wanted
     once = [Blend(weights, 3000, as_neox=False).sources.tolist() for weights in cases]
-    assert once == [plain_blend(normalised(weights).tolist(), 3000)[0] for weights in cases]
+    assert once == [plain_blend(normalised_weights(weights).tolist(), 3000)[0] for weights in cases]
     assert sum(one != other for one, other in zip(once, wanted)) > number / 20 and once[-1] != wanted[-1]
 
 
@@ -124,9 +124,9 @@ def test_which_orders_blend_as_the_original(order, tmp_path):
     train = [{"path": str(tmp_path / str(source)), "weight": weight} for source, weight in enumerate(weights)]
     plan = build_plan(configuration({"train": train, "order": order, "cache": str(tmp_path / "cache")}))
     drawn = [plan.sample(number).source for number in range(320)]
-    expected = neox_weights(weights) if order == "pythia" else normalised(weights).tolist()
+    expected = neox_weights(weights) if order == "pythia" else normalised_weights(weights).tolist()
     assert drawn == plain_blend(expected, 320)[0]
-    assert plain_blend(neox_weights(weights), 320) != plain_blend(normalised(weights).tolist(), 320)
+    assert plain_blend(neox_weights(weights), 320) != plain_blend(normalised_weights(weights).tolist(), 320)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.3, 0.0])

@@ -127,7 +127,7 @@ def test_the_cache_goes_by_content(tmp_path):
 
     def build(name):
         file = TokenFile(tmp_path / name)
-        facts = cache.examine(file, tmp_path / "cache")
+        facts = cache.examine_once(file, tmp_path / "cache")
         return PythiaOrder(file, 0, 6, 4, 1, samples=5, fingerprint=facts["fingerprint"], cache=tmp_path / "cache")
 
     write_sizes(tmp_path / "a", [5, 3, 8, 2, 7, 4])
@@ -156,13 +156,13 @@ def test_a_damaged_cache_is_refused(tmp_path):
 
 def test_examining_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
     file = write_documents(tmp_path / "a", [[1, 2], [3]])
-    facts = cache.examine(file, tmp_path / "cache")
+    facts = cache.examine_once(file, tmp_path / "cache")
     assert (facts["smallest"], facts["largest"]) == (0, 3)
     with monkeypatch.context() as patch:
         patch.setattr(TokenFile, "verify", lambda self: pytest.fail("looked again"))
-        assert cache.examine(file, tmp_path / "cache") == facts
+        assert cache.examine_once(file, tmp_path / "cache") == facts
     time.sleep(0.02)
-    assert cache.examine(write_documents(tmp_path / "a", [[1, 2], [9]]), tmp_path / "cache")["largest"] == 9
+    assert cache.examine_once(write_documents(tmp_path / "a", [[1, 2], [9]]), tmp_path / "cache")["largest"] == 9
 
 
 def test_standard_library_corpus(tmp_path):

@@ -283,8 +283,8 @@ def test_ids_beyond_the_vocabulary_in_files_too_large_to_search(tmp_path, monkey
     """Where the start cannot look at everything, the sample that would be wrong is refused."""
     from megatron.data import source
 
-    examine = source.examine
-    monkeypatch.setattr(source, "examine", lambda file, cache: examine(file, cache, scan_below=0))
+    examine = source.examine_once
+    monkeypatch.setattr(source, "examine_once", lambda file, cache: examine(file, cache, scan_below=0))
     write_documents(tmp_path / "a", [[1] * 170, [300] * 17])
     small = {"vocab_size": 300, "layers": "(attention/mlp) x1", "hidden_size": 16, "attention": {"heads": 2}}
     config = configuration(

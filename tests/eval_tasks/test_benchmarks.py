@@ -17,7 +17,7 @@ import yaml
 from eval_tasks import benchmarks
 from eval_tasks.benchmarks import BENCHMARKS, PackageError, find_package, unpack
 from eval_tasks.documents import texts
-from eval_tasks.select import Request, manager, names
+from eval_tasks.select import Request, manager, tasks_of_request
 from megatron.checkpoint import Fragment, Meta, save
 from megatron.checkpoint.fragment import MASTER
 from megatron.config import load, to_yaml
@@ -87,9 +87,14 @@ def test_patterns_are_the_tasks_that_they_match(tmp_path):
     """Each once: what is in a group is not named beside it."""
     (tmp_path / "group.yaml").write_text(yaml.safe_dump({"group": "deepy_all", "task": ["deepy_copy", "deepy_cloze"]}))
     index = manager((str(tmp_path),), defaults=False)
-    assert names(Request("deepy_*"), index) == ["deepy_all", "deepy_arithmetic", "deepy_induction", "deepy_source"]
-    assert names(Request("deepy_c*"), index) == ["deepy_cloze", "deepy_copy"]
-    assert names(Request("deepy_copy"), index) == ["deepy_copy"]
+    assert tasks_of_request(Request("deepy_*"), index) == [
+        "deepy_all",
+        "deepy_arithmetic",
+        "deepy_induction",
+        "deepy_source",
+    ]
+    assert tasks_of_request(Request("deepy_c*"), index) == ["deepy_cloze", "deepy_copy"]
+    assert tasks_of_request(Request("deepy_copy"), index) == ["deepy_copy"]
 
 
 @pytest.mark.slow

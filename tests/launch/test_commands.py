@@ -14,7 +14,7 @@ import yaml as pyyaml
 from megatron.config.registry import INSIDE, RUNNER, registry_of
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.command_line import main, overrides_of, parser
-from megatron.launch.job_plan import again, make_plan
+from megatron.launch.job_plan import make_plan, restarted
 from megatron.launch.runner import runner_of
 from megatron.launch.runners import torchrun
 from megatron.launch.specification import Host, Specification
@@ -395,9 +395,9 @@ def test_secrets_are_neither_taken_nor_shown(place, capsys):
 def test_a_job_that_was_queued_again_is_no_first_start(place, monkeypatch):
     """Its ranks must go on from their own newest checkpoint, even where checkpoint.resume names another or none."""
     plan = make_plan("train.py", ["a.yml"], ["launch.ranks=2"], {})
-    assert again(plan, 0).environment["JOB_ATTEMPT"] == "0"
+    assert restarted(plan, 0).environment["JOB_ATTEMPT"] == "0"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert [again(plan, attempt).environment["JOB_ATTEMPT"] for attempt in (0, 1)] == ["2", "3"]
+    assert [restarted(plan, attempt).environment["JOB_ATTEMPT"] for attempt in (0, 1)] == ["2", "3"]
 
 
 def test_sbatch_writes_the_script(place, capsys):

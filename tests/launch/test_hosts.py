@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose
+from megatron.launch.choose import choose_runner
 from megatron.launch.hosts import HostError, read_hostfile, select
 from megatron.launch.specification import Host
 from megatron.worker.devices import cores_of, parse_cores, ranks_here
@@ -178,15 +178,15 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NOD
 
 def test_auto_chooses_by_where_it_is(tmp_path, all_programs):
     path = str(hostfile(tmp_path, "a slots=2\nb slots=2\n"))
-    assert choose(LaunchSection(ranks=3), {}).runner == "local"
-    chosen = choose(LaunchSection(), SLURM)
+    assert choose_runner(LaunchSection(ranks=3), {}).runner == "local"
+    chosen = choose_runner(LaunchSection(), SLURM)
     assert (chosen.runner, chosen.ranks, [host.name for host in chosen.hosts]) == ("slurm", 8, ["n1", "n2"])
-    assert choose(LaunchSection(ranks=2), SLURM).ranks == 4
-    assert choose(LaunchSection(hostfile=path), SLURM).runner == "ssh", "what is said wins over where we are"
-    chosen = choose(LaunchSection(runner="torchrun", hostfile=path), {})
+    assert choose_runner(LaunchSection(ranks=2), SLURM).ranks == 4
+    assert choose_runner(LaunchSection(hostfile=path), SLURM).runner == "ssh", "what is said wins over where we are"
+    chosen = choose_runner(LaunchSection(runner="torchrun", hostfile=path), {})
     assert (chosen.runner, chosen.transport) == ("torchrun", "ssh")
-    assert choose(LaunchSection(runner="torchrun", ranks=2), {}).transport == "local"
-    assert choose(LaunchSection(hostfile=path, ranks=1, exclude="a"), {}).hosts == (Host("b", (0,)),)
+    assert choose_runner(LaunchSection(runner="torchrun", ranks=2), {}).transport == "local"
+    assert choose_runner(LaunchSection(hostfile=path, ranks=1, exclude="a"), {}).hosts == (Host("b", (0,)),)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,18 @@ def test_auto_chooses_by_where_it_is(tmp_path, all_programs):
 )
 def test_what_does_not_fit(section, environment, part, all_programs):
     with pytest.raises(HostError, match=part):
-        choose(LaunchSection(**section), environment)
+        choose_runner(LaunchSection(**section), environment)
 
 
 def test_hostfile_and_local_contradict(tmp_path, all_programs):
     path = str(hostfile(tmp_path, "a slots=2\n"))
     with pytest.raises(HostError, match="local"):
-        choose(LaunchSection(runner="local", hostfile=path), {})
+        choose_runner(LaunchSection(runner="local", hostfile=path), {})
     with pytest.raises(HostError, match="2 slots"):
-        choose(LaunchSection(hostfile=path, ranks=4), {})
+        choose_runner(LaunchSection(hostfile=path, ranks=4), {})
 
 
 def test_a_runner_whose_program_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(HostError, match="not installed"):
-        choose(LaunchSection(runner="pdsh", hostfile=str(hostfile(tmp_path, "a slots=1\n"))), {})
+        choose_runner(LaunchSection(runner="pdsh", hostfile=str(hostfile(tmp_path, "a slots=1\n"))), {})

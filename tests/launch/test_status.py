@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from megatron.launch.console import YELLOW, last_traceback, log, report
-from megatron.launch.hints import hint
-from megatron.launch.status import HOST_LOST, STOPPED, Failure, describe, exit_status, outcome, signal_of
+from megatron.launch.hints import hint_for
+from megatron.launch.status import HOST_LOST, STOPPED, Failure, describe_status, exit_status, outcome, signal_of
 
 
 def fail(time, rank, status, reason="", text=""):
@@ -32,7 +32,7 @@ def fail(time, rank, status, reason="", text=""):
 )
 def test_statuses_in_numbers_and_words(status, shell, words):
     assert exit_status(status) == shell
-    assert describe(status) == words
+    assert describe_status(status) == words
 
 
 def test_no_signal_in_ordinary_statuses():
@@ -164,11 +164,11 @@ def test_the_report_names_rank_host_log_cause_and_status():
     ],
 )
 def test_known_causes(text, status, word):
-    assert word in (hint(text, status) or ""), hint(text, status)
+    assert word in (hint_for(text, status) or ""), hint_for(text, status)
 
 
 def test_no_cause_is_invented():
-    assert hint("ValueError: boom", 1) is None
+    assert hint_for("ValueError: boom", 1) is None
 
 
 PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4321"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config import resolve
-from megatron.model.compile import choose, describe_compile
+from megatron.model.compile import choose_compilation, describe_compile
 from megatron.model.stack import Model, build_model
 
 V, S = 61, 24
@@ -103,5 +103,5 @@ def test_what_clips_logits_is_compiled_with_its_block():
     ],
 )
 def test_the_choice_and_its_reason(config, device, chosen, word):
-    assert choose(config, device)[0] is chosen
+    assert choose_compilation(config, device)[0] is chosen
     assert word in describe_compile(config, device)

@@ -8,7 +8,7 @@ import torch
 from megatron.config import resolve
 from megatron.kinds.common.key_value_cache import KeyValueCache
 from megatron.model.describe import layers_table
-from megatron.model.generate import Sampling, choose, complete, filtered, generate
+from megatron.model.generate import Sampling, choose_token, complete, filtered, generate
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
 from tests.kinds.mamba.test_state_space import MODELS as WITH_STATES
@@ -116,7 +116,7 @@ def test_draws_follow_the_probabilities(monkeypatch):
         monkeypatch.setattr(
             "megatron.model.generate.uniform", lambda *_, draw=draw: torch.tensor([[draw]], dtype=torch.float64)
         )
-        assert choose(logits, Sampling(), 0).tolist() == [wanted]
+        assert choose_token(logits, Sampling(), 0).tolist() == [wanted]
 
 
 @pytest.mark.parametrize("cache", [True, False])

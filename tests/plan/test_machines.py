@@ -6,12 +6,12 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.parallel.layout import Layout
-from megatron.plan.devices import Cluster, cluster, known
+from megatron.plan.devices import Cluster, cluster, known_devices
 from megatron.plan.network import Group, collective, group, groups, ring
 
 
 def test_every_device_has_peaks_and_plausible_figures():
-    devices, networks = known()
+    devices, networks = known_devices()
     for name, device in devices.items():
         assert device.peak("bf16") >= device.peak("fp32") > 0, name
         # A product of 8192-wide matrices is bound by arithmetic on every device.
@@ -84,7 +84,7 @@ def test_broken_files_of_machines(tmp_path, text, said):
     path = tmp_path / "broken.yml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        known(str(path))
+        known_devices(str(path))
     assert said in str(error.value) and str(path) in str(error.value)
 
 

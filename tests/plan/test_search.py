@@ -10,9 +10,9 @@ from megatron.config import ConfigError, resolve
 from megatron.config.layers import ConfigSource
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
-from megatron.plan.advice import nothing, remarks, why_not
+from megatron.plan.advice import remarks, why_not, why_nothing_fits
 from megatron.plan.candidate import Candidate, apply, layout_of, parse
-from megatron.plan.devices import cluster, known
+from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import stage_weights, states
 from megatron.plan.search import Answers, Question
 from megatron.plan.step import product_rate
@@ -154,7 +154,7 @@ def test_what_does_not_fit_says_what_would():
     asked = question(large, 8)
     answers = asked.answers()
     assert not answers.plans and answers.closest is not None
-    problem = nothing(asked, answers, dict(known()[0]))
+    problem = why_nothing_fits(asked, answers, dict(known_devices()[0]))
     assert "no layout fits" in problem.rule and "states" in problem.rule or "gradients" in problem.rule
     (devices,) = [int(word) for word in problem.fix.split("devices")[0].split() if word.isdigit()]
     assert question(large, devices).answers().plans and not question(large, devices // 2).answers().plans
@@ -164,7 +164,7 @@ def test_a_batch_that_nothing_divides():
     odd = {**LLAMA, "training": {**LLAMA["training"], "global_batch_size": 7}}
     asked = question(odd, 32)
     answers = asked.answers()
-    problem = nothing(asked, answers, dict(known()[0])) if not answers.plans else None
+    problem = why_nothing_fits(asked, answers, dict(known_devices()[0])) if not answers.plans else None
     assert problem is None or "global_batch_size" in f"{problem.rule}{problem.fix}"
 
 

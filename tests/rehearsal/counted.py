@@ -11,7 +11,7 @@ from megatron.data.batch import StepBatch
 from megatron.engine.engine import prepare_deepspeed
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, shortened
+from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches
 from tests.training import runs
 
 
@@ -19,7 +19,7 @@ def counted(values: dict[str, Any], ranks: int, micro_batches: int | None = None
     """This rank's steps on random tokens."""
     config = resolve(values, ranks=ranks)
     layout = Layout.of(config, ranks)
-    config = shortened(config, layout, micro_batches or enough_micro_batches(config, layout))
+    config = with_micro_batches(config, layout, micro_batches or enough_micro_batches(config, layout))
     mesh = Mesh.build(layout)
     prepare_deepspeed(torch.device("cpu"))
 

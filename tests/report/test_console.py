@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megatron.report.console import MetricsConsole, duration, short, training_line
+from megatron.report.console import MetricsConsole, duration, short_number, training_line
 
 RECORD = {
     "step": 41,
@@ -51,7 +51,7 @@ def test_a_line_says_it_all():
     "number, text", [(0.5, "0.5"), (999, "999"), (12_345, "12.3k"), (4_560_000, "4.56M"), (2e12, "2T")]
 )
 def test_short(number, text):
-    assert short(number) == text
+    assert short_number(number) == text
 
 
 @pytest.mark.parametrize("seconds, text", [(59.6, "0:01:00"), (3723, "1:02:03"), (2 * 86400 + 3723, "2d 01:02:03")])

@@ -15,10 +15,10 @@ from megatron.config.algorithm_table import OPERATIONS as TUNABLE
 from megatron.config.algorithm_table import candidates, read_table
 from megatron.config.problems import ConfigError, UserError
 from megatron.parallel.account import Recorder
-from megatron.parallel.curve import OPERATIONS, CostCurve, choose, line, read_curves
+from megatron.parallel.curve import OPERATIONS, CostCurve, choose_curve, line, read_curves
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.plan.devices import cluster, known, measured
+from megatron.plan.devices import cluster, known_devices, measured
 from megatron.plan.network import Group, collective
 from tests.workers import run
 from tools.bench import machine
@@ -153,9 +153,9 @@ def test_times_between_points_and_beyond():
     assert found.bus_bandwidth(10**6) == pytest.approx(0.926e9, rel=0.05), "1 MB of 4 ranks, between two points"
     assert found.seconds(2**26) == pytest.approx(120e-6 + 6 * 2**26 / 4e9), "the last two points' bandwidth"
     several = [curve(), curve(together=2), curve(group="tensor"), curve("all_gather")]
-    assert choose(several, "all_reduce", 4, 1).together == 2
-    assert choose(several, "all_reduce", 4, 1, "tensor").group == "tensor"
-    assert choose(several, "all_reduce", 4, 2) is None and choose(several, "all_reduce", 2, 1) is None
+    assert choose_curve(several, "all_reduce", 4, 1).together == 2
+    assert choose_curve(several, "all_reduce", 4, 1, "tensor").group == "tensor"
+    assert choose_curve(several, "all_reduce", 4, 2) is None and choose_curve(several, "all_reduce", 2, 1) is None
 
 
 def test_a_plan_takes_measured_times(tmp_path):
@@ -262,7 +262,7 @@ def test_wrong_options(words, capsys):
 
 def test_a_measured_device(tmp_path):
     """One type whose products reach 1 and 2 TFLOP/s, attention half of that peak; and the plan reads it."""
-    like = known()[0]["cpu"]
+    like = known_devices()[0]["cpu"]
     products = [(100, 200, 300, 2 * 100 * 200 * 300 / 1e12), (10, 20, 30, 2 * 10 * 20 * 30 / 2e12)]
     found = machine.MeasuredMachine("cpu", 8 << 30, 30e9, 4e-6, {"fp32": products}, {"fp32": 1e12})
     made = machine.entry(found, like)
@@ -284,7 +284,7 @@ def test_measuring_a_device_and_writing_it(tmp_path, capsys, monkeypatch):
     assert machine.main([*words, "fp32,bf16", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert [product[:3] for product in made["products"]["bf16"]] == [[4, 24, 8], [4, 32, 8], [4, 8, 32]]
-    assert known(str(file))[0]["mine"].model_dump() == made["device"]
+    assert known_devices(str(file))[0]["mine"].model_dump() == made["device"]
     assert machine.main([*words, "fp32", "--like", "abacus"]) == 2
     assert "--like must be one of" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -54,7 +54,7 @@ def job(folder: str, words: tuple[str, ...]) -> None:
     from megatron.engine.engine import prepare_deepspeed
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh
-    from megatron.training.run import run
+    from megatron.training.run import run_training
     from megatron.training.world import World
     from megatron.worker.place import WorkerEnvironment
 
@@ -66,7 +66,7 @@ def job(folder: str, words: tuple[str, ...]) -> None:
         prepare_deepspeed(torch.device("cpu"))
         mesh = Mesh.build(Layout.of(resolved.config, 1))
         place = WorkerEnvironment(config_text=to_yaml(resolved))
-        run(resolved.config, place, World(torch.device("cpu"), mesh, SOLO, SOLO))
+        run_training(resolved.config, place, World(torch.device("cpu"), mesh, SOLO, SOLO))
     finally:
         os.chdir(before)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import Fragment, FragmentSpec
-from megatron.checkpoint.finite import faults
+from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.store import Store
 from megatron.parallel.shard import LogicalTensor, Role
 from megatron.report.ledger import read_ledger
@@ -45,16 +45,18 @@ def fragment(name: str, *values: float, state: str = "master", keep: bool = Fals
 
 def test_what_is_broken_in_fragments():
     sound = [fragment("a", 3e38, -3e38), fragment("b", 0.0), fragment("c", 1e30, state="exp_avg_sq")]
-    assert faults(sound) == [] and faults([]) == []
+    assert non_finite(sound) == [] and non_finite([]) == []
     nan, inf = float("nan"), float("inf")
     for value in (nan, inf, -inf):
-        assert faults([*sound, fragment("d", 1.0, value, 2.0)]) == [
+        assert non_finite([*sound, fragment("d", 1.0, value, 2.0)]) == [
             "d (master) has values that are infinite or no numbers"
         ]
-    assert faults([fragment("e", 7e4)], torch.float16) == ["e (master) has 7e+04, beyond the largest number of float16"]
-    assert faults([fragment("f", 7e4, keep=True), fragment("g", 7e4, state="exp_avg")], torch.float16) == []
-    assert faults([fragment("h", 7e4)], torch.bfloat16) == []
-    assert faults([fragment(str(n), nan) for n in range(9)])[-1] == "and 6 more"
+    assert non_finite([fragment("e", 7e4)], torch.float16) == [
+        "e (master) has 7e+04, beyond the largest number of float16"
+    ]
+    assert non_finite([fragment("f", 7e4, keep=True), fragment("g", 7e4, state="exp_avg")], torch.float16) == []
+    assert non_finite([fragment("h", 7e4)], torch.bfloat16) == []
+    assert non_finite([fragment(str(n), nan) for n in range(9)])[-1] == "and 6 more"
 
 
 def attempt(folder: str, ranks: int, number: int, *overrides: str) -> str:

@@ -17,7 +17,7 @@ from megatron.engine.protocol import StepDropped
 from megatron.testing.ranks import PATIENCE
 from megatron.training import early_stop
 from megatron.training.early_stop import Looks
-from megatron.training.run import run as train
+from megatron.training.run import run_training as train
 from megatron.training.run import status
 from megatron.training.world import World
 from megatron.worker.place import WorkerEnvironment

@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint.levels import Levels
 from megatron.report.ledger import read_ledger
 from megatron.training.hooks.levels import FIRST
-from megatron.training.interval import Interval, answered, failures
+from megatron.training.interval import Interval, failures, failures_answered
 from tests.training.settings import settings
 from tests.training.test_run import TINY, job, losses, tensors
 from tests.workers import run as on_ranks
@@ -68,7 +68,7 @@ def test_an_interval_counts_the_failures_that_nothing_nearer_answers(tmp_path: P
             ]
         }
     )
-    kinds = [answered(config.checkpoint.levels, number) for number in range(3)]
+    kinds = [failures_answered(config.checkpoint.levels, number) for number in range(3)]
     assert kinds == [{"rank"}, {"host"}, set()]
     assert [failures(entries, each) for each in kinds] == [5, 1, 0]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(each) + "\n" for each in entries))

@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     files, overrides = split_arguments(options.sources)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "turns.json")
-        hook = f"hooks=[{{type: 'tools.bench.account_cost:Turns', options: {{output: '{output}'}}}}]"
+        hook = f"hooks=[{{type: 'tools.bench.account_cost:AccountTurns', options: {{output: '{output}'}}}}]"
         steps = FIRST + options.rounds * len(WAYS)
         own = ["communication=off", "console=quiet", "every=1", "curve=false"]
         own = [f"run.dir={folder}/run", f"training.steps={steps}", *(f"logging.{each}" for each in own), hook]

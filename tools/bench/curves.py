@@ -14,7 +14,7 @@ import yaml
 from megatron.config.problems import UserError
 from megatron.parallel.curve import OPERATIONS, CostCurve
 from megatron.parallel.traffic import wire_bytes
-from megatron.report.communication import readable
+from megatron.report.communication import readable_bytes
 from megatron.report.communication import table as columns
 
 from .collectives import Measured
@@ -69,7 +69,15 @@ def table(found: Measured) -> str:
             rate = size / median / 1e9
             bus = rate * wire_bytes(curve.operation, curve.ranks, 1)
             times = [f"{1e6 * each:.1f}" for each in (low, median, high)]
-            rows.append([curve.operation, which, curve.ranks, readable(size), *times, f"{rate:.3f}", f"{bus:.3f}"])
+            rows.append([
+                curve.operation,
+                which,
+                curve.ranks,
+                readable_bytes(size),
+                *times,
+                f"{rate:.3f}",
+                f"{bus:.3f}",
+            ])
         alpha, beta = curve.fit()
         speed = "-" if math.isinf(beta) else f"{beta / 1e9:.3f}"
         fits.append([curve.operation, which, curve.ranks, f"{1e6 * alpha:.1f}", speed])
@@ -154,7 +162,12 @@ def compared(curves: Sequence[CostCurve], word: str) -> dict[str, Any]:
         if low <= size <= high
     ]
     lines = [
-        [readable(each["bytes"]), f"{1e6 * each['seconds']:.1f}", f"{1e6 * each['theirs']:.1f}", f"{each['ratio']:.2f}"]
+        [
+            readable_bytes(each["bytes"]),
+            f"{1e6 * each['seconds']:.1f}",
+            f"{1e6 * each['theirs']:.1f}",
+            f"{each['ratio']:.2f}",
+        ]
         for each in rows
     ]
     title = f"{operation} in {curve.group}, {curve.ranks} ranks, beside {path}"

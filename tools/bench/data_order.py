@@ -27,7 +27,7 @@ from typing import TypeVar  # noqa: E402
 import numpy as np  # noqa: E402
 
 from megatron.data.blend import Blend  # noqa: E402
-from megatron.data.cache import examine  # noqa: E402
+from megatron.data.cache import examine_once  # noqa: E402
 from megatron.data.pythia import PythiaOrder  # noqa: E402
 from megatron.data.token_file import TokenFile  # noqa: E402
 from megatron.data.token_writer import write_index  # noqa: E402
@@ -89,7 +89,7 @@ def measure(folder: Path, documents: int, tokens: int, sequence_length: int, sam
     file = make_pair(folder / "corpus", sizes_of(documents, tokens))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     wanted = samples or (file.tokens - 1) // sequence_length
-    examined, facts = timed(lambda: examine(file, folder / "cache"))
+    examined, facts = timed(lambda: examine_once(file, folder / "cache"))
 
     def order() -> PythiaOrder:
         return PythiaOrder(
@@ -104,7 +104,7 @@ def measure(folder: Path, documents: int, tokens: int, sequence_length: int, sam
         )
 
     built, first = timed(order)
-    again, _ = timed(lambda: examine(file, folder / "cache"))
+    again, _ = timed(lambda: examine_once(file, folder / "cache"))
     loaded, second = timed(order)
     places = np.random.default_rng(1).integers(0, second.length, 2000).tolist()
     located, _ = timed(lambda: [second.spans(place) for place in places])

@@ -107,7 +107,7 @@ def measure(files: list[str], overrides: list[str], length: int, ranks: int) -> 
             "logging.communication=counts",
             "logging.console=quiet",
             "logging.curve=false",
-            f"hooks=[{{type: 'tools.bench.long_context:Watch', options: {{folder: '{seen}'}}}}]",
+            f"hooks=[{{type: 'tools.bench.long_context:MemoryHook', options: {{folder: '{seen}'}}}}]",
         ]
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         if status := launch(["--ranks", str(ranks), script, *files, *overrides, *own]):

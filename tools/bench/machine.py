@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from megatron.config.problems import ConfigError, UserError  # noqa: E402
-from megatron.plan.devices import Device, known  # noqa: E402
+from megatron.plan.devices import Device, known_devices  # noqa: E402
 from megatron.plan.step import product_rate  # noqa: E402
 from megatron.report.peaks import device_peak  # noqa: E402
 from tools.bench.collectives import times_of  # noqa: E402
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, write and print; returns the exit status."""
     options = read_options(arguments)
     try:
-        devices = known()[0]
+        devices = known_devices()[0]
         if options.like not in devices:
             raise UserError(f"--like must be one of {', '.join(devices)}, not {options.like}")
         found = measure(options.device, options.types, options.widths, options.tokens, options.repeat)

@@ -29,13 +29,13 @@ from typing import Any  # noqa: E402
 
 from megatron.config import Config, resolve  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
-from megatron.plan.devices import Cluster, known  # noqa: E402
+from megatron.plan.devices import Cluster, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
 from megatron.plan.prediction import choice_of  # noqa: E402
 from megatron.plan.shapes import Shapes  # noqa: E402
 from megatron.plan.step import StepEstimator  # noqa: E402
 from megatron.rehearsal.command import in_own_process  # noqa: E402
-from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, shortened  # noqa: E402
+from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches  # noqa: E402
 from megatron.testing.ranks import on_ranks  # noqa: E402
 from tests.training.matrix import Case, cases, merged  # noqa: E402
 
@@ -82,7 +82,7 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
 
     config = resolve(values, ranks=ranks)
     layout = Layout.of(config, ranks)
-    config = shortened(config, layout, enough_micro_batches(config, layout))
+    config = with_micro_batches(config, layout, enough_micro_batches(config, layout))
     mesh = Mesh.build(layout)
     prepare_deepspeed(torch.device("cpu"))
     loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
@@ -162,10 +162,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = known(options.machine)[0][options.device]
+    device = known_devices(options.machine)[0][options.device]
 
     def at(ranks: int) -> Cluster:
-        return Cluster(device, known()[1]["ib400"], ranks, ranks)
+        return Cluster(device, known_devices()[1]["ib400"], ranks, ranks)
 
     rows = []
     for case in (each for each in chosen(options.cases) if options.only in each.name):

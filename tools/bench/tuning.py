@@ -19,7 +19,7 @@ from megatron.parallel.hierarchy import places_by_host
 from megatron.parallel.mesh import Axis
 from megatron.parallel.routes import Router
 from megatron.parallel.traffic import Tally
-from megatron.report.communication import readable, table
+from megatron.report.communication import readable_bytes, table
 from megatron.training.algorithms import job_facts
 from megatron.training.world import World
 
@@ -203,11 +203,11 @@ def tuned_table(found: Tuned) -> str:
         name = found.table.choose(each.operation, each.hosts, each.ranks, each.size)
         ratios = sorted(each.ratios(name))
         rows.append([
-            each.operation, f"{each.ranks} on {each.hosts}", readable(each.size), name,
+            each.operation, f"{each.ranks} on {each.hosts}", readable_bytes(each.size), name,
             *(f"{1e3 * each.seconds[one]:.3f}" for one in (BACKEND, name)),
             f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-            *(readable(each.crossing[one]) for one in (BACKEND, name)),
-            *(readable(each.link[one]) if each.link[one] else "-" for one in (BACKEND, name)),
+            *(readable_bytes(each.crossing[one]) for one in (BACKEND, name)),
+            *(readable_bytes(each.link[one]) if each.link[one] else "-" for one in (BACKEND, name)),
         ])  # fmt: skip
     heads = ["operation", "ranks", "S", "chosen", "backend ms", "chosen ms", "times faster", "between hosts", "chosen",
              "interfaces", "chosen"]  # fmt: skip

@@ -20,7 +20,7 @@ sys.path[0] = os.path.abspath(
 import argparse  # noqa: E402
 from dataclasses import asdict  # noqa: E402
 
-from tools.data.command import run, run_left_out  # noqa: E402
+from tools.data.command import run_left_out, run_tool  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -113,4 +113,4 @@ def show(result: dict) -> None:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(piped(lambda: run(options(), main, show)))
+    sys.exit(piped(lambda: run_tool(options(), main, show)))

@@ -16,7 +16,9 @@ from megatron.data.provenance import config_file
 from megatron.report.ledger import left_out
 
 
-def run(parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]) -> int:
+def run_tool(
+    parser: argparse.ArgumentParser, main: Callable[[argparse.Namespace], Any], show: Callable[[Any], None]
+) -> int:
     """Parse the command line, do the work, and tell the result.
 
     Args:

@@ -16,7 +16,7 @@ sys.path[0] = os.path.abspath(
 
 import argparse  # noqa: E402
 
-from tools.data.command import add_tokenizer, run, tokenizer_section  # noqa: E402
+from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -84,4 +84,4 @@ def show(result: dict) -> None:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(piped(lambda: run(options(), main, show)))
+    sys.exit(piped(lambda: run_tool(options(), main, show)))

@@ -17,7 +17,7 @@ sys.path[0] = os.path.abspath(
 
 import argparse  # noqa: E402
 
-from tools.data.command import run  # noqa: E402
+from tools.data.command import run_tool  # noqa: E402
 
 
 def options() -> argparse.ArgumentParser:
@@ -71,4 +71,4 @@ def show(result: dict) -> None:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(piped(lambda: run(options(), main, show)))
+    sys.exit(piped(lambda: run_tool(options(), main, show)))

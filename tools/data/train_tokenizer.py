@@ -19,7 +19,7 @@ sys.path[0] = os.path.abspath(
 import argparse  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from tools.data.command import run  # noqa: E402
+from tools.data.command import run_tool  # noqa: E402
 
 KINDS = ["bpe", "unigram", "sentencepiece-bpe", "sentencepiece-unigram", "characters"]
 
@@ -84,4 +84,4 @@ def show(result: dict) -> None:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(piped(lambda: run(options(), main, show)))
+    sys.exit(piped(lambda: run_tool(options(), main, show)))

@@ -7,7 +7,7 @@ from my_lab.nice import RUNNER
 
 from megatron.config.registry import registry_of
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose
+from megatron.launch.choose import choose_runner
 from megatron.launch.hosts import HostError
 from megatron.launch.specification import Host, Specification
 
@@ -21,9 +21,9 @@ def test_its_command():
 @pytest.mark.parametrize("name", ["nice", "my_lab.nice:RUNNER"])
 def test_chosen_by_name_or_import_path(name, tmp_path):
     registry = registry_of(("my_lab",))
-    choice = choose(LaunchSection(runner=name, ranks=3), {}, registry)
+    choice = choose_runner(LaunchSection(runner=name, ranks=3), {}, registry)
     assert choice.runner == name and choice.ranks == 3 and choice.starter is RUNNER
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\n")
     with pytest.raises(HostError, match="remove one of them"):
-        choose(LaunchSection(runner=name, hostfile=str(hosts)), {}, registry)
+        choose_runner(LaunchSection(runner=name, hostfile=str(hosts)), {}, registry)

@@ -14,7 +14,7 @@ from .architecture import Architecture
 from .versions import least_version
 
 
-def card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dtype: torch.dtype) -> str:
+def model_card(checkpoint: Checkpoint, config: Config, architecture: Architecture, dtype: torch.dtype) -> str:
     """README.md of a Hugging Face folder."""
     meta, sizes = checkpoint.meta, totals(config)
     tokens = meta.data.get("tokens")

@@ -16,7 +16,7 @@ from megatron.config import Config, ConfigError, resolve
 from megatron.config.kind import kinds_of
 from megatron.config.pattern import BlockPattern, parse
 from megatron.config.recurrence import core_of
-from megatron.config.registry import ARCHITECTURE, RegistryError, offered, registry_of
+from megatron.config.registry import ARCHITECTURE, RegistryError, offered_by, registry_of
 from megatron.config.sections.model import ModelSection
 from megatron.model.parametrization import folded_config
 
@@ -35,12 +35,12 @@ def names(extensions: Extensions = ()) -> tuple[str, ...]:
 
 def extensions_for(name: Any, extensions: Extensions = ()) -> Extensions:
     """The extensions with which a model_type is known: these, or one more that an installed package offers for it."""
-    if isinstance(name, str) and name not in names(extensions) and (module := offered(ARCHITECTURE, name)):
+    if isinstance(name, str) and name not in names(extensions) and (module := offered_by(ARCHITECTURE, name)):
         return (*extensions, module)
     return extensions
 
 
-def known(name: Any, extensions: Extensions = ()) -> Architecture:
+def known_architectures(name: Any, extensions: Extensions = ()) -> Architecture:
     """The tables of a model_type.
 
     Raises:
@@ -63,11 +63,11 @@ def known(name: Any, extensions: Extensions = ()) -> Architecture:
 
 def architecture_of(config: PreTrainedConfig, extensions: Extensions = ()) -> Architecture:
     """The tables of a Hugging Face configuration; errors as of `known`."""
-    return known(config.model_type, extensions)
+    return known_architectures(config.model_type, extensions)
 
 
 def _all(extensions: Extensions) -> list[Architecture]:
-    return [known(name, extensions) for name in names(extensions)]
+    return [known_architectures(name, extensions) for name in names(extensions)]
 
 
 # -- theirs to ours ------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def hf_config(config: Config, name: str | None = None) -> tuple[Architecture, Pr
     config = folded_config(config)
     extensions = tuple(config.model.extensions)
     tried = {}
-    for each in [known(name, extensions)] if name else _all(extensions):
+    for each in [known_architectures(name, extensions)] if name else _all(extensions):
         theirs, problems = _express(config, each)
         if not problems:
             return each, theirs

@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..fragment import MASTER, WEIGHT, FragmentSpec
 from ..reader import Checkpoint
 from .architecture import Architecture
-from .card import card
+from .card import model_card
 from .config import hf_config
 from .convert import further_copies, further_tensors, plan
 from .versions import least_version, make_readable
@@ -30,7 +30,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 GIBIBYTE = 2**30
 
 
-def reader(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Callable[[str], torch.Tensor]:
+def tensor_reader(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Callable[[str], torch.Tensor]:
     """Gives a whole logical tensor by its name, in `dtype` (None: as it is stored); fp32 comes from the masters."""
 
     def read(name: str) -> torch.Tensor:
@@ -99,7 +99,7 @@ def export(
     draft.mkdir(parents=True)
     try:
         files = []
-        for file in write_tensors(draft, shapes_of(steps, shapes), wanted, reader(checkpoint, wanted), limit):
+        for file in write_tensors(draft, shapes_of(steps, shapes), wanted, tensor_reader(checkpoint, wanted), limit):
             progress(file)
             files.append(file)
         notes = _write_tokenizer(draft, config, theirs)
@@ -109,7 +109,7 @@ def export(
         theirs.save_pretrained(draft)
         make_readable(draft, architecture)
         _generation(config, theirs).save_pretrained(draft)
-        (draft / "README.md").write_text(card(checkpoint, config, architecture, wanted), encoding="utf-8")
+        (draft / "README.md").write_text(model_card(checkpoint, config, architecture, wanted), encoding="utf-8")
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from megatron.config.layers import ConfigSource as Values
-from megatron.config.paths import UnsafeName, inside
+from megatron.config.paths import UnsafeName, path_inside
 from megatron.config.resolution import Resolved, combine
 from megatron.config.resolved_file import to_yaml
 from megatron.data.hub import unreachable
@@ -27,7 +27,7 @@ from ..meta import Meta
 from ..rankfile import write_rank_file
 from ..writer import Draft
 from .architecture import Architecture
-from .config import Extensions, architecture_of, extensions_for, known, model_values
+from .config import Extensions, architecture_of, extensions_for, known_architectures, model_values
 from .convert import ConversionStep, match, plan
 from .written import INDEX
 
@@ -83,7 +83,7 @@ class Folder:
         cache = self.path.resolve().parent
         root = cache.parent if cache.name == "snapshots" and (cache.parent / "blobs").is_dir() else None
         try:
-            place = inside(self.path, name, root=root)
+            place = path_inside(self.path, name, root=root)
         except UnsafeName as error:
             raise CheckpointError(self.path, str(error)) from error
         if must and not place.is_file():
@@ -139,7 +139,7 @@ def read_config(folder: Path, extensions: Extensions = ()) -> PreTrainedConfig:
         raise CheckpointError(folder, f"it is no Hugging Face model: {CONFIG} cannot be read ({error})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(file, f"it is damaged, or has no model_type: {error!r}") from error
-    known(kind, extensions)
+    known_architectures(kind, extensions)
     if written.get("quantization_config"):
         raise CheckpointError(file, "its weights are quantised (quantization_config); take a model in 16 or 32 bits")
     try:

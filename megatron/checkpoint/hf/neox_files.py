@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config.paths import UnsafeName, inside
+from megatron.config.paths import UnsafeName, path_inside
 
 from ..errors import CheckpointError
 from ..pickles import load_tensors
@@ -148,7 +148,7 @@ def matching(folder: Path, pattern: re.Pattern) -> Collection[tuple]:
     """
     try:
         return [
-            (inside(folder, path.name), *map(int, match.groups()))
+            (path_inside(folder, path.name), *map(int, match.groups()))
             for path in (sorted(folder.iterdir()) if folder.is_dir() else [])
             if (match := pattern.fullmatch(path.name))
         ]

@@ -31,7 +31,7 @@ from ..pickles import load_tensors
 from ..reader import Checkpoint
 from .architecture import Architecture
 from .convert import ConversionStep, plan, to_hf
-from .export import TYPES, config_of, reader, type_of
+from .export import TYPES, config_of, tensor_reader, type_of
 from .importer import write
 from .layers import uniform
 from .same import differences
@@ -179,7 +179,7 @@ def export_published(checkpoint: Checkpoint, out: Path, *, dtype: str | None = N
     if problems := _differences(config):
         raise CheckpointError(out, problems)
     wanted = TYPES[dtype] if dtype else type_of(checkpoint)
-    tensors = {name: tensor.clone() for name, tensor in to_hf(steps_of(config), reader(checkpoint, wanted))}
+    tensors = {name: tensor.clone() for name, tensor in to_hf(steps_of(config), tensor_reader(checkpoint, wanted))}
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}")
     try:
         torch.save(tensors, draft)

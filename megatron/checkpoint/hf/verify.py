@@ -12,7 +12,7 @@ from megatron.model.stack import build_model
 from megatron.parallel.parameters import logical_of, stored_tensors
 
 from ..reader import Checkpoint
-from .export import config_of, reader
+from .export import config_of, tensor_reader
 
 BOUND = 1e-5
 
@@ -51,7 +51,7 @@ def prove(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, *, to
     """
     config = config_of(checkpoint)
     model = build_model(config, dtype=torch.float32, values=False).eval()
-    read = reader(checkpoint, dtype)
+    read = tensor_reader(checkpoint, dtype)
     with torch.no_grad():
         for tensor in stored_tensors(model):
             tensor.copy_(read(logical_of(tensor).name))

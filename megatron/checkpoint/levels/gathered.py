@@ -23,7 +23,7 @@ from ..rankfile import FileRecord, read_table
 from ..read_plan import plan
 from ..reader import Checkpoint
 from ..table import ROW, coverage_problems
-from ..writer import describe, manifest_bytes, part_of
+from ..writer import describe_error, manifest_bytes, part_of
 from .courier import Courier, Parcel
 from .hosts import Hosts
 
@@ -70,7 +70,7 @@ def verify(found: FoundSave, folder: Path, key: str, hosts: Hosts, communicator:
             if part.meta.extra.get(key, {}).get("save") != found.save:
                 part = None
     except (CheckpointError, OSError) as error:
-        problems.append(f"{hosts.name}: {describe(error)}")
+        problems.append(f"{hosts.name}: {describe_error(error)}")
     if part is not None:
         first, step = hosts.place
         for number in range(first, len(part.records), step):

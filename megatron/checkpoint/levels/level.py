@@ -15,14 +15,14 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..durable import move, remove, write_file
-from ..errors import CheckpointError, StoreRefuses, refused
+from ..errors import CheckpointError, StoreRefuses, disk_refuses
 from ..fragment import Fragment
 from ..index import INDEX_NAME, Index
 from ..meta import Meta
 from ..names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
 from ..rankfile import FileRecord, host_chunks, read_table, write_rank_file
 from ..store import Store
-from ..writer import describe, manifest_bytes, part_of, read_manifest
+from ..writer import describe_error, manifest_bytes, part_of, read_manifest
 from .courier import Courier, Parcel
 from .hosts import Hosts
 
@@ -106,7 +106,7 @@ class Level:
             work()
         except Exception as error:  # the other ranks are waiting to hear of it
             failure = error
-        told = [None if failure else result(), failure and describe(failure), refused(failure)]
+        told = [None if failure else result(), failure and describe_error(failure), disk_refuses(failure)]
         reports = self._communicator.gather(told)
         problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(reports) if text]
         if not problems:

@@ -15,7 +15,7 @@ import torch
 from ...config.sections.output import LevelSection
 from ..communicator import Communicator
 from ..durable import write_file
-from ..errors import CheckpointError, StoreRefuses, brief, refused
+from ..errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..fragment import Fragment
 from ..meta import Meta
 from ..reader import Checkpoint
@@ -160,7 +160,7 @@ class Levels:
                 text = path.read_text(errors="replace").strip()
                 answer = [text, "" if re.fullmatch(r"[0-9a-f]{16}", text) else f"{path} is damaged; remove it"]
             except OSError as error:
-                answer = ["", str(error) + (" (checkpoint.dir)" if refused(error) else "")]
+                answer = ["", str(error) + (" (checkpoint.dir)" if disk_refuses(error) else "")]
         token, problem = self._communicator.broadcast(answer)
         if problem:
             raise CheckpointError("checkpoint.levels", problem)

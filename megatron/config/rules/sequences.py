@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sequences import choose_cut, choose_method, neighbourly
+from ..sequences import choose_cut, choose_method, kinds_needing_neighbours
 
 
 def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
@@ -113,7 +113,7 @@ def cuts_fit_lengths_and_layers(context: RuleContext) -> Iterator[Problem]:
     parallel, length = config.parallel, config.training.sequence_length
     if parallel.context == 1 or not context.blocks or choose_cut(config)[0] == "contiguous":
         return
-    if names := neighbourly(config):
+    if names := kinds_needing_neighbours(config):
         yield context.problem(
             "parallel.context_cut",
             "model.layers",

@@ -214,14 +214,14 @@ class LoggingSection(Section):
     statistics: int | None = key(
         None,
         "Record norms of each layer's weights, gradient, update and output, and the entropy of attention, every n "
-        "steps (docs/launching.md).",
+        "steps (docs/monitoring.md).",
         unit="steps",
         gt=0,
     )
     noise_scale: int | None = key(
         None,
         "Estimate the gradient noise scale every n steps, each at the cost of another forward and backward pass "
-        "(docs/launching.md).",
+        "(docs/monitoring.md).",
         unit="steps",
         gt=0,
     )

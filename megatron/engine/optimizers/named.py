@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import Config
-from megatron.config.added import imported
+from megatron.config.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import OPTIMIZER
 
@@ -16,7 +16,7 @@ def optimizer_class(config: Config) -> type[Optimizer]:
     Raises:
         UserError: it cannot be imported, or lacks a method of the contract.
     """
-    found = imported(config, "optimizer.type", OPTIMIZER, config.optimizer.type)
+    found = resolve_import(config, "optimizer.type", OPTIMIZER, config.optimizer.type)
     missing = [name for name in ("build", "state_names", "step") if not callable(getattr(found, name, None))]
     if missing:
         raise UserError(

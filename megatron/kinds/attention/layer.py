@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.config.sections.model import ModelSection
+from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.attention.options import AttentionOptions
 from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend import LONG, prepare
@@ -19,14 +19,14 @@ from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
-from megatron.kinds.common.multiplied import times
+from megatron.kinds.common.multiplied import scaled
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, largest_logits
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row, whole
+from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, norm, row_events, whole_events
 from megatron.parallel.collectives import enter
 from megatron.parallel.initial import ZEROS
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -94,14 +94,7 @@ class Attention(nn.Module):
         self.output = RowLinear(
             make.scope("output"), q_width, H, init=init.output(q_width, H), bias=options.output_bias, unit=D
         )
-        self.query_norm: Norm | WideRMSNorm | None = None
-        self.key_norm: Norm | WideRMSNorm | None = None
-        if options.qk_norm == "head":
-            self.query_norm = Norm(make.scope("query_norm"), D, model.norm, partial=True)
-            self.key_norm = Norm(make.scope("key_norm"), D, model.norm, partial=True)
-        elif options.qk_norm == "full":
-            self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, model.norm, sharded=True)
-            self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, model.norm, sharded=self.shard_kv)
+        self._build_norms(make, model.norm)
         self.sinks = None
         if options.sinks:
             self.sinks = make.parameter("sinks", (options.heads,), role=Role.BIAS, init=ZEROS, shard=Shard(0))
@@ -113,6 +106,19 @@ class Attention(nn.Module):
         self.pattern = Pattern(scale, options.window, options.softcap, slopes)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
         self.entropy = AttentionEntropy()
+
+    def _build_norms(self, make: ParameterFactory, norm: NormOptions) -> None:
+        """Norms of queries and keys: of each head alone, or of all heads together."""
+        options, D = self.options, self.D
+        self.query_norm: Norm | WideRMSNorm | None = None
+        self.key_norm: Norm | WideRMSNorm | None = None
+        if options.qk_norm == "head":
+            self.query_norm = Norm(make.scope("query_norm"), D, norm, partial=True)
+            self.key_norm = Norm(make.scope("key_norm"), D, norm, partial=True)
+        elif options.qk_norm == "full":
+            q_width, kv_width = options.heads * D, options.kv_heads * D
+            self.query_norm = WideRMSNorm(make.scope("query_norm"), q_width, D, norm, sharded=True)
+            self.key_norm = WideRMSNorm(make.scope("key_norm"), kv_width, D, norm, sharded=self.shard_kv)
         self.logit_clip = None
         if options.qk_clip is not None:
             self.logit_clip = self._clip(options.qk_clip, make.device)
@@ -124,7 +130,7 @@ class Attention(nn.Module):
         return LogitClip(threshold, self.heads, self.D, both[0], None if shared else both[1], device)
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: SharedCall | None = None) -> Tensor:
-        x_BSH = enter(times(x, self.options.input_multiplier), self.mesh)
+        x_BSH = enter(scaled(x, self.options.input_multiplier), self.mesh)
         q, k, v = self._project(x_BSH, None if call is None else call.adapters)
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
@@ -147,7 +153,7 @@ class Attention(nn.Module):
             dropout = Dropped(self.options.dropout, key, stream.sample_numbers, self.first_head)
         y = attend_in(self.context, q, k, v, self.pattern, stream, dropout, self.sinks, elsewhere)
         y_BsH = self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
-        return times(y_BsH, self.options.output_multiplier)
+        return scaled(y_BsH, self.options.output_multiplier)
 
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()
@@ -196,13 +202,13 @@ class Attention(nn.Module):
     ) -> list[Event]:
         inputs = inputs or model.hidden_size
         H, D, shard_kv = model.hidden_size, options.head_dim, options.kv_heads % tensor.ranks == 0
-        keys = [] if shard_kv else whole(2 * options.kv_heads * D, inputs, options.qkv_bias)
+        keys = [] if shard_kv else whole_events(2 * options.kv_heads * D, inputs, options.qkv_bias)
         norms: list[Event] = []
         if options.qk_norm == "head":
             norms = 2 * norm(model.norm, D)
         elif options.qk_norm == "full":
             norms = [Summed(1, wide=True), Summed(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
-        return [Enter(inputs), *keys, *norms, *row(H, options.output_bias, tensor)]
+        return [Enter(inputs), *keys, *norms, *row_events(H, options.output_bias, tensor)]
 
     @staticmethod
     def counts(

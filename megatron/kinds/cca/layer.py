@@ -28,7 +28,7 @@ from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, TensorAxis, row
+from megatron.model.traffic import Enter, Event, TensorAxis, row_events
 from megatron.parallel.collectives import enter
 from megatron.parallel.initial import ONES, ZEROS, Init
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -237,7 +237,7 @@ class CCA(nn.Module):
 
     @staticmethod
     def sends(model: ModelSection, options: CCAOptions, tensor: TensorAxis) -> list[Event]:
-        return [Enter(model.hidden_size), *row(model.hidden_size, options.output_bias, tensor)]
+        return [Enter(model.hidden_size), *row_events(model.hidden_size, options.output_bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: CCAOptions, sequence_length: int) -> Counts:

@@ -132,7 +132,7 @@ def _logits(q: Tensor, k: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor | N
     return (logits if hidden is None else logits.masked_fill(hidden, float("-inf"))), bent
 
 
-def part(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
+def tile_output(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
     """The output of the rectangle alone [B, n, Q, E], and the log-sum-exp of its logits [B, n, Q], at least fp32.
 
     A query that sees no key has zeros, and -inf.
@@ -150,11 +150,11 @@ def part(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Te
     normalizer = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
     for rows, keys, piece in at.pieces(q, k):
         if keys.start < keys.stop:
-            y[:, :, rows], normalizer[:, :, rows] = written(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
+            y[:, :, rows], normalizer[:, :, rows] = tile_with_logits(q[:, :, rows], k[:, :, keys], v[:, :, keys], piece)
     return y, normalizer
 
 
-def written(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
+def tile_with_logits(q: Tensor, k: Tensor, v: Tensor, at: AttentionTile) -> tuple[Tensor, Tensor]:
     """`part`, with all logits at once."""
     logits, _ = _logits(q, k, at)
     normalizer = logits.logsumexp(-1)
@@ -169,7 +169,7 @@ def finite(normalizer: Tensor) -> Tensor:
     return normalizer.masked_fill(normalizer == float("-inf"), 0.0)
 
 
-def gradients(
+def tile_gradients(
     of_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, normalizer: Tensor, shared: Tensor, at: AttentionTile
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rectangle's terms of the gradients of q, k and v, at least fp32.

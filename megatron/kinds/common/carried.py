@@ -52,7 +52,7 @@ def carried(
     return state
 
 
-def faded(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
+def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
     """`carried` of a state each number of which fades by itself.
 
     Args:
@@ -65,7 +65,7 @@ def faded(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
     return carried(context, (made,), lambda: left, join, torch.mul)[0]
 
 
-def turned(context: ContextGroup, made: Tensor, left: Callable[[], Tensor]) -> Tensor:
+def carried_by_matrix(context: ContextGroup, made: Tensor, left: Callable[[], Tensor]) -> Tensor:
     """`carried` of states [..., K, V] of which [..., K, K] `left` times the state is left."""
 
     def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
@@ -81,7 +81,7 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
     return tuple(each.view(own.shape) for each, own in zip(whole.split(sizes), parts))
 
 
-def begins(stream: Stream, state: Continued | None, context: ContextGroup) -> Tensor | None:
+def document_begins(stream: Stream, state: Continued | None, context: ContextGroup) -> Tensor | None:
     """`document_starts` of a stream, of a piece of it, or of this rank's part of one."""
     return piece_starts(stream, state) if context.size == 1 else shared_starts(stream, context)
 

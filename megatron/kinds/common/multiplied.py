@@ -5,6 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def times(x: Tensor, multiplier: float) -> Tensor:
+def scaled(x: Tensor, multiplier: float) -> Tensor:
     """x * multiplier, and x itself for 1."""
     return x if multiplier == 1.0 else x * multiplier

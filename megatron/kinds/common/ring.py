@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron.model.recompute import kept
+from megatron.model.recompute import keep_whole
 from megatron.parallel.account import here
 from megatron.parallel.context import ContextGroup, TokenRun
 from megatron.parallel.mesh import Axis
 from megatron.parallel.precision import at_least_fp32
 
 from .attention_pattern import Dropped, Pattern
-from .blocks import AttentionTile, finite, gradients, part
+from .blocks import AttentionTile, finite, tile_gradients, tile_output
 
 PIECE, PIECES = 1024, 256  # tokens of a piece where one rank has all, at least; pieces of a sequence, at most
 Range = tuple[int, int]  # the lowest and the highest document of a run's tokens
@@ -242,7 +242,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, after: Tensor | None, task: Task
     ) -> tuple[Tensor, Tensor]:
-        y, normalizer = (each.detach() for each in kept(lambda: _forward(q, k, v, sinks_n, task)))
+        y, normalizer = (each.detach() for each in keep_whole(lambda: _forward(q, k, v, sinks_n, task)))
         ctx.task, ctx.layer = task, here()
         ctx.save_for_backward(q, k, v, y, normalizer, sinks_n)
         return y, y.new_zeros(())
@@ -279,7 +279,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, task: Task
             continue
         for queries, keys, at in task.rectangles(owner):
             own_k, own_v = kv[:, :, keys.here].split([k.shape[-1], v.shape[-1]], -1)
-            more, weight = part(q[:, :, queries.here], own_k, own_v, at)
+            more, weight = tile_output(q[:, :, queries.here], own_k, own_v, at)
             before = normalizer[:, :, queries.here]
             both = torch.logaddexp(before, weight)
             old, new = ((each - finite(both)).exp().unsqueeze(-1) for each in (before, weight))
@@ -302,7 +302,7 @@ def _backward(
             for queries, keys, at in task.rectangles(owner):
                 own_k, own_v = theirs[:, :, keys.here].split([k.shape[-1], v.shape[-1]], -1)
                 mine = [each[:, :, queries.here] for each in (of_y, q, y, normalizer, shared)]
-                more_q, more_k, more_v = gradients(mine[0], mine[1], own_k, own_v, mine[2], mine[3], mine[4], at)
+                more_q, more_k, more_v = tile_gradients(mine[0], mine[1], own_k, own_v, mine[2], mine[3], mine[4], at)
                 of_q[:, :, queries.here] += more_q
                 of_theirs[:, :, keys.here] += torch.cat([more_k, more_v], -1)
         home.add(step, owner, of_theirs)

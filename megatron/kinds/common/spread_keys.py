@@ -20,7 +20,7 @@ from megatron.parallel.precision import at_least_fp32
 
 from . import blocks
 from .attention_pattern import Pattern
-from .blocks import AttentionTile, finite, written
+from .blocks import AttentionTile, finite, tile_with_logits
 
 
 @dataclass(frozen=True)
@@ -115,5 +115,5 @@ def _part(q: Tensor, k: Tensor, v: Tensor, places: Tensor, pattern: Pattern, fir
     for begin in range(0, q.shape[2], rows):
         some = slice(begin, begin + rows)
         at = Scattered(pattern, first + begin, 0, "some", key_places=places)
-        y[:, :, some], normalizer[:, :, some] = written(q[:, :, some], k, v, at)
+        y[:, :, some], normalizer[:, :, some] = tile_with_logits(q[:, :, some], k, v, at)
     return y, normalizer

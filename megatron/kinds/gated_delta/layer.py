@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import begins, taps_before, turned
+from megatron.kinds.common.carried import carried_by_matrix, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose
+from megatron.model.kernels import choose_kernels
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis, whole
+from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis, whole_events
 from megatron.parallel.collectives import enter, sum_gradient
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -64,7 +64,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options = mesh, make.context, options
-        self.fused = choose(model.kernels, "gated_delta", KIND.packages, make.device)[0] == "fla"
+        self.fused = choose_kernels(model.kernels, "gated_delta", KIND.packages, make.device)[0] == "fla"
         heads, K, V = options.heads, options.key_dim, options.value_dim
         keys, values = options.key_heads * K, heads * V
         self.heads = heads // ranks
@@ -101,7 +101,7 @@ class GatedDelta(nn.Module):
         query_key = self.query_key(x_BSH)
         value, gate = self.value_gate(x_BSH).chunk(2, dim=-1)
         decay, beta = recomputed(self._rates, self.decay_beta(x_BSH), self.A_log, self.dt_bias)
-        starts, past = begins(stream, state, self.context), state or GatedDeltaState()
+        starts, past = document_begins(stream, state, self.context), state or GatedDeltaState()
         keys_before, values_before = (
             taps_before(self.context, each, old, options.convolution, starts)
             for each, old in ((query_key, past.query_key), (value, past.value))
@@ -140,7 +140,7 @@ class GatedDelta(nn.Module):
         """The memory before this rank's tokens, of those that share the sequence."""
         of = functools.partial(ends, chunk=self.options.chunk)
         made, left = recomputed(of, k_BSgK, v_BShV, decay_BSh, beta_BSh, starts_BS)
-        return turned(self.context, made, lambda: left)
+        return carried_by_matrix(self.context, made, lambda: left)
 
     def _used_keys(self, x_BSgK: Tensor) -> Tensor:
         """Heads of queries or keys that this rank's heads of values use, each by equally many."""
@@ -167,7 +167,7 @@ class GatedDelta(nn.Module):
         H, keys = model.hidden_size, 2 * options.key_heads * options.key_dim
         uncut: list[Event] = []
         if options.key_heads % tensor.ranks:
-            uncut = [*whole(keys, H), Shared(keys * options.convolution)]
+            uncut = [*whole_events(keys, H), Shared(keys * options.convolution)]
             uncut += [Shared(keys)] if options.convolution_bias else []
         return [Enter(H), *uncut, Shared(options.value_dim), Leave(H)]
 

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import begins, faded, taps_before
+from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
 from megatron.kinds.mamba.options import KIND, MambaOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose
+from megatron.model.kernels import choose_kernels
 from megatron.model.norm import Norm, norm_activations
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Summed, TensorAxis, norm, row
+from megatron.model.traffic import Enter, Event, Summed, TensorAxis, norm, row_events
 from megatron.parallel.collectives import enter, sum_over
 from megatron.parallel.initial import ONES, Init, formula, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -70,7 +70,7 @@ class Mamba(nn.Module):
         H, N, R = model.hidden_size, options.state_size, options.rank
         self.mesh, self.context, self.options = make.mesh, make.context, options
         inner = options.expand * model.hidden_size
-        self.fused = choose(model.kernels, "mamba", KIND.packages, make.device)[0] == "mamba_ssm"
+        self.fused = choose_kernels(model.kernels, "mamba", KIND.packages, make.device)[0] == "mamba_ssm"
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
         self.dt_bc = make.parameter(
@@ -109,7 +109,7 @@ class Mamba(nn.Module):
         x_BSH = enter(x, self.mesh)
         z, u = self.zx(x_BSH).chunk(2, dim=-1)
         past = state or MambaState()
-        starts = begins(stream, state, self.context)
+        starts = document_begins(stream, state, self.context)
         fused = self.fused and state is None and self.context.size == 1
         convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
         scan: Callable = kernels.selective_scan if fused else selective_scan
@@ -181,7 +181,7 @@ class Mamba(nn.Module):
             ),
             strict=True,
         )
-        return faded(self.context, _joined(made, 1), _joined(left, 1))
+        return carried_by_decay(self.context, _joined(made, 1), _joined(left, 1))
 
     @staticmethod
     def sends(model: ModelSection, options: MambaOptions, tensor: TensorAxis) -> list[Event]:
@@ -189,7 +189,7 @@ class Mamba(nn.Module):
         sums: list[Event] = [Summed(options.heads * made)] if options.heads % tensor.ranks else []
         sizes = (options.rank, options.state_size, options.state_size) if options.inner_norms else ()
         norms = [event for size in sizes for event in norm(inner_norm(model), size)]
-        return [Enter(H), *sums, *norms, *row(H, options.bias, tensor)]
+        return [Enter(H), *sums, *norms, *row_events(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MambaOptions, sequence_length: int) -> Counts:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import begins, faded, taps_before
+from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
-from megatron.kinds.common.multiplied import times
+from megatron.kinds.common.multiplied import scaled
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.model.kernels import choose
+from megatron.model.kernels import choose_kernels
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, row, whole
+from megatron.model.traffic import Enter, Event, Shared, Summed, TensorAxis, row_events, whole_events
 from megatron.parallel.collectives import enter, sum_over
 from megatron.parallel.initial import ONES, Init, time_steps
 from megatron.parallel.linear import ColumnLinear, RowLinear
@@ -65,7 +65,7 @@ class Mamba2(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
-        self.fused = choose(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
+        self.fused = choose_kernels(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
@@ -95,8 +95,8 @@ class Mamba2(nn.Module):
 
     def forward(self, x: Tensor, stream: Stream, state: Mamba2State | None = None) -> Tensor:
         options = self.options
-        z, value, bc, dt = self._project(enter(times(x, options.input_multiplier), self.mesh))
-        starts, past = begins(stream, state, self.context), state or Mamba2State()
+        z, value, bc, dt = self._project(enter(scaled(x, options.input_multiplier), self.mesh))
+        starts, past = document_begins(stream, state, self.context), state or Mamba2State()
         fused = self.fused and state is None and self.context.size == 1
         convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
         scan: Callable = kernels.ssd if fused else ssd
@@ -129,7 +129,7 @@ class Mamba2(nn.Module):
             state.memory = memory
             state.document = None if stream.documents is None else stream.documents[:, -1]
         y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
-        return times(y_BsH, options.output_multiplier)
+        return scaled(y_BsH, options.output_multiplier)
 
     def new_state(self) -> Mamba2State:
         return Mamba2State()
@@ -140,10 +140,10 @@ class Mamba2(nn.Module):
         z, x = self.zx(x_BSH).chunk(2, dim=-1)
         bc = self.bc(x_BSH)
         if by.B == by.C:
-            bc = times(bc, by.B)
+            bc = scaled(bc, by.B)
         else:
-            bc = torch.cat([times(each, each_by) for each, each_by in zip(bc.chunk(2, dim=-1), (by.B, by.C))], -1)
-        return times(z, by.z), times(x, by.x), bc, times(self.dt(x_BSH), by.dt)
+            bc = torch.cat([scaled(each, each_by) for each, each_by in zip(bc.chunk(2, dim=-1), (by.B, by.C))], -1)
+        return scaled(z, by.z), scaled(x, by.x), bc, scaled(self.dt(x_BSH), by.dt)
 
     def _memory_before(
         self, v_BShP: Tensor, dt_BSh: Tensor, B_BSgN: Tensor, starts_BS: Tensor | None, limits: tuple
@@ -151,7 +151,7 @@ class Mamba2(nn.Module):
         """The memory before this rank's tokens, of those that share the sequence."""
         of = functools.partial(ends, chunk=self.options.chunk, limits=limits)
         made, left = recomputed(of, v_BShP, dt_BSh, self.dt_bias, self.A_log, B_BSgN, starts_BS)
-        return faded(self.context, made, left)
+        return carried_by_decay(self.context, made, left)
 
     def _used_groups(self, x_BSgN: Tensor) -> Tensor:
         """B or C of the groups that this rank's heads use, so that the heads are equal shares of them."""
@@ -187,12 +187,12 @@ class Mamba2(nn.Module):
     def sends(model: ModelSection, options: Mamba2Options, tensor: TensorAxis) -> list[Event]:
         H, read = model.hidden_size, 2 * options.groups * options.state_size
         if options.groups % tensor.ranks == 0:
-            return [Enter(H), *row(H, options.bias, tensor)]
+            return [Enter(H), *row_events(H, options.bias, tensor)]
         taps: list[Event] = [Shared(read * options.convolution)]
         taps += [Shared(read)] if options.convolution_bias else []
         # of the norm, whose inputs alone are kept
         sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
-        return [Enter(H), *whole(read, H, options.bias), *taps, *sums, *row(H, options.bias, tensor)]
+        return [Enter(H), *whole_events(read, H, options.bias), *taps, *sums, *row_events(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:

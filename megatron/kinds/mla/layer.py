@@ -27,7 +27,7 @@ from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, Shared, TensorAxis, row, whole
+from megatron.model.traffic import Enter, Event, Shared, TensorAxis, row_events, whole_events
 from megatron.parallel.collectives import enter
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
@@ -132,9 +132,9 @@ class MLA(nn.Module):
     @staticmethod
     def sends(model: ModelSection, options: MLAOptions, tensor: TensorAxis) -> list[Event]:
         H, R, rank = model.hidden_size, options.kv_rank, options.query_rank
-        queries = [*whole(rank, H, options.bias), Shared(rank)] if rank else []
-        latents = [*whole(R + options.rope_dim, H, options.bias), Shared(R)]
-        return [Enter(H), *queries, *latents, *row(H, options.bias, tensor)]
+        queries = [*whole_events(rank, H, options.bias), Shared(rank)] if rank else []
+        latents = [*whole_events(R + options.rope_dim, H, options.bias), Shared(R)]
+        return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MLAOptions, sequence_length: int) -> Counts:

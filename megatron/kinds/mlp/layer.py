@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import ACTIVATIONS, SAVED
-from megatron.kinds.common.multiplied import times
+from megatron.kinds.common.multiplied import scaled
 from megatron.kinds.mlp.options import MLPOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
-from megatron.model.traffic import Enter, Event, TensorAxis, row
+from megatron.model.traffic import Enter, Event, TensorAxis, row_events
 from megatron.parallel.collectives import enter
 from megatron.parallel.linear import ColumnLinear, RowLinear
 from megatron.parallel.parameters import ParameterFactory
@@ -34,12 +34,12 @@ class MLP(nn.Module):
         x = enter(x, self.mesh)
         h = self.up(x) if adapter is None else self.up(x) + adapter(x)
         gate, up = h.chunk(2, dim=-1) if self.options.gated else (h, None)
-        h = self.activation(times(gate, self.options.gate_multiplier))
-        return times(self.down(h if up is None else h * up), self.options.output_multiplier)
+        h = self.activation(scaled(gate, self.options.gate_multiplier))
+        return scaled(self.down(h if up is None else h * up), self.options.output_multiplier)
 
     @staticmethod
     def sends(model: ModelSection, options: MLPOptions, tensor: TensorAxis) -> list[Event]:
-        return [Enter(model.hidden_size), *row(model.hidden_size, options.bias, tensor)]
+        return [Enter(model.hidden_size), *row_events(model.hidden_size, options.bias, tensor)]
 
     @staticmethod
     def counts(model: ModelSection, options: MLPOptions, sequence_length: int) -> Counts:

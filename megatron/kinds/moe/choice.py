@@ -48,7 +48,7 @@ def scores_of(logits_TE: Tensor, score: str) -> Tensor:
 
 
 @torch.no_grad()
-def choose(
+def choose_experts(
     logits_TE: Tensor, scores_TE: Tensor, correction_E: Tensor | None, options: MoEOptions, training: bool
 ) -> ExpertChoice:
     """The choice of `options.router.select`.
@@ -85,7 +85,7 @@ def classes(options: MoEOptions) -> int:
     return options.experts + options.router.skip
 
 
-def real(choice: ExpertChoice, options: MoEOptions) -> ExpertChoice:
+def replace_none(choice: ExpertChoice, options: MoEOptions) -> ExpertChoice:
     """The choice with an expert in place of none (in turn, to be even): such a token's weight is 0."""
     if not options.router.skip:
         return choice

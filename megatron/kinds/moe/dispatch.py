@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.model.recompute import once
+from megatron.model.recompute import decide_once
 from megatron.parallel.collectives import exchange, gather_rows, scatter_rows
 from megatron.parallel.mesh import Mesh
 
@@ -77,7 +77,7 @@ class AllToAllDispatch:
 
     def send(self, rows_RH: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Trip]:
         """As `LocalDispatch.send`; within an expert, rows are ordered by data parallel rank, then by token."""
-        trip = once(lambda: self._plan(rows))
+        trip = decide_once(lambda: self._plan(rows))
         x_RH = rows_RH if trip.own is None else take(rows_RH, trip.own)
         x_RH = exchange(x_RH, trip.sent, trip.received, self.expert)
         if self.slices.size > 1:

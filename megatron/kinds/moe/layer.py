@@ -15,7 +15,7 @@ from megatron.kinds.common.activations import SAVED
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.counts import Counts
 from megatron.model.initialisation import Initialisation
-from megatron.model.recompute import once, repeating
+from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, leave
@@ -24,11 +24,11 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
-from .choice import ExpertChoice, choose, classes, real, scores_of, weights_of
+from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_of, weights_of
 from .dispatch import AllToAllDispatch, LocalDispatch
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
-from .permute import Rows, combine, permute, sort
+from .permute import Rows, combine, permute, sort_by_expert
 from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
 from .shared import SharedExpert
 
@@ -56,8 +56,12 @@ class MoE(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         logits_TE, channels = self.router(self._jittered(x_BSH, stream), stream)
         scores_TE = scores_of(logits_TE, self.options.router.score)
-        choice = once(lambda: choose(logits_TE, scores_TE, self.balance.correction, self.options, self.training))
-        rows = sort(real(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0]))
+        choice = decide_once(
+            lambda: choose_experts(logits_TE, scores_TE, self.balance.correction, self.options, self.training)
+        )
+        rows = sort_by_expert(
+            replace_none(choice, self.options), self.options.experts, len(x_TH), self._capacity(x_TH.shape[0])
+        )
         y_TH = self._routed(x_TH, scores_TE, choice, rows)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)

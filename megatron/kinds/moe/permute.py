@@ -42,7 +42,7 @@ class Rows:
         return self.place_Tk is not None and self.kept_Tk is None
 
 
-def sort(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
+def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: int | None = None) -> Rows:
     """Rows of a choice; within an expert in the order of the tokens.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .choice import choose, scores_of, weights_of
+from .choice import choose_experts, scores_of, weights_of
 from .layer import MoE
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def traced(
         def keep(_router: nn.Module, _inputs: Any, output: Any, number: int = number, moe: MoE = moe) -> None:
             logits_TE = output[0]
             scores_TE = scores_of(logits_TE, moe.options.router.score)
-            experts_Tk = choose(logits_TE, scores_TE, moe.balance.correction, moe.options, training=False).of_tokens
+            experts_Tk = choose_experts(
+                logits_TE, scores_TE, moe.balance.correction, moe.options, training=False
+            ).of_tokens
             weights_Tk = weights_of(scores_TE, experts_Tk, moe.options)
             found[number] = experts_Tk.unflatten(0, tokens_BS.shape), weights_Tk.unflatten(0, tokens_BS.shape)
 

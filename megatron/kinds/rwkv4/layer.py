@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import begins, carried, token_before
+from megatron.kinds.common.carried import carried, document_begins, token_before
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
@@ -69,7 +69,7 @@ class RWKV4(nn.Module):
         self.output = RowLinear(make.scope("output"), H, H, init=start.writes(H, H))
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV4State | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV4State()
+        x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV4State()
         share = sum_gradient(self.mix, self.mesh.tensor)
         k, v, r = mixed(x_BSH, 1 - share, token_before(self.context, x_BSH, past.last), starts)
         before = past.sums

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.kinds.common.recomputed import recomputed
-from megatron.kinds.common.rwkv.runs import Runs, back, pieces
+from megatron.kinds.common.rwkv.runs import Runs, earlier_in_run, pieces
 from megatron.parallel.precision import at_least_fp32, wide_type
 
 NOTHING = -1e38  # exponent of what is not there
@@ -106,7 +106,7 @@ def _piece(
     terms = [bonus + k]
     for distance in range(1, runs.run):
         seen = runs.sees(distance).unsqueeze(-1)
-        terms.append((back(k, distance) + (distance - 1) * w).masked_fill(~seen, NOTHING))
+        terms.append((earlier_in_run(k, distance) + (distance - 1) * w).masked_fill(~seen, NOTHING))
     top = of_state.detach()
     for term in terms:
         top = torch.maximum(top, term.detach())
@@ -114,7 +114,7 @@ def _piece(
     above, below = weight * numerators.unsqueeze(2), weight * denominators.unsqueeze(2)
     for distance, term in enumerate(terms):
         weight = (term - top).exp()
-        above, below = above + weight * back(v, distance), below + weight
+        above, below = above + weight * earlier_in_run(v, distance), below + weight
     return runs.joined(above / below).to(dtype), *state
 
 

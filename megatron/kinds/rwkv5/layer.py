@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import begins, faded, token_before
+from megatron.kinds.common.carried import carried_by_decay, document_begins, token_before
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
@@ -81,13 +81,13 @@ class RWKV5(nn.Module, Generic[Options]):
         return k, v, r, g, None
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV5State | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV5State()
+        x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV5State()
         k, v, r, g, moved = self.mixes(x_BSH, token_before(self.context, x_BSH, past.last), starts)
         r, k, v = (each.unflatten(-1, (self.heads, -1)) for each in (self.receptance(r), self.key(k), self.value(v)))
         moved = None if moved is None else moved.unflatten(-1, (self.heads, -1))
         decay, memory = self.decay.view(self.heads, -1), past.memory
         if self.context.size > 1:
-            memory = faded(self.context, *ends(k, v, moved, decay, starts, chunk=self.options.chunk))
+            memory = carried_by_decay(self.context, *ends(k, v, moved, decay, starts, chunk=self.options.chunk))
         y, memory = wkv6(
             r,
             k,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import begins, token_before, turned
+from megatron.kinds.common.carried import carried_by_matrix, document_begins, token_before
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
@@ -100,7 +100,7 @@ class RWKV7(nn.Module):
         self.output = RowLinear(make.scope("output"), H, H, unit=N, init=start.writes(H, H))
 
     def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None) -> Any:
-        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or RWKV7State()
+        x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV7State()
         last = token_before(self.context, x_BSH, past.last)
         r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
         value, blend, first = self.value(v), None, None
@@ -147,7 +147,7 @@ class RWKV7(nn.Module):
             functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
         )
         memory = recomputed(own, *made, starts_BS)
-        return turned(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT).mT
+        return carried_by_matrix(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT).mT
 
     @staticmethod
     def channels(model: ModelSection, options: RWKV7Options, ranks: int) -> dict[str, Channel]:

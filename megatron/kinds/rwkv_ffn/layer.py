@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import begins, token_before
+from megatron.kinds.common.carried import document_begins, token_before
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
@@ -51,7 +51,7 @@ class ChannelMix(nn.Module):
             self.receptance = RowLinear(make.scope("receptance"), H, H, init=start.writes(H, H), role=Role.HIDDEN)
 
     def forward(self, x: Tensor, stream: Stream, state: ShiftState | None = None) -> Tensor:
-        x_BSH, starts, past = enter(x, self.mesh), begins(stream, state, self.context), state or ShiftState()
+        x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or ShiftState()
         last = token_before(self.context, x_BSH, past.last)
         mix = sum_gradient(self.mix, self.mesh.tensor)
         parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..console import duration, short
+from ..console import duration, short_number
 from ..goodput import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
@@ -96,10 +96,10 @@ def _overview(runs: list[RunHistory], charts: Charts) -> PageSection:
         rows.append([
             run.name,
             f"{last['step'] + 1:,}" if last else "0",
-            short(last["tokens"]) if "tokens" in last else "",
+            short_number(last["tokens"]) if "tokens" in last else "",
             f"{sum(tail) / len(tail):.4f} (mean of {len(tail)})" if tail else "",
             ", ".join(f"{loss:.4f}" for loss in sets),
-            short(rates[len(rates) // 2]) if rates else "",
+            short_number(rates[len(rates) // 2]) if rates else "",
             _state(run),
         ])
     return PageSection("overview", "Overview", tables=[PageTable("", head, rows)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.difference import differences
-from megatron.config.problems import ABSENT, shown
+from megatron.config.problems import ABSENT, shown_value
 
 from .history import Record, RunHistory
 
@@ -111,5 +111,5 @@ def _values(run: RunHistory) -> dict[str, Any]:
 
 
 def _value(value: Any) -> str:
-    text = "(not there)" if value is ABSENT else shown(value)
+    text = "(not there)" if value is ABSENT else shown_value(value)
     return text if len(text) <= LONG_VALUE else text[:LONG_VALUE] + " ..."

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.report.console import short
+from megatron.report.console import short_number
 from megatron.report.figures import write_figure
 
 from .study import Study
@@ -36,7 +36,9 @@ def _draw_curves(found: Study, axes: Any) -> None:
         colour = colours(0.9 * place / max(len(sizes) - 1, 1))
         own = np.flatnonzero(points.parameters == size)
         own = own[np.argsort(points.tokens[own])]
-        axes.plot(points.tokens[own], points.loss[own], "o", markersize=3.5, color=colour, label=f"N = {short(size)}")
+        axes.plot(
+            points.tokens[own], points.loss[own], "o", markersize=3.5, color=colour, label=f"N = {short_number(size)}"
+        )
         across = np.geomspace(points.tokens[own].min(), points.tokens[own].max(), 50)
         axes.plot(across, found.law.loss(size, across), linewidth=1, color=colour)
     law = found.law

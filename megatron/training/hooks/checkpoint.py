@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from megatron.checkpoint import Fragment, Meta
-from megatron.checkpoint.finite import faults
+from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.saver import Saved
 from megatron.worker.beacon import SAVE
@@ -42,7 +42,7 @@ class CheckpointHook(Hook):
         policy: SavePolicy,
         saver: SaverProtocol,
         contents: Callable[[int], tuple[Iterable[Fragment], Meta]],
-        inspect: Callable[[list[Fragment]], list[str]] = faults,
+        inspect: Callable[[list[Fragment]], list[str]] = non_finite,
     ) -> None:
         self._policy, self._saver, self._contents, self._inspect = policy, saver, contents, inspect
         self._saved_at = 0.0

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.engine.traffic import predict
 from megatron.model.block import Block
-from megatron.model.compile import choose
+from megatron.model.compile import choose_compilation
 from megatron.model.embedding_and_head import Embedding, Head
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.account import Recorder
@@ -85,7 +85,7 @@ class CommunicationHook(Hook):
         config = parts.config
         if config.logging.communication == "off":
             return None
-        compiled = choose(config, parts.world.device if parts.world else "cpu")[0]
+        compiled = choose_compilation(config, parts.world.device if parts.world else "cpu")[0]
         timed = config.logging.communication == "times"
         world = parts.world
         return cls(

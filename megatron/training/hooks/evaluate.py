@@ -11,7 +11,7 @@ import torch
 
 from megatron.config.stages import stage_of
 from megatron.data.batch import StepBatch
-from megatron.data.pieces import cut
+from megatron.data.pieces import cut_samples
 from megatron.engine.protocol import Engine
 from megatron.worker.beacon import EVALUATE
 
@@ -80,7 +80,7 @@ def evaluate(
     for index in range(which.batches):
         batch = which.loader.step(index)
         if length is not None:
-            batch = cut(batch, length, which.loader.plan.batch)
+            batch = cut_samples(batch, length, which.loader.plan.batch)
         if breakdown is not None and sums is not None:
             loss, count = engine.evaluate(batch, breakdown.labels(batch, sums))
         else:

@@ -13,7 +13,7 @@ from megatron.worker.beacon import SAVE
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
-from ..interval import Interval, answered
+from ..interval import Interval, failures_answered
 from ..trainer import Trainer
 from .checkpoint import refuse_broken
 
@@ -63,7 +63,7 @@ class LevelsHook(Hook):
             self._last[number], self._next[number] = trainer.start, trainer.start + FIRST
             if trainer.is_main:
                 ranks = trainer.mesh.layout.world_size
-                self._intervals[number] = Interval(trainer.config, ranks, answered(self._sections, number))
+                self._intervals[number] = Interval(trainer.config, ranks, failures_answered(self._sections, number))
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         due = [number for number in range(len(self._sections)) if self._due(number, trainer.completed)]

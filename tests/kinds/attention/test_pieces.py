@@ -68,7 +68,7 @@ def test_what_is_masked_is_not_computed(monkeypatch):
         seen.append(at)
         return torch.zeros_like(q), q.sum(-1)
 
-    monkeypatch.setattr(ring, "part", part)
+    monkeypatch.setattr(ring, "tile_output", part)
     for pieces in (32, 64):
         q = torch.zeros(1, 1, pieces * ring.PIECE, 1)
         seen.clear()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.kinds.common.carried import faded, turned
+from megatron.kinds.common.carried import carried_by_decay, carried_by_matrix
 from megatron.kinds.common.documents import document_starts
 from megatron.kinds.common.rwkv import wkv6
 from megatron.kinds.gated_delta import delta_rule
@@ -167,7 +167,11 @@ def scanned(kind: str):
     left.requires_grad_()
     recorder.install()
     try:
-        found = turned(context, made, lambda: left) if kind == "turned" else faded(context, made, left)
+        found = (
+            carried_by_matrix(context, made, lambda: left)
+            if kind == "turned"
+            else carried_by_decay(context, made, left)
+        )
         sent.append(recorder.tally.take().by("operation")["all_to_all",][1])
         (found * of).sum().backward()
         sent.append(recorder.tally.take().by("operation")["all_to_all",][1])

@@ -54,13 +54,13 @@ def settings(name: str, wanted: str = "auto"):
 )
 def test_the_choice_and_its_reason(monkeypatch, wanted, kind, device, there, choice, reason):
     monkeypatch.setattr(kernels, "installed", lambda package: there)
-    assert kernels.choose(wanted, kind, kinds_of()[kind].packages, device) == (choice, reason)
+    assert kernels.choose_kernels(wanted, kind, kinds_of()[kind].packages, device) == (choice, reason)
 
 
 def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(kernels, "installed", lambda package: False)
     with pytest.raises(ModuleNotFoundError, match="pip install mamba-ssm"):
-        kernels.choose("mamba_ssm", "mamba2", kinds_of()["mamba2"].packages, "cuda")
+        kernels.choose_kernels("mamba_ssm", "mamba2", kinds_of()["mamba2"].packages, "cuda")
 
 
 def test_a_run_says_what_it_uses():

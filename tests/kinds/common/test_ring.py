@@ -10,7 +10,7 @@ import torch
 
 from megatron.kinds.common import blocks
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
-from megatron.kinds.common.blocks import AttentionTile, gradients, part
+from megatron.kinds.common.blocks import AttentionTile, tile_gradients, tile_output
 from megatron.kinds.common.ring import Ring, mask_of, neighbourhoods, ring_attention
 from megatron.parallel.account import Recorder
 from megatron.parallel.context import ContextGroup
@@ -92,8 +92,8 @@ def test_a_rectangle_in_pieces(pattern: Pattern, monkeypatch):
     found = []
     for chunk in (1 << 24, 2 * 4 * 10 * 3, 1):
         monkeypatch.setattr(blocks, "CHUNK", chunk)
-        y, normalizer = part(q, k, v, at)
-        found.append([y, normalizer, *gradients(of_y, q, k, v, y, normalizer, (y * of_y).sum(-1), at)])
+        y, normalizer = tile_output(q, k, v, at)
+        found.append([y, normalizer, *tile_gradients(of_y, q, k, v, y, normalizer, (y * of_y).sum(-1), at)])
     for pieces in found[1:]:
         for one, other in zip(found[0], pieces):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)

@@ -17,6 +17,7 @@ from megatron.model.stream import Stream
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from tests.float64 import DOUBLE, EXACT
+from tests.model.documents import check_documents
 from tests.model.parity import named, randomise, relative
 from tests.model.test_recomputation import Allocations
 from tests.workers import run
@@ -157,35 +158,9 @@ def test_a_state_hands_over_with_its_gradients(name: str, documents: bool):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_do_not_see_each_other(name: str):
-    """Loss and gradients of packed documents are those of each document alone."""
     model = build_model(config_of(name, documents=True), dtype=DOUBLE)
     randomise(model, 6)
-    lengths = [(5, 12, 7), (1, 2, 21)]
-    tokens, labels = tokens_of(), tokens_of(seed=7)
-    numbers = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in lengths])
-    positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
-
-    def gradients(loss) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss.backward()
-        return {name: p.grad.clone() for name, p in named(model).items()}
-
-    packed = model(tokens, labels, torch.ones(2, S), positions=positions, documents=numbers)[0]
-    alone = 0.0
-    for sample, row in enumerate(lengths):
-        begin = 0
-        for length in row:
-            part = slice(begin, begin + length)
-            alone = (
-                alone
-                + model(tokens[sample : sample + 1, part], labels[sample : sample + 1, part], torch.ones(1, length))[0]
-            )
-            begin += length
-    together = model(tokens, labels, torch.ones(2, S))[0]
-    assert relative(packed, alone) < EXACT and abs(together - alone) > 1e-4 * alone
-    wanted = gradients(alone)
-    for key, gradient in gradients(packed).items():
-        assert relative(gradient, wanted[key]) < EXACT, key
+    check_documents(model, tokens_of(), tokens_of(seed=7))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,7 @@ from megatron.config import resolve
 from megatron.config.variants import options_of
 from megatron.engine.optimizers.groups import parameter_groups
 from megatron.engine.optimizers.muon import muon_direction
-from megatron.kinds.moe.choice import choose, scores_of, sinkhorn
+from megatron.kinds.moe.choice import choose_experts, scores_of, sinkhorn
 from megatron.kinds.moe.layer import MoE
 from megatron.model.initialisation import Initialisation
 from megatron.model.stack import build_model
@@ -153,7 +153,7 @@ def test_sinkhorn(start: str):
     scores = scores_of(logits, "sigmoid")
 
     def skew(training: bool) -> float:
-        load = torch.bincount(choose(logits, scores, None, own, training).experts_Tk.flatten(), minlength=8)
+        load = torch.bincount(choose_experts(logits, scores, None, own, training).experts_Tk.flatten(), minlength=8)
         return (load.max() / load.float().mean()).item()
 
     assert skew(False) > 2.0 > 1.15 > skew(True)
@@ -169,7 +169,9 @@ def test_sinkhorn_of_tokens_with_logits_of_their_own_level():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2048, 8, generator=generator) + torch.linspace(0, 1.5, 8)
     level = 50 * torch.randn(2048, 1, generator=generator)
-    flat, steep = (choose(each, each.sigmoid(), None, own, True).experts_Tk for each in (logits, logits + level))
+    flat, steep = (
+        choose_experts(each, each.sigmoid(), None, own, True).experts_Tk for each in (logits, logits + level)
+    )
     assert (flat == steep).float().mean() > 0.998  # rounding decides near ties
 
 

@@ -111,6 +111,34 @@ def test_granite_shared_block():
         same_gradients(ours, x, experts(z) + shared(z), z, pairs)
 
 
+def zaya_pairs(ours, theirs):
+    """Random values for theirs; our parameters with the tensors of theirs that are the same."""
+    pairs = {}
+    for index, (mine, block) in enumerate(zip(ours, theirs)):
+        randomise(block, index)
+        block.gate.router_mlp.out_proj.weight.data *= 20  # so that tokens differ in what they choose
+        bias = block.gate.balancing_biases.copy_(0.02 * torch.randn(5, generator=torch.Generator().manual_seed(index)))
+        mine.balance.correction.copy_(bias)
+        gate, own = block.gate, named(mine)
+        names = {
+            "router.down.weight": gate.down_proj.weight,
+            "router.down.bias": gate.down_proj.bias,
+            "router.norm.weight": gate.router_mlp.norm.weight,
+            "router.fc1.weight": gate.router_mlp.fc1.weight,
+            "router.fc1.bias": gate.router_mlp.fc1.bias,
+            "router.fc2.weight": gate.router_mlp.fc2.weight,
+            "router.fc2.bias": gate.router_mlp.fc2.bias,
+            "router.out.weight": gate.router_mlp.out_proj.weight,
+            "experts.gate_up.weight": block.experts.gate_up_proj,
+            "experts.down.weight": block.experts.down_proj,
+        }
+        if index:
+            names["router.state_scale"] = gate.router_states_scale
+        assert {f"layers.{index}.moe.{name}" for name in names} == set(own)
+        pairs |= {own[f"layers.{index}.moe.{name}"]: value for name, value in names.items()}
+    return pairs
+
+
 def test_zaya_blocks():
     """Two blocks in a row: the second router has the first one's state; some tokens use no expert."""
     from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
@@ -135,29 +163,7 @@ def test_zaya_blocks():
     )
     theirs = [ZayaSparseMoeBlock(theirs_config, index).double() for index in range(2)]
     ours = [block.ffn for block in build_model(config, dtype=DOUBLE).blocks]
-    pairs = {}
-    for index, (mine, block) in enumerate(zip(ours, theirs)):
-        randomise(block, index)
-        block.gate.router_mlp.out_proj.weight.data *= 20  # so that tokens differ in what they choose
-        bias = block.gate.balancing_biases.copy_(0.02 * torch.randn(5, generator=torch.Generator().manual_seed(index)))
-        mine.balance.correction.copy_(bias)
-        gate, own = block.gate, named(mine)
-        names = {
-            "router.down.weight": gate.down_proj.weight,
-            "router.down.bias": gate.down_proj.bias,
-            "router.norm.weight": gate.router_mlp.norm.weight,
-            "router.fc1.weight": gate.router_mlp.fc1.weight,
-            "router.fc1.bias": gate.router_mlp.fc1.bias,
-            "router.fc2.weight": gate.router_mlp.fc2.weight,
-            "router.fc2.bias": gate.router_mlp.fc2.bias,
-            "router.out.weight": gate.router_mlp.out_proj.weight,
-            "experts.gate_up.weight": block.experts.gate_up_proj,
-            "experts.down.weight": block.experts.down_proj,
-        }
-        if index:
-            names["router.state_scale"] = gate.router_states_scale
-        assert {f"layers.{index}.moe.{name}" for name in names} == set(own)
-        pairs |= {own[f"layers.{index}.moe.{name}"]: value for name, value in names.items()}
+    pairs = zaya_pairs(ours, theirs)
     with torch.no_grad():
         for mine, value in pairs.items():
             mine.copy_(value)

@@ -30,7 +30,7 @@ def activation(theirs: str, section: str = "mlp") -> Field:
     return Field(f"{section}.activation", theirs, ACTIVATIONS, ALSO)
 
 
-def rms(theirs: str = "rms_norm_eps") -> Field:
+def rms_norm(theirs: str = "rms_norm_eps") -> Field:
     return Field("norm.epsilon", theirs)
 
 
@@ -51,7 +51,7 @@ LLAMA_SIZES = (
     Field("attention.kv_heads", "num_key_value_heads"),
     Field("mlp.hidden_size", "intermediate_size"),
     activation("hidden_act"),
-    rms(),
+    rms_norm(),
 )
 HEAD_DIM = Field("attention.head_dim", "head_dim")
 LLAMA_FIXED = {
@@ -72,7 +72,7 @@ def experts(width: str, count: str) -> tuple[Field, ...]:
     return (
         *SIZES,
         Field("attention.kv_heads", "num_key_value_heads"),
-        rms(),
+        rms_norm(),
         activation("hidden_act", "moe"),
         Field("moe.hidden_size", width),
         Field("moe.experts", count),

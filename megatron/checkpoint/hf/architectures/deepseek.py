@@ -20,7 +20,7 @@ from ..architecture import Architecture, Field
 from ..layers import Layers, runs_of
 from ..parts import Found, Functions
 from ..rope import rope_parameters, rope_values
-from .common import BARE, EMBEDDING, FINAL_NORM, HEAD, LLAMA_MLP, MOE_FIXED, PRE_NORMS, THEIRS, activation, rms
+from .common import BARE, EMBEDDING, FINAL_NORM, HEAD, LLAMA_MLP, MOE_FIXED, PRE_NORMS, THEIRS, activation, rms_norm
 
 _ATTENTION, _MOE = f"{THEIRS}.self_attn", f"{THEIRS}.mlp"
 _LINKS = (
@@ -149,7 +149,7 @@ _FIELDS = (
     Field("hidden_size", "hidden_size"),
     Field("vocab_size", "vocab_size"),
     Field("embedding.tied", "tie_word_embeddings"),
-    rms(),
+    rms_norm(),
     Field("mla.heads", "num_attention_heads"),
     Field("mla.query_rank", "q_lora_rank"),
     Field("mla.kv_rank", "kv_lora_rank"),

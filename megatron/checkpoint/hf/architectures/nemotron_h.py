@@ -16,7 +16,7 @@ from megatron.kinds.moe import hf as moe
 from ..architecture import Architecture, Field
 from ..layers import Layers
 from ..parts import Found
-from .common import BARE, HEAD, MOE_FIXED, OURS, activation, rms
+from .common import BARE, HEAD, MOE_FIXED, OURS, activation, rms_norm
 from .mamba import heads
 
 _LAYER = "backbone.layers.{n}"
@@ -95,7 +95,7 @@ NEMOTRON_H = Architecture(
     ),
     fields=(
         *(Field(ours, theirs) for ours, theirs in _FIELDS.items()),
-        rms("layer_norm_epsilon"),
+        rms_norm("layer_norm_epsilon"),
         activation("mlp_hidden_act"),
         activation("mlp_hidden_act", "moe"),
     ),

@@ -18,7 +18,7 @@ from ..architecture import Architecture, Field
 from ..layers import Layers, numbers_of
 from ..parts import Found
 from ..rope import rope_parameters, rope_values
-from .common import ACTIVATIONS, ALSO, BARE, EMBEDDING, HEAD, rms
+from .common import ACTIVATIONS, ALSO, BARE, EMBEDDING, HEAD, rms_norm
 from .jamba import MAMBA_SIZES
 from .mamba import heads
 
@@ -108,7 +108,7 @@ ZAMBA = Architecture(
     fields=(
         Field("hidden_size", "hidden_size"),
         Field("vocab_size", "vocab_size"),
-        rms(),
+        rms_norm(),
         *MAMBA_SIZES,
         Field("mamba.heads", "n_mamba_heads"),
         Field("mamba.time_step_low", "time_step_min"),

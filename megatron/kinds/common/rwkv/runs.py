@@ -68,7 +68,7 @@ class Runs:
         return None if self.starts is None else self.starts[:, :, -1] < self.places[:, 0]
 
 
-def back(x_BcQ: Tensor, distance: int) -> Tensor:
+def earlier_in_run(x_BcQ: Tensor, distance: int) -> Tensor:
     """What stands `distance` positions before each in its run, 0 where nothing does."""
     if distance == 0:
         return x_BcQ
