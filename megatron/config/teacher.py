@@ -15,7 +15,7 @@ from .schema import Config
 from .sections.data import TokenizerSection
 from .sequences import choose_cut
 from .stages import as_of
-from .variants import used
+from .variants import used_kinds
 
 META = "meta.json"  # what a checkpoint knows beside tensors
 _LARGEST = 64 << 20  # bytes
@@ -77,7 +77,7 @@ def on_layout(config: Config) -> dict[str, Any]:
 
 
 def _has_experts(config: Config) -> bool:
-    return any(kind.experts(options) for _, kind, options in used(config.model))
+    return any(kind.experts(options) for _, kind, options in used_kinds(config.model))
 
 
 def same_tokens(one: TokenizerSection, other: TokenizerSection) -> bool | None:
