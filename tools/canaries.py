@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plant random passages in a corpus, train on it with and without the goldfish loss, and see which are recited.
+"""Measure memorisation of planted random passages, with and without the goldfish loss.
 
     python tools/canaries.py FOLDER                          the experiment of docs/memorisation.md
     python tools/canaries.py FOLDER --picture FILE           where the picture goes (default: FOLDER/canaries.png)

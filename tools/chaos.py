@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Let faults happen to a run until it is done, and prove that it ends like one that was left alone.
+"""Inject faults into a run, and check that it ends like an undisturbed one.
 
     python tools/chaos.py my.yml [key.path=value ...] --minutes 30 --seed 1 [--ranks N] [--steps N] [--every N]
 

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""What the ranks of a run sent each other in a step, beside what they should have sent; or what they would send.
+"""Show or predict what the ranks of a run send each other in a step.
 
     python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
     python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
 The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one; with
-logging.communication=times also how long it took, and as a trace for Perfetto, and
-beside the machine's own curves (--machine). The second predicts a step of a
-configuration, and trains nothing (docs/communication.md).
+logging.communication=times also how long it took, as a trace for Perfetto, and beside the machine's own curves
+(--machine). The second predicts a step of a configuration, and trains nothing (docs/communication.md).
 
 Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare runs: their loss curves in one picture, their last losses, and how their configurations differ.
+"""Compare runs: loss curves in one picture, last losses, differences of configurations.
 
     python tools/compare.py runs/a runs/b [runs/c ...] [--output compare.png] [--json]
 

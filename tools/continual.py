@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Continual pretraining on the quick-start model: corpus A, then corpus B, with and without replay of A.
+"""Run the example of continual pretraining: corpus A, then B, with and without replay.
 
     python tools/continual.py
     python tools/continual.py --divide 10        # a tenth of all steps, to see it run

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Look at this machine, or at all hosts of a hostfile, before a run does: versions, limits, disks, clocks, networks."""
+"""Check this machine, or all hosts of a hostfile, before a run.
+
+It looks at versions, limits, disks, clocks and networks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Begin a branch of a run at one of its checkpoints, in which the learning rate decays to its floor.
+"""Branch a run off at a checkpoint, and let the learning rate decay to its floor.
 
     python tools/fork.py runs/trunk --at 3000 --steps 300                     makes runs/trunk-from-3000
     ./deepy.py train.py runs/trunk-from-3000/fork.yml                         trains it

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What checkpoints recite of their training data: shares and scores of results that extract.py has written.
+"""Show what checkpoints recite of their training data, from the results of extract.py.
 
     python tools/memorisation.py runs/my/memorisation/step_00001000              one checkpoint, or several
     python tools/memorisation.py EARLY... LATE --predict                         how well early sets foretell the last

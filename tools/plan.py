@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the layout for a run on a machine that need not be here: what fits, how fast, what it costs.
+"""Find the best layout for a run on any machine: what fits, how fast, what it costs.
 
     python tools/plan.py a.yml --gpus 512 --gpu h100                     layouts that fit, the fastest first
     python tools/plan.py a.yml --gpus 512 --gpu a100 --network ib200 --price 1.8

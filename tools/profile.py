@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Where the time of a run has gone, from the device's peak down to wall-clock MFU, and what to change first.
+"""Show where the time of a run went, from the device's peak to wall-clock MFU.
+
+Advice on what to change first comes with it.
 
     python tools/profile.py RUN [--output FILE.png] [--json]
     python tools/profile.py RUN --device h100 --machine machine.yml

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""From nothing to a small language model: corpus, tokenizer, token files, training, samples.
+"""Train a small language model from nothing: corpus, tokenizer, token files, samples.
 
     python tools/quickstart.py
     python tools/quickstart.py --model rwkv7

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One HTML page about a run, or about several beside each other, which opens anywhere without a network.
+"""Write one HTML page about a run or several, which opens without a network.
 
     python tools/report.py runs/my                      writes runs/my/report.html
     python tools/report.py runs/a runs/b --output ab.html

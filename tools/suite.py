@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Many runs of one file: every combination of sizes, seeds, data and recipes, planned, trained and compared as one.
+"""Train and compare many runs from one file: sizes, seeds, data and recipes.
 
     python tools/suite.py ladder.yml plan                 every run with its size and data; nothing is started
     python tools/suite.py ladder.yml launch --jobs 2      train what is not finished, two at a time

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""What is proven to train right, from tests/layouts.yml: a summary for the README, all of it for docs/layouts.md.
+"""Write the tables of tested layouts, from tests/layouts.yml.
+
+The README has a summary, docs/layouts.md all of it.
 
 python tools/support_table.py         print both
 python tools/support_table.py FILES   put the one that belongs there between each file's two markers

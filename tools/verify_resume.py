@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train, kill, resume on the same and on another layout, and state whether the results are equal.
+"""Check that a run resumes exactly: train, kill, resume on the same and another layout.
 
     python tools/verify_resume.py my.yml [key.path=value ...] [--ranks N] [--steps N] [--at STEP]
     python tools/verify_resume.py my.yml --ranks 4 --other "2 parallel.tensor=2"

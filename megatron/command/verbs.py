@@ -18,7 +18,7 @@ from ..installation import installed, root
 LAUNCHED = {
     "train": "train a model: deepy train [options] a.yml b.yml ... key.path=value ...",
     "evaluate": "score a checkpoint: deepy evaluate [options] a.yml ... --tasks NAME,...",
-    "extract": "find training sequences that a checkpoint recites: deepy extract [options] a.yml ... --steps 0:1000",
+    "extract": "training sequences that a checkpoint recites: deepy extract [options] a.yml ...",
 }
 # Options of the launcher that ask about a run, and what they answer. Each is a verb where the launcher has the option.
 QUESTIONS = {

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""What the account of communication costs: a run whose steps take turns without it, with counts, and with times.
+"""Measure what counting and timing messages costs a run.
+
+Its steps take turns without the account, with counts, and with times.
 
     python tools/bench/account_cost.py a.yml key.path=value ... [--ranks 2] [--rounds 100] [--json]
 

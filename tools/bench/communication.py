@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""How long collectives take on this machine, in the groups of a run: of each axis alone, and all of them at once.
+"""Measure collectives on this machine, in the process groups of a run.
+
+Groups of each axis are measured alone, and all of them at once.
 
     ./deepy.py --ranks 4 tools/bench/communication.py a.yml parallel.tensor=2 --output machine.yml [--picture FILE.png]
     ./deepy.py --hostfile hosts tools/bench/communication.py a.yml --most 1G --output machine.yml

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""From which sequence length on a step with Mamba-2 or RWKV-7 is faster than one with attention.
+"""Find the sequence length from which Mamba-2 or RWKV-7 is faster than attention.
 
     OMP_NUM_THREADS=1 python tools/bench/crossover.py --hidden 128 512 --clock cpu
 

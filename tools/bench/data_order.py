@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Time and memory of GPT-NeoX's sample order for a large corpus, built and then loaded from the cache.
+"""Measure time and memory of GPT-NeoX's sample order for a large corpus.
 
     python tools/bench/data_order.py --documents 200000000 --tokens 300e9 --sequence-length 2048 --samples 146432000
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Bytes that one layer of experts sends, forward and backward, where tensor parallel ranks have the same tokens.
+"""Count the bytes that a layer of experts sends.
+
+Tensor parallel ranks have the same tokens; forward and backward passes count.
 
     OMP_NUM_THREADS=1 python tools/bench/expert_traffic.py --tensor 2 --data 2 --expert 2
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Memory and messages of one step at long sequences, over numbers of context parallel ranks, and that they agree.
+"""Measure memory and messages of a step with long sequences.
+
+Results of several numbers of context parallel ranks must agree.
 
     python tools/bench/long_context.py a.yml key.path=value ... [--lengths 8192 32768] [--context 1 2 4] [--json FILE]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What one device of this machine reaches, for the plan: matrix products, attention, memory, launches.
+"""Measure what one device reaches, for the plan: products, attention, memory, launches.
 
     python tools/bench/machine.py --name mine [--like h100] [--types bf16,fp32] [--output machine.yml] [--json]
 

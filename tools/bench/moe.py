@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Speed of a training step with experts: ours, transformers' Mixtral, and our dense model of equal active FLOPs.
+"""Measure a training step with experts.
+
+Ours is compared with transformers' Mixtral, and with our dense model of equal active FLOPs.
 
     OMP_NUM_THREADS=1 python tools/bench/moe.py --shapes small --sequence 512 --micro-batch 4 --clock cpu
 

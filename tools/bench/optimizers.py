@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Each optimizer on the same tiny model and data: validation loss at equal steps and equal time, over rates and seeds.
+"""Compare all optimizers on a tiny model, at equal steps and at equal time.
+
+Each is trained at several learning rates and with several seeds.
 
 python tools/bench/optimizers.py --out bench                 the table, bench/results.jsonl and bench/losses.png
 python tools/bench/optimizers.py --only muon soap --seeds 1

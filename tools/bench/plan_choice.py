@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the plan's first choice with the best layout found by running them all, on this machine's CPU.
+"""Compare the plan's first choice with the best layout that a CPU finds by trying all.
 
     python tools/bench/plan_choice.py [--ranks 2] [--steps 8] [--output choice.json]
 

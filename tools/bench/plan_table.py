@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Predicted against measured for small runs on CPU over all architectures and layouts: memory, and with --times steps.
+"""Compare predicted with measured memory (--times: time) of small runs on CPU.
+
+The runs cover all architectures and layouts.
 
     python tools/bench/plan_table.py [--cases 48] [--json FILE] [--markdown FILE]
     python tools/bench/plan_table.py --times [--machine machine.yml --device mine]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Whether the best learning rate stays the same over widths: loss over rates of small models, standard and muP.
+"""Check whether the best learning rate stays the same over widths, standard and muP.
 
     python tools/bench/rate_transfer.py --widths 32,64,128,256 -o docs/rate_transfer.png --json rates.json
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Speed of tokenising, end to end: both encoders of tools/data/tokenize.py, and a loop like GPT-NeoX's preprocess_data.
+"""Measure the speed of tokenising, end to end.
+
+Both encoders of tools/data/tokenize.py are compared with a loop like GPT-NeoX's preprocess_data.
 
     python tools/bench/tokenize.py --tokenizer tokenizer.json --workers 2 --megabytes 200
 

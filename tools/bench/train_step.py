@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Speed and memory of our training step, beside a plain transformers loop of the same shape, eager and compiled.
+"""Measure speed and memory of a training step, beside plain loops with transformers.
+
+The loops train a model of the same shape, eager and compiled.
 
     python tools/bench/train_step.py --shapes pythia-14m pythia-70m --sequence 512 2048 --micro-batch 4
     python tools/bench/train_step.py --shapes pythia-160m --precision bf16 --micro-batch 2

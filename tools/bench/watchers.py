@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""What watching a run costs: a run whose blocks of steps take turns with every watcher on, and with all off.
+"""Measure what watching a run costs.
+
+Blocks of steps take turns with every watcher on, and with all off.
 
     python tools/bench/watchers.py a.yml key.path=value ... [--ranks 2] [--rounds 20] [--hashes 100] [--json]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write a checkpoint of DeepSpeed as one of ours, optimizer states included, for any layout.
+"""Import a DeepSpeed checkpoint with its optimizer states, for any layout.
 
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml
 python tools/checkpoint/from_deepspeed.py CHECKPOINT/TAG_universal OUT --config run.yml --names names.yml --step 1000

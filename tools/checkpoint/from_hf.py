@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write a Hugging Face model as a checkpoint that a run can be initialised from (checkpoint.initialize_from).
+"""Import a Hugging Face model as a checkpoint (checkpoint.initialize_from).
 
 python tools/checkpoint/from_hf.py path/to/model OUT --verify
 python tools/checkpoint/from_hf.py EleutherAI/pythia-70m OUT

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write one of GPT-NeoX's own checkpoints as one that a run goes on from, or starts from with its weights.
+"""Import a checkpoint of GPT-NeoX, to go on with its run or to start from its weights.
 
 python tools/checkpoint/from_neox.py checkpoints/global_step1000 OUT --config configs/70M.yml
 python tools/checkpoint/from_neox.py checkpoints/global_step143000 OUT --config configs/70M.yml --weights --verify

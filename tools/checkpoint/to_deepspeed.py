@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""Write a checkpoint as a universal checkpoint of DeepSpeed, which its engine loads: a folder per parameter with its
-fp32 value and moments, and the state of the optimizer and of the engine.
+"""Export a checkpoint to DeepSpeed's universal format, with optimizer states.
+
+That is a folder per parameter with its fp32 value and moments, and the state of the optimizer and of the engine.
 
 python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT
 python tools/checkpoint/to_deepspeed.py CHECKPOINT OUT --names names.yml    # our name: their name, for each tensor

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Write a checkpoint in DeepSpeed's native format, as its engine saves it; the ranks are those of the files.
+"""Export a checkpoint to DeepSpeed's native format, as its engine saves it.
+
+The number of ranks is that of the files.
 
 ./deepy.py --ranks 4 tools/checkpoint/to_native.py run.yml checkpoint.resume=CHECKPOINT    into <run.dir>/deepspeed
 

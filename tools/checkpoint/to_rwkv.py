@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write a checkpoint of RWKV-5, 6 or 7 as one file with the names of the authors' published models (.pth).
+"""Export RWKV-5, 6 or 7 to one file with the names of the authors' models (.pth).
 
 python tools/checkpoint/to_rwkv.py runs/goose goose.pth --dtype bfloat16
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a model saw at a step: for each sequence the documents and, where known, the bytes that they were made from.
+"""Show what a model saw at a step: the documents of each sequence, and their origins.
 
     python tools/data/batch.py runs/pythia --step 1234
     python tools/data/batch.py runs/pythia --step 1234 --rank 3 --text

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Which experts the tokens of a batch use: the routing of a checkpoint on a step of its run's data.
+"""Show which experts the tokens of a batch use.
+
+The routing is that of a checkpoint on a step of its run's data.
 
     python tools/moe/trace.py runs/my_run                          the newest checkpoint, on the batch of step 0
     python tools/moe/trace.py runs/my_run --step 500 --samples 2   of another batch, its first two samples
