@@ -26,13 +26,15 @@ JOB_SCRIPT = "slurm"  # what a job script is written for
 
 @dataclass(frozen=True)
 class RunnerChoice:
-    """What was chosen, and why, in words for the user. `carrier` brings agents to the hosts where `runner` does not."""
+    """What was chosen, and why, in words for the user. `carrier` brings agents to the hosts where `runner` does not;
+    `spares` are hosts without ranks, which may take the place of others."""
 
     runner: str
     hosts: tuple[Host, ...]
     reason: str
     carrier: str = ""
     registry: Registry = field(default_factory=registry_of, repr=False)
+    spares: tuple[Host, ...] = ()
 
     @property
     def transport(self) -> str:
@@ -95,7 +97,24 @@ def choose_runner(
     hosts = _hosts(launch, name, starter, environment)
     if starter.program and not shutil.which(starter.program):
         raise HostError(f"launch.runner {name} needs the program {starter.program}, which is not installed here")
-    return RunnerChoice(runner, tuple(hosts), reason, carrier, registry)
+    used, spares = _kept_back(hosts, launch.spares)
+    return RunnerChoice(runner, used, reason, carrier, registry, spares)
+
+
+def _kept_back(hosts: list[Host], spares: int) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
+    """Those that ranks start on, and the spares.
+
+    Raises:
+        HostError: no host would be left, or a spare could take nobody's place.
+    """
+    number = len(hosts) - spares
+    if number < 1:
+        raise HostError(f"launch.spares must be fewer than the hosts: {spares} of {len(hosts)}")
+    used, kept = tuple(hosts[:number]), tuple(hosts[number:])
+    least = min(len(host.slots) for host in used)
+    if small := [host.name for host in kept if len(host.slots) < least]:
+        raise HostError(f"launch.spares: {', '.join(small)} must have at least {least} slots, as the other hosts have")
+    return used, kept
 
 
 def some_hosts(launch: LaunchSection) -> RunnerChoice:
@@ -106,7 +125,10 @@ def some_hosts(launch: LaunchSection) -> RunnerChoice:
     """
     if launch.ranks is None:
         raise HostError("a job script needs the number of ranks on each host: --ranks N (launch.ranks)")
-    hosts = tuple(Host(f"host{index}", tuple(range(launch.ranks))) for index in range(launch.batch.nodes))
+    if launch.spares >= launch.batch.nodes:
+        raise HostError(f"launch.spares must be fewer than launch.batch.nodes: {launch.spares} of {launch.batch.nodes}")
+    nodes = launch.batch.nodes - launch.spares
+    hosts = tuple(Host(f"host{index}", tuple(range(launch.ranks))) for index in range(nodes))
     return RunnerChoice(JOB_SCRIPT, hosts, "for a job script")
 
 

@@ -185,6 +185,25 @@ def without_hosts(plan: JobPlan, lost: set[str], environment: Mapping[str, str])
     return _plan(plan.script, plan.taken, replace(plan.choice, hosts=hosts), environment, same_batch)
 
 
+def with_spares(plan: JobPlan, lost: set[str]) -> tuple[JobPlan, dict[str, str]]:
+    """The same run, ranks and layout included, with spare hosts in the places of lost ones, as far as there are any.
+
+    Returns:
+        The plan, and by lost host the one that has taken its place.
+    """
+    spares = [host for host in plan.choice.spares if host.name not in lost]
+    hosts, taken = list(plan.choice.hosts), dict[str, str]()
+    for index, host in enumerate(hosts):
+        fits = [each for each in spares if len(each.slots) >= len(host.slots)]
+        given = index == 0 and plan.settings.master_address is not None  # an address that no other host has
+        if host.name in lost and fits and not given:
+            spares.remove(fits[0])
+            hosts[index] = replace(fits[0], slots=fits[0].slots[: len(host.slots)])
+            taken[host.name] = fits[0].name
+    choice = replace(plan.choice, hosts=tuple(hosts), spares=tuple(spares))
+    return replace(plan, choice=choice, job=replace(plan.job, hosts=tuple(hosts))), taken
+
+
 def script_arguments(script: str, words: Sequence[str]) -> Arguments:
     """A script's arguments, taken apart and looked at.
 

@@ -19,7 +19,7 @@ from ..report.ledger import Ledger, read_ledger
 from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
 from .hosts import HostError
-from .job_plan import JobPlan, commands, restarted, without_hosts
+from .job_plan import JobPlan, commands, restarted, with_spares, without_hosts
 from .launcher import Launcher, Result
 from .listener import AgentListener
 from .restarts import CYCLES, Restarts
@@ -61,8 +61,13 @@ def supervise(plan: JobPlan) -> int:
 
 
 def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
-    """The plan without the hosts that were lost, where the layout allows it; otherwise all of them again."""
+    """The plan with spare hosts in the places of lost ones. Where there is no spare, without those that are lost, if
+    the layout allows it; otherwise all of them again."""
     lost = {each.host for each in result.failures if each.rank is None} or _faulty_hosts(plan, result)
+    plan, taken = with_spares(plan, lost)
+    for host, spare in taken.items():
+        log(f"{spare}, a spare host, takes the place of {host}: the same ranks")
+    lost -= set(taken)
     if not lost:
         return plan
     names = ", ".join(sorted(lost))
@@ -160,7 +165,9 @@ def _announce(plan: JobPlan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
     ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
-    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}")
+    spares = ", ".join(host.name for host in plan.choice.spares)
+    spare = f", and {spares} to spare" if spares else ""
+    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}{spare}")
     log(f"logs in {plan.job.logs}")
     summary = replace(plan.resolved, warnings=()).summary(short=True)
     if summary:

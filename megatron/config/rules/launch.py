@@ -196,8 +196,35 @@ def container_can_be_made(context: RuleContext) -> Iterator[Problem]:
             )
 
 
+def spares_can_take_a_place(context: RuleContext) -> Iterator[Problem]:
+    launch = context.config.launch
+    if not launch.spares:
+        return
+    if not launch.restarts:
+        yield context.problem(
+            "launch.spares",
+            "launch.restarts",
+            rule="must go with launch.restarts: a spare host takes a place when the run is started again",
+            fix="give launch.restarts, or no spares",
+        )
+    if launch.runner == "torchrun":
+        yield context.problem(
+            "launch.spares",
+            "launch.runner",
+            rule="must be 0 with torchrun, which starts ranks again by itself, on the same hosts",
+            fix="use another runner, or no spares",
+        )
+    if context.starts_here:
+        yield context.problem(
+            "launch.spares",
+            rule="must be fewer than the hosts, and this run has one",
+            fix="use spares: 0, or start it on several hosts (launch.hostfile)",
+        )
+
+
 RULES = (
     container_can_be_made,
+    spares_can_take_a_place,
     environment_can_be_set,
     job_scripts_can_hold_their_values,
     hosts_are_chosen_one_way,

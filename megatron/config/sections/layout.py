@@ -194,6 +194,13 @@ class LaunchSection(Section):
     restart_delay: float = key(
         10.0, "Pause before the first restart; it doubles with each failure in a row, up to 600.", unit="seconds", ge=0
     )
+    spares: int = key(
+        0,
+        "Hosts kept back, the last ones that were chosen: where one is lost or computes wrong values, the run goes on "
+        "with one of them in its place, with the same ranks.",
+        unit="hosts",
+        ge=0,
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")
     bind: Literal["none", "numa", "cores"] = key(
         "numa", "Cores of a rank: all, those next to its GPU, or an equal share."

@@ -90,6 +90,8 @@ class HashesHook(Hook):
         first = self._rows is None
         if self._rows is None:
             self._rows = self._most(len(own), own.device)
+        if not self._rows:  # nothing is held twice
+            return []
         padded = torch.full((self._rows, 2), -1, dtype=torch.int64, device=own.device)
         padded[: len(own)] = own
         everyone = torch.empty(len(self._hosts), *padded.shape, dtype=torch.int64, device=own.device)

@@ -1,0 +1,129 @@
+"""Spare hosts take the places of hosts that are lost or compute wrong values: in the plan, and between real hosts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.config.sections.layout import LaunchSection
+from megatron.launch.choose import choose
+from megatron.launch.hosts import HostError
+from megatron.launch.job_plan import JobPlan, make_plan
+from megatron.launch.launcher import Result
+from megatron.launch.status import HOST_LOST, Failure
+from megatron.launch.supervisor import _on_hosts_that_are_left
+from tests.paths import ROOT
+
+from .host_job import DEEPY
+from .namespaces import Cluster
+from .test_real_training import HOSTFILE, TRAIN, lines, losses, reference  # noqa: F401  (a fixture)
+
+SPARE = ["launch.spares=1", "launch.restarts=3", "launch.restart_delay=0"]
+
+
+def hostfile(folder: Path, *slots: int) -> str:
+    path = folder / "hosts"
+    path.write_text("".join(f"node{index + 1} slots={number}\n" for index, number in enumerate(slots)))
+    return str(path)
+
+
+def plan_of(folder: Path, *slots: int, spares: int = 1) -> JobPlan:
+    own = [f"launch.hostfile={hostfile(folder, *slots)}", "launch.restarts=3", f"launch.spares={spares}"]
+    words = [str(ROOT / "configs/test/tiny_neox.yml"), "launch.device=cpu", f"run.dir={folder}/run", *own]
+    return make_plan(str(ROOT / "train.py"), words, [], {})
+
+
+def after_losing(plan: JobPlan, *names: str) -> JobPlan:
+    failures = tuple(Failure(1.0, name, None, HOST_LOST, "nothing was heard from it") for name in names)
+    return _on_hosts_that_are_left(plan, Result(HOST_LOST, failures[0], failures, (), 10.0, True))
+
+
+def names(plan: JobPlan) -> list[str]:
+    assert plan.job.hosts == plan.choice.hosts
+    return [host.name for host in plan.choice.hosts]
+
+
+def test_the_last_hosts_are_kept_back(tmp_path):
+    def chosen(*slots: int, spares: int):
+        return choose(LaunchSection(hostfile=hostfile(tmp_path, *slots), spares=spares, runner="ssh"), {})
+
+    found = chosen(2, 2, 4, spares=1)
+    assert [host.name for host in found.hosts] == ["node1", "node2"] and found.ranks == 4
+    assert [host.name for host in found.spares] == ["node3"]
+    with pytest.raises(HostError, match="must be fewer than the hosts: 2 of 2"):
+        chosen(2, 2, spares=2)
+    with pytest.raises(HostError, match="node3 must have at least 2 slots"):
+        chosen(2, 2, 1, spares=1)
+
+
+def test_a_spare_has_the_ranks_of_the_host_that_was_lost(tmp_path, capsys):
+    """At its place in their order; where no spare is left, the run goes on with fewer hosts."""
+    plan = plan_of(tmp_path, 2, 2, 4, 2, spares=2)
+    first = after_losing(plan, "node1")
+    assert names(first) == ["node3", "node2"] and first.choice.hosts[0].slots == (0, 1), "as many slots"
+    assert first.resolved is plan.resolved, "the same run"
+    assert "node3, a spare host, takes the place of node1" in capsys.readouterr().err
+    second = after_losing(first, "node2")
+    assert names(second) == ["node3", "node4"] and not second.choice.spares
+    third = after_losing(second, "node3")
+    assert names(third) == ["node4"] and third.choice.ranks == 2
+    both = after_losing(plan_of(tmp_path, 2, 2, 2), "node1", "node2")
+    assert names(both) == ["node3"], "one has a spare, the run goes on without the other"
+
+
+def test_a_spare_that_is_lost_itself_is_no_help(tmp_path):
+    plan = after_losing(plan_of(tmp_path, 2, 2, 2, 2, spares=2), "node2")
+    assert names(plan) == ["node1", "node3"]
+    assert names(after_losing(plan, "node3")) == ["node1", "node4"], "its agent was not ready in time"
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+@pytest.mark.limit(900)
+def test_a_spare_takes_over_with_what_the_neighbour_has(hosts_work, reference, tmp_path, jobs):  # noqa: F811
+    """A host dies whose state its neighbour's memory has: the spare goes on from there, equal to the last digit."""
+    with Cluster(tmp_path / "cluster", ["node1", "node2", "node3"]) as cluster:
+        hostfile(tmp_path, 1, 1, 1)
+        levels = "checkpoint.levels=[{place: memory, every: 2, neighbours: 1}]"
+        own = ["parallel.tensor=2", "zero.stage=1", "checkpoint.every=100", levels, "run.dir=run", *SPARE]
+        job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, *TRAIN, *own])
+        run, end = tmp_path / "run", time.monotonic() + 400
+        while max(losses(run), default=0) < 5:
+            assert time.monotonic() < end and job.process.poll() is None, job.process.communicate(timeout=10)
+            time.sleep(0.01)
+        cluster.kill("node2")
+        status, _, error = job.finish()
+        assert status == 0, error
+        assert "2 ranks on 2 hosts (node1 ... node2), and node3 to spare" in error
+        assert "node3, a spare host, takes the place of node2: the same ranks" in error
+        assert losses(run) == reference(2), "every loss, to the last digit"
+        (resume,) = [each for each in lines(run / "ledger.jsonl") if each["event"] == "resume"]
+        assert "memory" in resume["checkpoint"] and resume["step"] >= 4, resume
+        assert job.nothing_left("node1", "node3")
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+@pytest.mark.limit(900)
+def test_a_host_that_computes_wrong_values_is_told_and_replaced(hosts_work, reference, tmp_path, jobs):  # noqa: F811
+    """Computed again in place, then on another host (status 16), then without the host at fault (status 17)."""
+    with Cluster(tmp_path / "cluster", ["node1", "node2", "node3"]) as cluster:
+        hostfile(tmp_path, 1, 1, 1)
+        wrong = "{step: 9, size: .nan, cause: host, place: node2/0}"
+        own = ["zero.stage=1", "checkpoint.every=4", "spikes.attribute=true", "spikes.non_finite=skip", "run.dir=run"]
+        own.append(f"hooks=[{{type: 'megatron.trials.inject:Miscompute', options: {wrong}}}]")
+        job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, *TRAIN, *own, *SPARE])
+        status, _, error = job.finish(800)
+        assert status == 0, error
+        run = tmp_path / "run"
+        events = {each["event"]: each for each in lines(run / "ledger.jsonl")}
+        restarts = [each["status"] for each in lines(run / "ledger.jsonl") if each["event"] == "restart"]
+        assert restarts == [16, 17] and events["attribution"]["cause"] == "host", error
+        assert events["attribution"]["places"] == ["node2/0"]
+        assert "node3, a spare host, takes the place of node2" in error
+        job = jobs(cluster, tmp_path, [*DEEPY, *HOSTFILE, "--exclude", "node2@node3", *TRAIN, "run.dir=alone"])
+        assert job.finish()[0] == 0
+        found, alone = losses(run), losses(tmp_path / "alone")
+        assert found == pytest.approx(alone, rel=1e-4) and len(found) == len(alone), "nothing of it has stayed"
