@@ -8,7 +8,9 @@ an order drawn from the seed. At the end of each run its weights, optimizer stat
 bit to those of a run that was left alone, each batch read once, and no process or private file left. Printed are the
 faults, in how many seconds each was detected and recovered from, and how many steps were lost.
 
-`--faults` lists the kinds, and `--only` takes some of them. Full and read-only disks need root.
+`--faults` lists the kinds, and `--only` takes some of them. Full and read-only disks need root. So do `--hosts N`:
+network namespaces, joined by links, with `--ranks` on each of them, and more of them as spares (launch.spares), which
+take the places of those that are lost.
 
 Exit status 1: something was not as it must be (its folder is kept); 2: the configuration has mistakes; 3: the run fails
 without any fault.
@@ -21,6 +23,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,10 +34,15 @@ if str(ROOT) not in sys.path:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit status."""
-    options = _options(arguments)
+    with ExitStack() as stack:
+        return _main(_options(arguments), stack)
+
+
+def _main(options: argparse.Namespace, stack: ExitStack) -> int:
     from megatron.config import ConfigError, load
-    from megatron.trials.chaos import Arena, Round, chaos, overrides
+    from megatron.trials.chaos import SPARES, Arena, Round, chaos, overrides
     from megatron.trials.faults import FAULTS
+    from megatron.trials.hosts import TrialHosts
     from megatron.trials.job import TrialError
 
     names = [each.name for each in FAULTS]
@@ -47,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = [options.file, *options.overrides]
     try:
         own = [*options.overrides, *overrides(options.steps, options.every)]
-        config = load([options.file], own, ranks=options.ranks).config
+        config = load([options.file], own, ranks=options.ranks * options.hosts).config
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -57,8 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    arena = Arena(folder, words, config, options.ranks, options.steps, options.every, tell)
     rounds: list[Round] = []
+    try:
+        hosts = stack.enter_context(TrialHosts(options.hosts + SPARES)) if options.hosts > 1 else None
+    except OSError as error:
+        print(f"--hosts {options.hosts}: {error}", file=sys.stderr)
+        return 2
+    arena = Arena(folder, words, config, options.ranks, options.steps, options.every, tell, hosts)
     try:
         for each in chaos(arena, seed=options.seed, until=lambda: time.monotonic() > end, only=options.only or ()):
             rounds.append(each)
@@ -87,7 +100,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="key.path=value")
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine (2)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes (2), on each host if there are several (1)")
+    parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts made of network namespaces (1: none)")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="length of a run (300)")
     parser.add_argument("--every", type=int, default=10, metavar="N", help="steps between checkpoints (10)")
     parser.add_argument("--only", action="append", metavar="NAME", help="this kind of fault; may be given again")
@@ -99,8 +113,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("no configuration file")
     if options.folder is not None and options.folder.exists():
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")
-    if not 1 <= 3 * options.every <= options.steps or options.ranks < 1:
-        parser.error("--ranks must be at least 1, and --steps at least three times --every")
+    if options.ranks is None:
+        options.ranks = 2 if options.hosts == 1 else 1
+    if not 1 <= 3 * options.every <= options.steps or options.ranks < 1 or options.hosts < 1:
+        parser.error("--ranks and --hosts must be at least 1, and --steps at least three times --every")
     return options
 
 

@@ -16,10 +16,12 @@ from megatron.report.ledger import batch_hashes
 
 from .equality import compare
 from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount_all
+from .hosts import TrialHosts
 from .job import OWN_NETWORK, SLOW_LINK, TrialError, TrialJob
 from .resume import complete, with_hook
 
 MISSED = "the run ended as if nothing had been"
+SPARES = 8  # hosts that may be lost until the launcher is started anew
 DISK = 24  # checkpoints that the small disk has room for
 
 
@@ -64,9 +66,10 @@ class Arena:
         folder: of everything.
         words: configuration file and overrides.
         config: what they resolve to.
-        ranks: processes.
+        ranks: processes, on each host if there are several.
         steps, every: length of a run, and steps between its checkpoints.
         tell: hears of each fault.
+        hosts: made of namespaces, `SPARES` of which are kept back; None for this machine as it is.
     """
 
     folder: Path
@@ -76,16 +79,20 @@ class Arena:
     steps: int
     every: int
     tell: Callable[[str], None]
+    hosts: TrialHosts | None = None
 
     def job(self, name: str) -> TrialJob:
         words = [*self.words, *overrides(self.steps, self.every)]
-        return TrialJob(self.folder / name, words, self.ranks, own_network())
+        network = self.hosts is None and own_network()
+        return TrialJob(self.folder / name, words, self.ranks, network, self.hosts, SPARES if self.hosts else 0)
 
     def possible(self, disk: bool) -> list[Fault]:
         """Faults that can happen to this run."""
         zero, layout = self.config.zero.stage, self.config.parallel
-        replicas = zero == 0 and self.ranks > layout.tensor * layout.pipeline * layout.context
-        has = {"ranks": self.ranks > 1, "replicas": replicas, "disk": disk, "network": own_network()}
+        ranks = self.ranks * (len(self.hosts.names) - SPARES if self.hosts else 1)
+        replicas = zero == 0 and ranks > layout.tensor * layout.pipeline * layout.context
+        network = self.hosts is not None or own_network()
+        has = {"ranks": ranks > 1, "replicas": replicas, "disk": disk, "network": network, "hosts": bool(self.hosts)}
         return [each for each in FAULTS if all(has[need] for need in each.needs)]
 
 
@@ -195,8 +202,11 @@ def _round(
 
 def _happens(job: TrialJob, fault: Fault, draw: random.Random, extra: str, last: int) -> Event | None:
     """Let a fault happen and see what follows; None if there was no occasion."""
+    if fault.loses and job.hosts is not None and not job.left:
+        return None
     step, known, began = job.step(), len(job.events("restart", "start", "resume")), len(job.events())
     told = fault.act(job, draw)
+    job.left -= fault.loses and bool(told)
     if not told:
         return None
     at, event = time.monotonic(), Event(fault.name, told, step)

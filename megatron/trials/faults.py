@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .inject import CLOCK, DIE_IN_SAVE, FLIP, NAN, SLOW_DISK, SPIKE
-from .job import SLOW_LINK, TrialJob, kill
+from .job import TrialJob, kill
 
 RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
 Act = Callable[[TrialJob, random.Random], str]
@@ -29,7 +29,8 @@ class Fault:
         noticed: the event of the ledger that must follow where the run goes on; None where it need not notice.
         undo: what ends it once it was noticed, where it does not end by itself.
         needs: what the run must have: "ranks", "replicas" (ranks that hold the same bits), "disk" (a file system of
-            its own for checkpoints), "network" (one of its own between the ranks).
+            its own for checkpoints), "network" (one of its own between the ranks), "hosts".
+        loses: whether a host is lost with it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Fault:
     noticed: str | None = None
     undo: Act | None = None
     needs: tuple[str, ...] = ()
+    loses: bool = False
 
 
 def _rank(job: TrialJob, draw: random.Random) -> tuple[int, int]:
@@ -107,7 +109,7 @@ def _the_launcher(job: TrialJob, draw: random.Random) -> tuple[str, int]:
 
 def _order(kind: str) -> Act:
     def act(job: TrialJob, draw: random.Random) -> str:
-        rank = draw.randrange(job.ranks)
+        rank = draw.randrange(job.world)
         (job.orders / f"{kind}.{rank}").touch()
         return f"rank {rank}"
 
@@ -219,43 +221,46 @@ def _allow(job: TrialJob, draw: random.Random) -> str:
     return "writable" if unmount(job.run / "checkpoints") else ""
 
 
-# ---- what happens to the network between ranks, which is loopback in a namespace of its own
-
-
-def _network(job: TrialJob, *command: str) -> bool:
-    return job.process is not None and _run("nsenter", "-t", str(job.process.pid), "-n", *command)
+# ---- what happens to the network between ranks, and to hosts
 
 
 def _cut(job: TrialJob, draw: random.Random) -> str:
-    return "no packet passes" if _network(job, "ip", "link", "set", "lo", "down") else ""
+    return job.cut(draw)
 
 
 def _join(job: TrialJob, draw: random.Random) -> str:
-    return "joined" if _network(job, "ip", "link", "set", "lo", "up") else ""
+    return job.join()
 
 
 def _cut_for_a_while(job: TrialJob, draw: random.Random) -> str:
-    if not _cut(job, draw):
+    who = job.cut(draw)
+    if not who:
         return ""
     seconds = draw.uniform(0.5, 4.0)
     time.sleep(seconds)
-    _join(job, draw)
-    return f"{seconds:.1f} s"
+    job.join()
+    return f"{who}, {seconds:.1f} s"
 
 
 def _slow_network(job: TrialJob, draw: random.Random) -> str:
     rate, seconds = draw.randrange(200, 2000), draw.uniform(1.0, 4.0)
-    if not _network(job, *SLOW_LINK, f"{rate}kbit"):
+    who = job.slow(draw, rate, seconds)
+    return f"{who}, {rate} kbit/s, {seconds:.1f} s" if who else ""
+
+
+def _lose_host(job: TrialJob, draw: random.Random) -> str:
+    """All its processes end at once."""
+    agents = sorted(job.agents())
+    if not agents:
         return ""
-    time.sleep(seconds)
-    _network(job, "tc", "qdisc", "del", "dev", "lo", "root")
-    return f"{rate} kbit/s, {seconds:.1f} s"
+    ended = [kill(pid, signal.SIGKILL) for pid in job.on_host(draw.choice(agents))]
+    return f"{len(ended)} processes" if any(ended) else ""
 
 
 KILL_RANK = _signal_rank(signal.SIGKILL)
 FAULTS = (
     Fault("rank killed", KILL_RANK, RESTART),
-    Fault("agent killed", _kill_agent, RESTART),
+    Fault("agent killed", _kill_agent, RESTART, loses=True),
     Fault("launcher killed", _signal_launcher(signal.SIGKILL), AGAIN),
     Fault("TERM to the launcher", _signal_launcher(signal.SIGTERM), AGAIN),
     Fault("TERM during a save", _term_in_save, AGAIN),
@@ -279,9 +284,10 @@ FAULTS = (
     Fault("network cut for a while", _cut_for_a_while, GOES_ON, needs=("ranks", "network")),
     Fault("network cut until it is noticed", _cut, RESTART, undo=_join, needs=("ranks", "network")),
     Fault("slow network", _slow_network, GOES_ON, needs=("ranks", "network")),
+    Fault("host lost", _lose_host, RESTART, needs=("hosts",), loses=True),
     Fault("two at once: slow disk, and rank killed", _both(_order(SLOW_DISK), KILL_RANK), RESTART),
-    Fault("two at once: clock jumps, and agent killed", _both(_order(CLOCK), _kill_agent), RESTART),
+    Fault("two at once: clock jumps, and agent killed", _both(_order(CLOCK), _kill_agent), RESTART, loses=True),
     Fault("two at once: NaN, and rank killed", _both(_order(NAN), KILL_RANK), RESTART),
-    Fault("two at once: rank and agent killed", _both(KILL_RANK, _kill_agent), RESTART),
+    Fault("two at once: rank and agent killed", _both(KILL_RANK, _kill_agent), RESTART, loses=True),
     Fault("two at once: rank and launcher killed", _both(KILL_RANK, _signal_launcher(signal.SIGKILL)), AGAIN),
 )

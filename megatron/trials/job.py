@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from megatron.checkpoint.names import step_name, step_of
 from megatron.installation import root
 from megatron.report.jsonl import read_lines
+
+from .hosts import WORD, TrialHosts
 
 MARK = "DEEPY_TRIAL"  # variable by which all processes of a job are known
 LOOK = 0.05  # seconds between two looks
@@ -37,14 +40,25 @@ class TrialJob:
         words: configuration files and overrides.
         ranks: processes.
         network: whether ranks talk in a network namespace of the job's own, which only root may make.
+        hosts: on which `ranks` run each, but for `spares` of them, which take the place of those that are lost.
     """
 
-    def __init__(self, folder: Path, words: Sequence[str], ranks: int, network: bool = False) -> None:
-        self.network = network
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[str],
+        ranks: int,
+        network: bool = False,
+        hosts: TrialHosts | None = None,
+        spares: int = 0,
+    ) -> None:
+        self.network, self.hosts, self.spares = network, hosts, spares
+        self.left = spares  # spares that have not been needed in this start of the launcher
         self.folder, self.run, self.output = folder, folder / "run", folder / "output.txt"
         self.words, self.ranks = list(words), ranks
         self.mark = uuid.uuid4().hex
         self.process: subprocess.Popen[bytes] | None = None
+        self._cut = ""  # the host that is cut off
         self.orders, self.temporary = folder / "orders", folder / "tmp"
         for each in (self.orders, self.temporary):
             each.mkdir(parents=True, exist_ok=True)
@@ -52,18 +66,33 @@ class TrialJob:
     def start(self, *overrides: str) -> None:
         """Start the launcher."""
         top = root()
-        command = [sys.executable, str(top / "deepy.py"), "--ranks", str(self.ranks), str(top / "train.py")]
+        where = ["--ranks", str(self.ranks)] if self.hosts is None else self._on_hosts(self.hosts)
+        command = [sys.executable, str(top / "deepy.py"), *where, str(top / "train.py")]
         command += [*self.words, f"run.dir={self.run}", *overrides]
-        if self.network:
+        if self.hosts is not None:
+            command.append(f"launch.spares={self.spares}")
+        elif self.network:
             command = [*OWN_NETWORK, *command]
+        more = {} if self.hosts is None else self.hosts.variables
+        self.left = self.spares
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
         for name in ("RANK", "WORLD_SIZE", "JOB_CONFIG"):
             keep.pop(name, None)
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **keep, MARK: self.mark, "TMPDIR": str(self.temporary)},
+                env={"OMP_NUM_THREADS": "1", **keep, **more, MARK: self.mark, "TMPDIR": str(self.temporary)},
             )  # fmt: skip
+
+    def _on_hosts(self, hosts: TrialHosts) -> list[str]:
+        file = self.folder / "hosts"
+        file.write_text(hosts.hostfile(self.ranks))
+        return ["--hostfile", str(file), "--runner", WORD]
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.ranks if self.hosts is None else self.ranks * (len(self.hosts.names) - self.spares)
 
     @property
     def status(self) -> int | None:
@@ -128,14 +157,68 @@ class TrialJob:
 
     def members(self) -> dict[int, int]:
         """Process id by rank."""
+        return {rank: pid for (rank, _), pid in self._members().items()}
+
+    def on_host(self, agent: int) -> list[int]:
+        """Process ids of an agent and its ranks."""
+        return [agent, *(pid for (_, parent), pid in self._members().items() if parent == agent)]
+
+    def _members(self) -> dict[tuple[int, int], int]:
+        """Process id by rank and agent."""
         agents, found = set(self.agents()), {}
         for pid in self.processes():
             fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
             if fields and int(fields[1]) in agents:
                 for variable in _read(f"/proc/{pid}/environ").split(b"\0"):
                     if variable.startswith(b"RANK="):
-                        found[int(variable[5:])] = pid
+                        found[int(variable[5:]), int(fields[1])] = pid
         return found
+
+    # ---- its network
+
+    def cut(self, draw: random.Random) -> str:
+        """Cut a host off, or where there is one alone, the ranks from each other; who it was, "" if that failed."""
+        if self.hosts is not None:
+            self._cut = draw.choice(self._used())
+            self.hosts.cut(self._cut)
+            return self._cut
+        return "no packet passes" if self._loopback("ip", "link", "set", "lo", "down") else ""
+
+    def join(self) -> str:
+        """Undo it."""
+        if self.hosts is not None:
+            self.hosts.join(self._cut)
+            return self._cut
+        return "joined" if self._loopback("ip", "link", "set", "lo", "up") else ""
+
+    def slow(self, draw: random.Random, kilobits: int, seconds: float) -> str:
+        """Let the network of a host, or of all ranks, be slow for a while."""
+        if self.hosts is not None:
+            name = draw.choice(self._used())
+            self.hosts.slow(name, kilobits)
+            time.sleep(seconds)
+            self.hosts.fast(name)
+            return name
+        if not self._loopback(*SLOW_LINK, f"{kilobits}kbit"):
+            return ""
+        time.sleep(seconds)
+        self._loopback("tc", "qdisc", "del", "dev", "lo", "root")
+        return "loopback"
+
+    def _used(self) -> list[str]:
+        """Names of hosts that have ranks now."""
+        places = (
+            variable.partition(b"=")[2].decode().rpartition("/")[0]
+            for pid in self.members().values()
+            for variable in _read(f"/proc/{pid}/environ").split(b"\0")
+            if variable.startswith(b"JOB_PLACE=")
+        )
+        assert self.hosts is not None
+        return sorted(set(places)) or self.hosts.names[:1]
+
+    def _loopback(self, *command: str) -> bool:
+        words = () if self.process is None else ("nsenter", "-t", str(self.process.pid), "-n", *command)
+        return bool(words) and subprocess.run(words, capture_output=True).returncode == 0
 
     # ---- what it leaves
 

@@ -6,13 +6,18 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.trials.chaos import Event, Round
+from megatron.config.sections.layout import LaunchSection
+from megatron.trials.chaos import Event, Round, own_network
 from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
+from megatron.trials.hosts import RUNNER, VARIABLE, TrialHosts
 from megatron.trials.inject import KINDS, flip
 from megatron.trials.job import TrialJob
 from megatron.trials.table import table
@@ -48,6 +53,16 @@ def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
+def test_what_happens_between_hosts_is_survived(tmp_path: Path) -> None:
+    names = ("host lost", "network cut for a while", "slow network", "agent killed")
+    only = [word for name in names for word in ("--only", name)]
+    status, rounds, said = chaos(tmp_path, "--hosts", "2", *only, "--steps", "120", "--every", "5", "--minutes", "1")
+    assert status == 0 and {each["fault"] for each in rounds[0]["events"]} == set(names), said
+
+
+@pytest.mark.slow
 def test_a_run_that_does_not_end_like_the_other_is_told(tmp_path: Path) -> None:
     """A hook with a state that no checkpoint knows: after a restart other weights come out."""
     hooks = "hooks=['tests.trials.test_verify_resume:Forgetful']"
@@ -79,6 +94,42 @@ def test_no_mount_is_left_on_top_of_another(tmp_path: Path) -> None:
     assert mount(tmp_path / "disk", 1 << 20)
     unmount_all(tmp_path / "disk")
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
+
+
+@pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
+def test_hosts_have_links_that_can_be_cut_and_slow() -> None:
+    def link(name: str) -> str:
+        inside = ("nsenter", "-t", hosts.variables[VARIABLE].partition(f"{name}=")[2].partition(",")[0], "-n", "-u")
+        (found,) = json.loads(subprocess.run((*inside, "ip", "-j", "link", "show", "eth0"), capture_output=True).stdout)
+        told = subprocess.run((*inside, "hostname"), capture_output=True, text=True).stdout.strip()
+        assert told == name
+        return found["operstate"]
+
+    def becomes(name: str, up: bool) -> None:  # the kernel tells of a link a moment later
+        end = time.monotonic() + 120
+        while (link(name) == "UP") != up:
+            assert time.monotonic() < end, link(name)
+
+    with TrialHosts(2) as hosts:
+        assert hosts.names == ["host1", "host2"] and hosts.hostfile(3) == "host1 slots=3\nhost2 slots=3\n"
+        processes = [int(each.partition("=")[2]) for each in hosts.variables[VARIABLE].split(",")]
+        becomes("host1", up=True)
+        becomes("host2", up=True)
+        hosts.cut("host2")
+        becomes("host2", up=False)
+        assert link("host1") == "UP"
+        hosts.join("host2")
+        becomes("host2", up=True)
+        hosts.slow("host1", 500)
+        with pytest.raises(OSError, match="tc"):
+            hosts.slow("host1", 500)
+        hosts.fast("host1")
+        hosts.slow("host1", 500)
+        job = SimpleNamespace(hosts=[SimpleNamespace(name="host2"), SimpleNamespace(name="host1")], directory="/")
+        with mock.patch.dict("os.environ", hosts.variables):
+            first, second = RUNNER.commands(job, LaunchSection())
+        assert first.arguments[:4] == ("nsenter", "-t", str(processes[2]), "-n") and second.hosts == (1,)
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()], "nothing is left"
 
 
 def test_flip_changes_one_bit() -> None:
