@@ -18,7 +18,7 @@ from .fragment import Fragment
 from .meta import Meta
 from .names import number_of, step_name, step_of
 from .store import Store, is_complete
-from .transfer import newest, upload
+from .transfer import newest, retain_there, upload
 from .writer import save
 
 
@@ -194,8 +194,15 @@ class Saver:
         """Copy this checkpoint and those that could not be copied before. An outage of a remote store does not stop a
         run whose checkpoints are safe on its own disk; it is told, tried again, and an error in the end."""
         owed = self._find_owed(url)
-        left = self._upload_owed(url, owed if path in owed else [*owed, path])
-        return f"{url.rstrip('/')}/{path.name}" if path not in left else None
+        every = self._section.upload_every
+        due = path not in owed and (every is None or number_of(path) % every == 0)
+        left = self._upload_owed(url, [*owed, path] if due else owed)
+        if path in left or not (due or path in owed):
+            return None
+        keep = self._section.upload_keep_last
+        if keep is not None and self._communicator.rank == 0:
+            retain_there(url, keep, number_of(path))
+        return f"{url.rstrip('/')}/{path.name}"
 
     def _find_owed(self, url: str) -> list[Path]:
         if self._owed is None:
@@ -224,5 +231,7 @@ class Saver:
         except CheckpointError:
             there = None  # nothing is there, or it cannot be seen
         paths = [path for path in self.store.paths() if there is None or number_of(path) > there]
-        whole = [path for path in paths if is_complete(path)]
+        every = self._section.upload_every
+        due = [path for path in paths if every is None or number_of(path) % every == 0]
+        whole = [path for path in due if is_complete(path)]
         return whole if there is not None else whole[-1:]

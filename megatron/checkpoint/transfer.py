@@ -88,20 +88,56 @@ def newest(url: str) -> str:
     Raises:
         CheckpointError: no whole checkpoint is there, or the place cannot be read.
     """
+    found, steps = _whole(url)
+    if not found:
+        raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
+    return found[-1]
+
+
+def uploaded(url: str) -> str | None:
+    """The URL of the newest whole checkpoint in a folder of them; None if none is there.
+
+    Raises:
+        CheckpointError: the place cannot be read.
+    """
+    found, _ = _whole(url)
+    return found[-1] if found else None
+
+
+def _whole(url: str) -> tuple[list[str], list[str]]:
+    """URLs of whole checkpoints, oldest first: of that one, or of those in a folder; and names of all in it."""
     url = url.rstrip("/")
     try:
         system, root = fsspec.core.url_to_fs(url)
         if system.exists(f"{root}/{MANIFEST_NAME}"):
-            return url
+            return [url], []
         names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
         steps = [name for name in names if step_of(Path(name)) is not None]
         steps.sort(key=lambda name: number_of(Path(name)))
-        whole = [name for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
+        whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
         raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
-    if not whole:
-        raise CheckpointError(url, "there is no checkpoint" + (f" (incomplete: {', '.join(steps)})" if steps else ""))
-    return f"{url}/{whole[-1]}"
+    return whole, steps
+
+
+def retain_there(url: str, keep: int, newest_step: int) -> list[str]:
+    """Delete all but the newest `keep` checkpoints of steps up to `newest_step` in a folder elsewhere, the manifest of
+    each first: what is half deleted has none. Later steps are of a branch that a run has left, or of nobody's.
+
+    Returns:
+        Names of those that are gone. What cannot be deleted is left for the next time.
+    """
+    gone = []
+    try:
+        whole = [each for each in _whole(url)[0] if number_of(Path(each)) <= newest_step]
+        for each in whole[:-keep]:
+            system, place = fsspec.core.url_to_fs(each)
+            system.rm_file(f"{place}/{MANIFEST_NAME}")
+            system.rm(place, recursive=True)
+            gone.append(each.rsplit("/", 1)[-1])
+    except Exception:  # every store has its own exceptions; nothing depends on it
+        return gone
+    return gone
 
 
 def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:

@@ -28,7 +28,7 @@ from megatron.report.ledger import Ledger, hash_text
 from megatron.report.ledger import left_out as left_out_of
 from megatron.worker.place import StartError
 
-from .fetch import local_path
+from .fetch import local_path, uploaded_path
 from .retreat import MOST, of_run
 from .upcycle import mapped, upcycle
 from .vocabulary import MEAN, extend, extended
@@ -96,7 +96,10 @@ def find(
     if how not in ("auto", "none"):
         how = local_path(how, store.directory, world.communicator)
     diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
-    found = _further_back(store, *diverged) if diverged else _chosen(store, how, attempt, levels)
+    if diverged:
+        found = _further_back(store, *diverged)
+    else:
+        found = _or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
     log(found.reason)
     if how != "auto" or diverged:
         after = found.checkpoint.step if found.checkpoint else -1
@@ -164,6 +167,29 @@ def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
     if told is None:
         told = checkpoint.meta.data.get("left_out")
     return LeftOut.given(config) if told is None else LeftOut.of(told)
+
+
+def _or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> Resume:
+    """What is chosen; or where a run that began earlier has nothing left to go on from, what it has uploaded.
+
+    Raises:
+        CheckpointError: there is something, but nothing that can be used; or nobody can say whether there is.
+    """
+    url, failure, found = config.checkpoint.upload, None, Resume(None)
+    try:
+        found = choose()
+    except CheckpointError as error:
+        failure = error
+    began = world.communicator.broadcast(world.is_main and (Path(config.run.dir) / "ledger.jsonl").exists())
+    if found.checkpoint is None and url is not None and began and config.checkpoint.resume == "auto":
+        path = uploaded_path(url, store.directory, world.communicator)
+        if path is not None:
+            there = store.resume(path)
+            why = str(failure) if failure else f"nothing is in {store.directory}"
+            return replace(there, reason=f"resumed from {path}, which was fetched from {url}: {why}")
+    if failure is not None:
+        raise failure
+    return found
 
 
 def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:

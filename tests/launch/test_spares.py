@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.sections.layout import LaunchSection
-from megatron.launch.choose import choose
+from megatron.launch.choose import choose_runner
 from megatron.launch.hosts import HostError
 from megatron.launch.job_plan import JobPlan, make_plan
 from megatron.launch.launcher import Result
@@ -47,7 +47,7 @@ def names(plan: JobPlan) -> list[str]:
 
 def test_the_last_hosts_are_kept_back(tmp_path):
     def chosen(*slots: int, spares: int):
-        return choose(LaunchSection(hostfile=hostfile(tmp_path, *slots), spares=spares, runner="ssh"), {})
+        return choose_runner(LaunchSection(hostfile=hostfile(tmp_path, *slots), spares=spares, runner="ssh"), {})
 
     found = chosen(2, 2, 4, spares=1)
     assert [host.name for host in found.hosts] == ["node1", "node2"] and found.ranks == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
+from megatron.report.ledger import read_ledger
 from megatron.testing.runs import run_on_this_rank
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
@@ -134,6 +136,27 @@ def test_a_run_goes_on_from_a_url(tmp_path: Path) -> None:
     assert again[0]["step"] == 0
     with pytest.raises(RuntimeError, match="there is no checkpoint"):
         start(tmp_path, 1, f"run.dir={tmp_path}/fourth", f"checkpoint.resume={url}/nowhere")
+
+
+def test_a_run_that_has_lost_its_folder_goes_on_from_what_it_uploaded(tmp_path: Path) -> None:
+    """Every 4th step, of which the newest two stay; a run that never began takes nothing from there."""
+    bucket, expected = tmp_path / "bucket", start(tmp_path, 1, f"run.dir={tmp_path}/whole", "training.steps=14")
+    own = (f"checkpoint.upload=file://{bucket}", "checkpoint.upload_every=4", "checkpoint.upload_keep_last=2")
+    own = (*own, f"run.dir={tmp_path}/run", "training.steps=14")
+    start(tmp_path, 1, *own, "training.stop_at_step=13")
+    assert sorted(path.name for path in bucket.iterdir()) == ["step_00000008", "step_00000012"]
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    found = start(tmp_path, 2, *own)
+    assert [line["step"] for line in found if "loss" in line][-2:] == [12, 13]
+    assert losses(found)[-2:] == pytest.approx(losses(expected)[-2:], rel=1e-5)
+    (resumed,) = [each for each in read_ledger(tmp_path / "run/ledger.jsonl") if each["event"] == "resume"]
+    assert resumed["step"] == 12 and "fetched" in resumed["checkpoint"]
+    damaged = next((bucket / "step_00000012").glob("data/*/*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(RuntimeError, match="step_00000012"):
+        start(tmp_path, 1, *own)
+    assert start(tmp_path, 1, *own, f"run.dir={tmp_path}/other", "training.stop_at_step=1")[0]["step"] == 0
 
 
 def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -74,6 +74,26 @@ def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
             yield context.problem(f"checkpoint.{name}", rule=wrong[0], fix=wrong[1])
 
 
+def uploads_come_about(context: RuleContext) -> Iterator[Problem]:
+    checkpoint = context.config.checkpoint
+    for name in ("upload_every", "upload_keep_last"):
+        if getattr(checkpoint, name) is not None and checkpoint.upload is None:
+            yield context.problem(
+                f"checkpoint.{name}",
+                "checkpoint.upload",
+                rule="must go with checkpoint.upload, the URL that checkpoints are copied to",
+                fix="give checkpoint.upload, or leave this out",
+            )
+    every, uploads = checkpoint.every, checkpoint.upload_every
+    if checkpoint.upload is not None and every is not None and uploads is not None and uploads % every:
+        yield context.problem(
+            "checkpoint.upload_every",
+            "checkpoint.every",
+            rule="must be a multiple of checkpoint.every: what is not saved cannot be copied",
+            fix=f"use {-(-uploads // every) * every}",
+        )
+
+
 def protocol_problem(url: str) -> tuple[str, str] | None:
     """Rule and fix if nothing here speaks the protocol of a URL."""
     from fsspec import get_filesystem_class
@@ -296,6 +316,7 @@ def neighbours_are_there(context: RuleContext) -> Iterator[Problem]:
 
 RULES = (
     levels_are_complete,
+    uploads_come_about,
     one_way_to_start,
     map_has_its_source,
     layers_have_a_source,

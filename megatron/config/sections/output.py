@@ -113,6 +113,10 @@ class CheckpointSection(Section):
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
     upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
+    upload_every: int | None = key(
+        None, "Copy only checkpoints whose step is a multiple of this; none copies all.", unit="steps", gt=0
+    )
+    upload_keep_last: int | None = key(None, "Keep only the newest k copies at checkpoint.upload.", gt=0)
     levels: list[LevelSection] = key(
         list, "Nearer copies, on the hosts themselves, that a restart begins from; the nearest first."
     )

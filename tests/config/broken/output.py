@@ -49,6 +49,19 @@ LAUNCH = [
         "must be TOOL:IMAGE",
     ),
     case(
+        "uploads to nowhere",
+        "checkpoint: {upload_every: 10}",
+        "a.yml:2: checkpoint.upload_every = 10",
+        "must go with checkpoint.upload",
+    ),
+    case(
+        "uploads of what is not saved",
+        "checkpoint: {every: 10, upload_every: 15, upload: 'memory://a'}",
+        "a.yml:2: checkpoint.upload_every = 15",
+        "must be a multiple of checkpoint.every",
+        "use 20",
+    ),
+    case(
         "spares of one host, which nobody would ask for",
         "launch: {spares: 1}",
         "a.yml:2: launch.spares = 1",
