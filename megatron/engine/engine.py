@@ -379,6 +379,18 @@ class PlainEngine(BaseEngine):
             for micro, reader in micros
         ]
 
+    def new_state(self) -> list[Any]:
+        """See `protocol.ReadsOn`."""
+        return self.model.new_state()
+
+    @phase(EVALUATE)
+    @torch.no_grad()
+    def read_on(self, tokens_BS: Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
+        """See `protocol.ReadsOn`."""
+        self.model.eval()
+        self.state.for_evaluation()
+        return self.model(tokens_BS, tokens_BS, tokens_BS, reader=reader, state=state, begin=begin)
+
 
 class PipelinedEngine(BaseEngine):
     """Several stages under DeepSpeed's 1F1B schedule: ZeRO 0-1, tensor and data parallel."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -125,3 +125,15 @@ class Engine(Protocol):
 
     def averaged(self) -> AbstractContextManager[None]:
         """While this is open, the engine evaluates with the average; afterwards the weights are back, bit for bit."""
+
+
+@runtime_checkable
+class ReadsOn(Protocol):
+    """An engine that can read a text in pieces, from the state that the pieces before it have left."""
+
+    def new_state(self) -> list[Any]:
+        """The empty state, one entry per block."""
+
+    def read_on(self, tokens_BS: torch.Tensor, reader: Reader, state: list[Any], begin: int) -> Any:
+        """What the reader computes from the head's input of tokens that follow the `begin` tokens of `state`, which
+        grows by them. No gradient is computed and no dropout applied."""

@@ -16,43 +16,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.variants import used_kinds
 from megatron.data.batch import StepBatch
 from megatron.model.embedding_and_head import Reader
 from megatron.model.generate import Sampling, choose_token
 from megatron.parallel.mesh import Mesh
 
-from .protocol import Engine
+from .protocol import Engine, ReadsOn
+from .shared_contexts import SharedContexts, depends_on_batch, reads_on, split
+from .texts import PAD, Row, Text, states_at
 
-PAD = 0  # the id behind the end of a text; no result depends on it
 LENGTHS = 32  # lengths of batches are multiples of this, so that few shapes occur
-Row = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text whose last `scored` tokens are predicted, each from all that stands before it.
-
-    Raises:
-        ValueError: no token is scored, or nothing stands before the first one that is.
-    """
-
-    tokens: Row
-    scored: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.scored < len(self.tokens):
-            raise ValueError(f"{self.scored} of {len(self.tokens)} tokens cannot be scored: one must stand before them")
-
-    @property
-    def inputs(self) -> Row:
-        """What the model reads."""
-        return self.tokens[:-1]
-
-    @property
-    def targets(self) -> Row:
-        """The scored tokens. The first of them is predicted at position `len(inputs) - scored`."""
-        return self.tokens[-self.scored :]
 
 
 @dataclass(frozen=True)
@@ -63,29 +36,44 @@ class Score:
     greedy: bool
 
 
-def depends_on_batch(config: Config) -> bool:
-    """Whether a token's result depends on other texts of its batch: experts with a capacity, or that choose tokens."""
-    return any(kind.mixes_samples(options) for _, kind, options in used_kinds(config.model))
-
-
 class Scorer:
     """Scores and continues texts. All ranks call its methods together, with the same arguments.
 
     Args:
         texts: in a micro-batch. Models in which the texts of a batch see each other get one.
+
+    Attributes:
+        tokens: that this rank has read, padding included.
     """
 
     def __init__(self, config: Config, engine: Engine, mesh: Mesh, device: torch.device, *, texts: int = 16):
         self.config, self.engine, self.mesh, self.device = config, engine, mesh, device
         self.texts = 1 if depends_on_batch(config) else texts
+        self.tokens = 0
+        self.endings: SharedContexts | None = None
+        if isinstance(engine, ReadsOn) and reads_on(config, engine):
+            self.endings = SharedContexts(engine, self.texts, (mesh.data.rank, mesh.data.size), device)
         self.reports = mesh.at.tensor == mesh.at.context == 0 and mesh.at.pipeline == mesh.pipeline.size - 1
 
     def score(self, texts: Sequence[Text]) -> list[Score]:
-        """The score of each text. What several texts have in common up to their last token is computed once."""
-        same: dict[Row, list[int]] = {}
-        for index, text in enumerate(texts):
-            same.setdefault(text.inputs, []).append(index)
+        """The score of each text. What several texts have in common up to their last token is computed once, and so is
+        a context with several endings where the layout allows it (see `reads_on`)."""
         found = torch.zeros(len(texts), 2, dtype=torch.float64)
+        groups, others = split(texts) if self.endings is not None else ([], list(range(len(texts))))
+        if self.endings is not None:
+            before = self.endings.tokens
+            answers = self.endings.read(groups, texts)
+            self.tokens += self.endings.tokens - before
+            for index, (logs, greedy) in answers.items() if self.reports else ():
+                found[index] = torch.tensor([math.fsum(logs), greedy], dtype=torch.float64)
+        self._score_whole(texts, others, found)
+        return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
+
+    def _score_whole(self, texts: Sequence[Text], indices: Sequence[int], found: torch.Tensor) -> None:
+        """Put the scores of texts that are read from their beginnings into `found`, where this rank has them."""
+        same: dict[Row, list[int]] = {}
+        for index in indices:
+            same.setdefault(texts[index].inputs, []).append(index)
         for step in self._steps(sorted(same, key=lambda row: (-len(row), row))):
             asked = [[(at, index) for at, row in enumerate(rows) for index in same.get(row, ())] for rows in step]
             readers = [self._scores([(at, texts[index]) for at, index in each]) for each in asked]
@@ -97,7 +85,6 @@ class Scorer:
                     found[index, 0] = math.fsum(logs[begin:end])
                     found[index, 1] = best[begin:end] == list(targets)
                     begin = end
-        return [Score(log_likelihood, bool(greedy)) for log_likelihood, greedy in self._sum(found).tolist()]
 
     def generate(
         self,
@@ -159,7 +146,9 @@ class Scorer:
         longest = torch.tensor([max((len(row) for rows in step for row in rows), default=1)], device=self.device)
         if self.mesh.data.size > 1:
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.mesh.data.group)
-        found = self.engine.read(self._batch(step, self._length(int(longest))), readers)
+        length = self._length(int(longest))
+        self.tokens += length * sum(map(len, step))
+        found = self.engine.read(self._batch(step, length), readers)
         return found if self.reports else []
 
     def _length(self, longest: int) -> int:
@@ -188,12 +177,14 @@ class Scorer:
         rows = [at for at, text in texts for _ in text.targets]
         places = [len(text.inputs) - text.scored + number for _, text in texts for number in range(text.scored)]
         labels = torch.tensor([token for _, text in texts for token in text.targets], dtype=torch.int64)
-        return lambda head, x_BSH: head.scores(_at(x_BSH, rows, places), labels.to(x_BSH.device))
+        return lambda head, x_BSH: head.scores(states_at(x_BSH, rows, places), labels.to(x_BSH.device))
 
     @staticmethod
     def _last_logits(rows: list[Row]) -> Reader:
         """Logits [rows, V] of what follows the first rows of the batch."""
-        return lambda head, x_BSH: head.logits_at(_at(x_BSH, list(range(len(rows))), [len(row) - 1 for row in rows]))
+        return lambda head, x_BSH: head.logits_at(
+            states_at(x_BSH, list(range(len(rows))), [len(row) - 1 for row in rows])
+        )
 
     def _sum(self, found: torch.Tensor) -> torch.Tensor:
         """Results of all ranks: each is known to one of them and zero elsewhere, so nothing is rounded."""
@@ -202,8 +193,3 @@ class Scorer:
         found = found.to(self.device)
         dist.all_reduce(found)
         return found.cpu()
-
-
-def _at(x_BSH: torch.Tensor, rows: list[int], places: list[int]) -> torch.Tensor:
-    """[N, H], the states at these places of these rows."""
-    return x_BSH[torch.tensor(rows, dtype=torch.int64), torch.tensor(places, dtype=torch.int64)]

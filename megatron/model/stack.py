@@ -234,10 +234,18 @@ class Model(nn.Module):
         reader: Reader | None = None,
         further: FurtherLabels | None = None,
         teacher: Taught | None = None,
+        state: list[Any] | None = None,
+        begin: int = 0,
     ) -> Any:
         """(weighted sum of token losses, each token's cross-entropy [B, S]); with a `reader`, what it gives instead;
-        with a `teacher` also each token's divergence from it."""
-        stream = self.stream(tokens_BS, positions, documents, samples)
+        with a `teacher` also each token's divergence from it.
+
+        With a `state` the tokens follow the `begin` ones that it has read, and it grows by them.
+        """
+        if state is None:
+            stream = self.stream(tokens_BS, positions, documents, samples)
+        else:
+            stream = self._run(self.embedding(tokens_BS, begin=begin), state, begin)
         return self.head(stream, labels_BS, weights_BS, reader, further, teacher)
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

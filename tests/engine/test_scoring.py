@@ -23,6 +23,7 @@ LAYOUTS = {
     "dp2, ZeRO 3, one micro-batch": (("neox", "zamba2"), ("state space", "rwkv7", "moe")),
     "tp2 · pp2 · dp2, ZeRO 0": (("llama", "state space"), ("rwkv7", "zamba2")),
     "tp2 · dp2 · ep2, ZeRO 0": (("moe",), ()),
+    "tp2 · dp2, ZeRO 1": (("rwkv7",), ("state space", "zamba2", "gpt2")),
     "tp2 · cp2, ZeRO 1, sequence parallel": (("documents", "rwkv7", "state space"), ("gpt2",)),
 }
 PAIRS = [
@@ -38,7 +39,11 @@ def texts(vocabulary: int) -> list[Text]:
         for length in LENGTHS
     ]
     choices = [Text((*made[4].tokens[:-1], token), 1) for token in (1, 7, 1)]  # one context, three endings
-    return [*made, *choices]
+    context, ends = made[1].tokens[:9], ((5, 3, 9), (5, 3, 4), (5, 8), (2,), (2, 6, 1, 7), (5, 3, 9))
+    endings = [Text((*context, *end), len(end)) for end in ends]  # one context, endings of several tokens
+    others = [Text((*made[8].tokens[:size], 4, 2), 2) for size in (7, 7, 6)]
+    others += [Text((*made[8].tokens[:7], 3, 2, 1), 3), Text((*made[3].tokens[:7], 3, 2), 2)]
+    return [*made, *choices, *endings, *others, Text((*made[3].tokens[:7], 1, 2), 2)]
 
 
 def prompts(vocabulary: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from ..console import duration, short_number
 from ..goodput import PARTS, goodput
 from .charts import ChartLine, Charts, heat_map, shares
 from .history import Record, RunHistory, Series
+from .noise import NOISE, RECENT, noise_scales
 from .tables import PageTable, configuration_tables, event_table, sample_tables
 
 HEAT_MAP_COLUMNS = 300
@@ -49,6 +50,7 @@ def sections(runs: list[RunHistory], charts: Charts) -> list[PageSection]:
         _tasks,
         _recipe,
         _norms,
+        _noise,
         _speed,
         _memory,
         _communication,
@@ -199,6 +201,20 @@ def _norms(runs: list[RunHistory], charts: Charts) -> PageSection:
     return PageSection("norms", "Norms by layer", drawn)
 
 
+def _noise(runs: list[RunHistory], charts: Charts) -> PageSection:
+    """The gradient noise scale (`logging.noise_scale`), and what it is the quotient of."""
+    scales = [
+        ChartLine(f"{run.name}: {label}", noise_scales(run, count), run.clock(), run=number, style=style)
+        for number, run in enumerate(runs)
+        for style, (label, count) in enumerate((("all so far", None), (f"last {RECENT} estimates", RECENT)))
+    ]
+    drawn = [charts.lines("Gradient noise scale: mean noise over mean signal", "tokens", scales, log=True)]
+    for part, about in (("signal", "squared norm of the gradient"), ("noise", "variance of a token's gradient")):
+        title = f"{part.capitalize()} ({about}), estimates of single steps"
+        drawn.append(charts.lines(title, part, _curves(runs, f"{NOISE}/{part}", raw=True)))
+    return PageSection("noise", "Gradient noise scale", drawn)
+
+
 def _speed(runs: list[RunHistory], charts: Charts) -> PageSection:
     rates = charts.lines("Tokens per second", "tokens/s", _curves(runs, "tokens_per_second", raw=True))
     flops = charts.lines("Model FLOPs per device", "TFLOP/s", _curves(runs, "tflops", raw=True))
@@ -297,7 +313,11 @@ def _most(record: Record, layer: str) -> float:
 
 def _other(runs: list[RunHistory], charts: Charts) -> PageSection:
     keys = dict.fromkeys(key for run in runs for key in run.metrics())
-    rest = [key for key in keys if key not in DRAWN and not key.startswith(("moe/", "communication/", f"{NORMS}/"))]
+    rest = [
+        key
+        for key in keys
+        if key not in DRAWN and not key.startswith(("moe/", "communication/", f"{NORMS}/", f"{NOISE}/"))
+    ]
     drawn = [charts.lines(key, key, _curves(runs, key, raw=True)) for key in rest[:OTHER_CHARTS]]
     left = len(rest) - OTHER_CHARTS
     note = (

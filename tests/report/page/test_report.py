@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from bokeh.resources import Resources
 from megatron.config import load, save_resolved
 from megatron.report.page.charts import thinned
 from megatron.report.page.history import RunHistory, StepAxis, named_runs, numbers
+from megatron.report.page.noise import noise_scales
 from tests.config.broken import BASE
 from tests.report.page.browser import opened
 from tools.report import main
@@ -42,6 +44,7 @@ def record(step: int, loss: float | None) -> dict:
         "moe": {"1": {"max_over_mean": 1.5, "load": [0.25, 0.75], "dead": 0}},
         "guests": {HOSTILE: 3.0},
         "statistics": {f"layers.{layer}": {"weight": 2.0, "activation": 0.5} for layer in range(12)},
+        "noise_scale": {"noise": 4.0 + step % 5, "signal": step % 3 - 0.5},
         "communication": {"data": {"all_reduce": {"messages": 2, "bytes": 2**20}}},
     }
 
@@ -76,6 +79,18 @@ def test_a_run_is_read_as_it_was(runs):
     assert b.validation["pile"]["loss"].steps == [50] and b.tasks["arc_easy"]["acc"].values == [0.5]
     assert [each["event"] for each in b.events] == ["start", "end"]
     assert b.metric("moe/1/max_over_mean").values == [1.5] * 100 and b.metric("moe/1/load").values == []
+
+
+def test_the_noise_scale_is_a_quotient_of_means(runs):
+    a, _ = named_runs(["a", "b"])
+    noise, signal = ([4.0 + step % 5 for step in range(100)], [step % 3 - 0.5 for step in range(100)])
+    found = noise_scales(a, None)  # the first two signals have a mean of 0, so there is no scale
+    assert found.steps == list(range(2, 100))
+    means = [statistics.mean(noise[: end + 1]) / statistics.mean(signal[: end + 1]) for end in found.steps]
+    assert found.values == pytest.approx(means)
+    recent = noise_scales(a, 30)
+    assert recent.values[-1] == pytest.approx(statistics.mean(noise[-30:]) / statistics.mean(signal[-30:]))
+    assert noise_scales(a, 1).steps == [step for step in range(100) if signal[step] > 0]
 
 
 def test_each_way_back_is_a_branch_of_its_own(tmp_path):
@@ -157,8 +172,8 @@ def test_a_browser_shows_every_section_without_a_network(runs, capsys):
     shown = opened(Path("both.html"), script=script)
     assert "<title>a, b</title>" in shown and "taken over</title>" not in shown
     titles = re.findall(r"<h2 id=\"(\w+)\"", shown)
-    first = ["overview", "loss", "validation", "tasks", "recipe", "norms", "speed", "memory", "communication"]
-    assert titles == [*first, "data", "experts", "other", "samples", "events", "configuration"]
+    first = ["overview", "loss", "validation", "tasks", "recipe", "norms", "noise", "speed", "memory"]
+    assert titles == [*first, "communication", "data", "experts", "other", "samples", "events", "configuration"]
     result = json.loads(re.search(r'<pre id="result">(.*?)</pre>', shown).group(1))
     assert result["buttons"] >= 3 and result["charts"] >= 14
     assert set(result["labels"]) >= {"tokens", "expert"} and "hours of training" not in result["labels"]
