@@ -23,6 +23,7 @@ from megatron.objectives.named import objective_of
 from .blend import Blend, normalised_weights, weights_by_documents
 from .contract import SampleSource
 from .errors import DataError
+from .hashing import content_hash
 from .left_out import reserve
 from .sample import AssemblyOptions, Infilling, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
@@ -69,6 +70,9 @@ class SampleSet(Protocol):
 
     def warnings(self) -> list[str]: ...
 
+    def document_weights(self) -> dict[str, str]:
+        """The hash of the documents' weights, of each source that has some."""
+
 
 @dataclass(frozen=True)
 class PlannedPhase:
@@ -76,7 +80,7 @@ class PlannedPhase:
 
     Attributes:
         members: number of each of its sources in the plan.
-        loss: whether each source's tokens are targets here.
+        counts: what each label of each source counts here.
         offsets: samples that earlier phases took of each of its sources.
     """
 
@@ -84,7 +88,7 @@ class PlannedPhase:
     length: int
     blend: Blend
     members: tuple[int, ...]
-    loss: tuple[bool, ...]
+    counts: tuple[float, ...]
     offsets: tuple[int, ...]
 
 
@@ -109,15 +113,23 @@ class SamplePlan:
         steps: int,
         targets: Targets,
         parts: int = 1,
+        weighted: bool = True,
     ):
-        """`parts`: an order that repeats itself does so after whole parts of a batch; there are so many in one."""
+        """A plan.
+
+        Args:
+            parts: an order that repeats itself does so after whole parts of a batch; there are so many in one.
+            weighted: sources and documents have the weights that training gives them.
+        """
+        self.weighted = weighted
         self.phases, self.sources, self.options, self.targets = phases, sources, options, targets
         self.batch, self.steps = batch, steps
         self.masked = (
             options.mask_eod
             or targets.weighs
             or any(each.opened.labels is not None or each.leaves_room for each in sources)
-            or not all(counts for phase in phases for counts in phase.loss)
+            or any(each.opened.document_weights is not None for each in sources if weighted)
+            or any(counts != 1.0 for phase in phases for counts in phase.counts)
         )
         self._starts = [phase.start for phase in phases]
         only = phases[0]
@@ -141,7 +153,8 @@ class SamplePlan:
     def sample(self, number: int) -> Sample:
         """Sample n of the run."""
         phase, member, sample = self.place(number)
-        made = self.sources[phase.members[member]].sample(sample, self.options, number, phase.loss[member])
+        source = self.sources[phase.members[member]]
+        made = source.sample(sample, self.options, number, phase.counts[member], self.weighted)
         return self.targets.of(made)
 
     def drawn(self, source: int, samples: int) -> int:
@@ -200,6 +213,10 @@ class SamplePlan:
             )
         return result
 
+    def document_weights(self) -> dict[str, str]:
+        given = {each.name: each.opened.document_weights for each in self.sources}
+        return {name: content_hash(weights) for name, weights in given.items() if weights is not None}
+
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
         found = [note for source in self.sources if (note := source.file.note)]
@@ -254,6 +271,9 @@ class SyntheticPlan:
 
     def uses(self) -> list[SourceUse]:
         return []
+
+    def document_weights(self) -> dict[str, str]:
+        return {}
 
     def warnings(self) -> list[str]:
         return []
@@ -361,7 +381,8 @@ class _Builder:
         phases = self._planned_phases(parts, sources, whole)
         if whole:
             steps = max(1, phases[-1].length // self.batch)
-        return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts)
+        weighted = self.split == "train"
+        return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts, weighted)
 
     def _sections(self) -> list[tuple[int, list[SourceSection]]]:
         """Blends by their first step."""
@@ -429,9 +450,11 @@ class _Builder:
             raise DataError(
                 "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
             )
-        if fim and any(each.labels for each in files):
+        if fim and any(each.labels or each.document_weights is not None for each in files):
             raise DataError(
-                "data.fim", "documents with label files cannot be reordered", "remove labels or set data.fim.rate: 0"
+                "data.fim",
+                "documents with label files or weights of their own cannot be reordered",
+                "remove labels and document_weights, or set data.fim.rate: 0",
             )
         infilling = fim and Infilling(
             fim.rate,
@@ -489,9 +512,9 @@ class _Builder:
                 length = sum(lengths)
             drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
             blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
-            loss = tuple(each.loss for each in entries)
+            counts = tuple(each.counts if self.split == "train" else float(each.loss) for each in entries)
             phases.append(
-                PlannedPhase(start * self.batch, length, blend, members, loss, tuple(taken[each] for each in members))
+                PlannedPhase(start * self.batch, length, blend, members, counts, tuple(taken[each] for each in members))
             )
             for place, each in enumerate(members):
                 taken[each] += blend.drawn(place, drawn)

@@ -109,14 +109,19 @@ def _infilled(documents: list[np.ndarray], options: AssemblyOptions, how: Infill
 
 
 def assemble(
-    pieces: list[np.ndarray], options: AssemblyOptions, number: int, targets: np.ndarray | None = None
+    pieces: list[np.ndarray],
+    options: AssemblyOptions,
+    number: int,
+    targets: np.ndarray | None = None,
+    scale: float = 1.0,
 ) -> Sample:
     """Make a sample.
 
     Args:
         pieces: tokens of its spans, S+1 in all, or fewer: then it is filled up; see `AssemblyOptions.filler`.
         number: the sample's global number, for keyed draws.
-        targets: bool, which tokens may be targets; None means all.
+        targets: what each token counts as a target, at least 0 (or bool: whether it is one); None means 1 for all.
+        scale: of all weights.
     """
     width = options.sequence_length + 1
     tokens = np.concatenate(pieces).astype(np.int64, copy=False)
@@ -130,18 +135,18 @@ def assemble(
             firsts = np.cumsum([0, *(len(each) for each in documents)])  # with the end: what fills up is a document too
             begins = np.zeros(width, bool)
             begins[firsts[firsts < width]] = True
-    allowed = np.ones(width, bool)
+    counts = np.full(width, scale, np.float32)
     if targets is not None:
-        allowed[: len(targets)] = targets
-        allowed[len(targets) :] = False  # what infilling has added
+        counts[: len(targets)] *= targets
+        counts[len(targets) :] = 0.0  # what infilling has added
     if options.filler is None:
-        allowed[len(tokens) :] = False
+        counts[len(tokens) :] = 0.0
     if len(tokens) < width:
         filler = (options.eod or 0) if options.filler is None else options.filler
         tokens = np.concatenate([tokens, np.full(width - len(tokens), filler)])
     if options.mask_eod:
-        allowed &= tokens != options.eod
-    weights = None if allowed[1:].all() else allowed[1:].astype(np.float32)
+        counts[tokens == options.eod] = 0.0
+    weights = None if (counts[1:] == 1.0).all() else counts[1:]
     return Sample(tokens, weights, begins)
 
 

@@ -58,11 +58,16 @@ class SourceFile:
             DataError: the pair is missing, truncated or damaged.
         """
         self.file = TokenFile(section.path)
-        self.name, self.path, self.loss = section.name or self.file.prefix.name, section.path, section.loss
+        self.name, self.path = section.name or self.file.prefix.name, section.path
+        self.counts = section.loss_weight if section.loss else 0.0  # of each label, in training
+        self.loss = section.loss
         self.weight = section.weight
         self.facts = examine_once(self.file, cache)
         self.manifest: Manifest | None = read_manifest(self.file.prefix)
         self.first, self.last = bounds or (0, len(self.file))
+        self.document_weights = None
+        if section.document_weights:
+            self.document_weights = read_document_weights(section.document_weights, self.file)
         self.labels = TokenFile(section.labels) if section.labels else None
         if self.labels and not np.array_equal(self.labels.sizes, self.file.sizes):
             raise DataError(
@@ -111,6 +116,25 @@ class SourceFile:
         return StreamOrder(*where, request.seed) if request.kind == "stream" else SequentialOrder(*where)
 
 
+def read_document_weights(path: str, file: TokenFile) -> np.ndarray:
+    """The weights of a file's documents, one number each; read in place.
+
+    Raises:
+        DataError: they cannot be read, are not as many as documents, or are no numbers of at least 0 that fp32 holds.
+    """
+    fix = "write them with numpy.save, one number for each document of the token file"
+    try:
+        weights = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(path, f"document weights cannot be read: {error}", fix) from error
+    if not isinstance(weights, np.ndarray) or weights.shape != (len(file),) or weights.dtype.kind not in "fiub":
+        found = f"{weights.dtype} {list(weights.shape)}" if isinstance(weights, np.ndarray) else "several arrays"
+        raise DataError(path, f"it must have one number for each of {len(file)} documents, and has {found}", fix)
+    if not ((weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
+        raise DataError(path, "each weight must be a finite number of at least 0", fix)
+    return weights
+
+
 class OrderedSource:
     """A source with its order.
 
@@ -127,19 +151,23 @@ class OrderedSource:
         """Whether its pieces may not fill a sample."""
         return isinstance(self.order, PackedOrder)
 
-    def sample(self, sample: int, options: AssemblyOptions, number: int, loss: bool) -> Sample:
+    def sample(
+        self, sample: int, options: AssemblyOptions, number: int, counts: float, by_document: bool = True
+    ) -> Sample:
         """Sample k of this source as sample n of the run.
 
         Args:
             sample: k.
             number: n.
-            loss: whether its tokens are targets here.
+            counts: weight of each of its labels here.
+            by_document: these are multiplied by the weights of the documents, where it has some.
 
         Raises:
             DataError: an id that the model has no embedding for, or a label that contradicts its token.
         """
         spans = tuple(self.order.spans(sample))
-        made = assemble([self.file.read(*span) for span in spans], options, number, self._targets(spans, loss))
+        pieces, targets = [self.file.read(*span) for span in spans], self._targets(spans, counts, by_document)
+        made = assemble(pieces, options, number, targets, counts)
         low, high = int(made.tokens.min()), int(made.tokens.max())
         if low < 0 or high >= self.vocabulary:
             raise DataError(
@@ -159,9 +187,17 @@ class OrderedSource:
         ends = np.flatnonzero(tokens == options.eod) if options.eod is not None else np.empty(0, np.int64)
         return tokens[ends[-1] + 1 :] if len(ends) else tokens
 
-    def _targets(self, spans: tuple[TokenRange, ...], loss: bool) -> np.ndarray | None:
-        if not loss:
-            return np.zeros(sum(span.length for span in spans), bool)
+    def _targets(self, spans: tuple[TokenRange, ...], counts: float, by_document: bool) -> np.ndarray | None:
+        """What each token counts, but for `counts`."""
+        targets = self._labelled(spans) if counts else None
+        if not by_document or self.opened.document_weights is None:
+            return targets
+        documents, lengths = [span.document for span in spans], [span.length for span in spans]
+        weights = np.repeat(self.opened.document_weights[documents].astype(np.float32), lengths)
+        return weights if targets is None else weights * targets
+
+    def _labelled(self, spans: tuple[TokenRange, ...]) -> np.ndarray | None:
+        """Which tokens the label file has as targets; None where all are."""
         if self.opened.labels is None:
             return None
         labels = np.concatenate([self.opened.labels.read(*span) for span in spans])

@@ -361,6 +361,7 @@ def contents(
                 "tokens": tokens(step),
                 "sequence_length": config.training.sequence_length,
                 "last_sample": last_sample(plan, samples, left_out),
+                **({"document_weights": weights} if (weights := plan.document_weights()) else {}),
                 **_fact(left_out),
             },
             ledger={} if ledger is None else {"bytes": ledger.position()},
@@ -402,6 +403,8 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
             "read "
             f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
         ]
+    if meta.data.get("document_weights", {}) != plan.document_weights():
+        return ["warning: the weights of documents (document_weights) differ from those of the checkpoint's run"]
     told = meta.data.get("last_sample")
     if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out, length):
         return []

@@ -66,6 +66,27 @@ def files_exist(context: RuleContext) -> Iterator[Problem]:
                 if set(reasons.values()) != {MISSING}:
                     rule = "; ".join(f"{file}: {reason}" for file, reason in reasons.items())
                 yield context.problem_at((*path, name), rule=rule, fix=fix)
+        weights = source.document_weights
+        if weights is not None and (reason := unreadable(weights)):
+            yield context.problem_at(
+                (*path, "document_weights"),
+                rule=f"must exist: there is no file {weights}" if reason == MISSING else f"{weights}: {reason}",
+                fix=f"check the path (it is seen from {File.cwd()}), or write the file with numpy.save",
+            )
+
+
+def weights_are_for_training(context: RuleContext) -> Iterator[Problem]:
+    for path, source in sources(context):
+        for name, given in (
+            ("loss_weight", source.loss_weight != 1.0),
+            ("document_weights", source.document_weights is not None),
+        ):
+            if given and path[1] not in ("train", "phases"):
+                yield context.problem_at(
+                    (*path, name),
+                    rule="must be left out here: an evaluation weighs all labels alike",
+                    fix=f"remove {name}, or make sets of what is to be judged apart",
+                )
 
 
 def pythia_seed_fits(context: RuleContext) -> Iterator[Problem]:
@@ -88,11 +109,11 @@ def some_source_counts(context: RuleContext) -> Iterator[Problem]:
     blends += [(("data", "validation", name), each) for name, each in data.validation.items()]
     blends += [(("data", "test", name), each) for name, each in data.test.items()]
     for path, entries in blends:
-        if entries and not any(each.loss for each in entries):
+        if entries and not any(each.loss and each.loss_weight for each in entries):
             yield context.problem_at(
-                (*path, 0, "loss"),
+                (*path, 0, "loss_weight" if entries[0].loss else "loss"),
                 rule="at least one source must count in the loss",
-                fix="give one of the sources loss: true",
+                fix="give one of the sources loss: true and a loss_weight above 0",
             )
 
 
@@ -313,16 +334,36 @@ def a_file_has_one_label_file(context: RuleContext) -> Iterator[Problem]:
                 rule=f"{source.path} must have the same label file in all phases",
                 fix="give both the same labels, or tokenize the text into a second file",
             )
+        if _weights_file(known) != _weights_file(source):
+            yield context.problem_at(
+                (*path, "document_weights"),
+                dotted((*earlier, "document_weights")),
+                rule=f"{source.path} must have the same document_weights in all phases",
+                fix="give both the same file; loss_weight may differ",
+            )
+
+
+def _weights_file(source: SourceSection) -> str | None:
+    return None if source.document_weights is None else os.path.abspath(source.document_weights)
 
 
 def infilling_has_no_labels(context: RuleContext) -> Iterator[Problem]:
     for path, source in sources(context):
-        if context.config.data.fim.rate > 0 and source.labels and path[1] in ("train", "phases"):
+        if not context.config.data.fim.rate > 0 or path[1] not in ("train", "phases"):
+            continue
+        if source.labels:
             yield context.problem_at(
                 (*path, "labels"),
                 "data.fim.rate",
                 rule="must not go with fill-in-the-middle, which reorders documents but not their label file",
                 fix="remove labels, or use data.fim.rate=0",
+            )
+        if source.document_weights:
+            yield context.problem_at(
+                (*path, "document_weights"),
+                "data.fim.rate",
+                rule="must not go with fill-in-the-middle, which moves the ends of documents",
+                fix="remove document_weights (loss_weight may stay), or use data.fim.rate=0",
             )
 
 
@@ -375,6 +416,7 @@ RULES = (
     packing_has_its_order,
     a_blend_names_a_file_once,
     some_source_counts,
+    weights_are_for_training,
     a_file_has_one_label_file,
     infilling_has_no_labels,
 )

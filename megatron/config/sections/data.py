@@ -29,6 +29,14 @@ class SourceSection(Section):
         None, "Name in reports.", derived=Derived("the last part of path", _source_name, (".path",))
     )
     loss: bool = key(True, "Whether tokens of this source count in the loss.")
+    loss_weight: float = key(
+        1.0, "Weight in the loss of each label of this source, in training; the loss is the mean by weight.", ge=0
+    )
+    document_weights: str | None = key(
+        None,
+        "A .npy file with one number for each document of the file, by which the weights of its labels are multiplied "
+        "in training.",
+    )
     labels: str | None = key(
         None, "Prefix of a parallel token file: -100 where a token is no target, the token itself elsewhere."
     )

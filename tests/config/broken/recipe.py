@@ -376,6 +376,24 @@ DATA = [
         "the same label file in all phases",
     ),
     case(
+        "weights of documents that are not there, that differ, and of what is reordered; weights in an evaluation",
+        "data:\n  synthetic: none\n  train: {path: whole, document_weights: w.npy}\n"
+        "  phases: [{start: 50, sources: [{path: whole, loss_weight: 0}]}]\n"
+        "  validation: {v: [{path: whole, loss_weight: 0.5, document_weights: whole.bin}]}\n  fim: {rate: 0.5}\n"
+        "tokenizer: {type: bytes}\nmodel: {vocab_size: 257}",
+        "a.yml:4: data.train.0.document_weights = 'w.npy'",
+        "must exist: there is no file",
+        "must not go with fill-in-the-middle, which moves the ends of documents",
+        "data.phases.0.sources.0.document_weights = null",
+        "whole must have the same document_weights in all phases",
+        "a.yml:5: data.phases.0.sources.0.loss_weight = 0",
+        "give one of the sources loss: true and a loss_weight above 0",
+        "a.yml:6: data.validation.v.0.loss_weight = 0.5",
+        "a.yml:6: data.validation.v.0.document_weights = 'whole.bin'",
+        "must be left out here: an evaluation weighs all labels alike",
+        problems=6,
+    ),
+    case(
         "seed of the pythia order",
         "training: {seed: 4294967296}\ndata: {synthetic: none, train: whole}",
         "a.yml:2: data.seed = 4294967296",
