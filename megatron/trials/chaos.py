@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.report.ledger import batch_hashes
 
 from .equality import compare
-from .faults import AGAIN, FAULTS, GOES_ON, Fault, mount, unmount_all
+from .faults import AGAIN, FAULTS, GOES_ON, KEPT, Fault, mount, unmount_all
 from .hosts import TrialHosts
 from .job import OWN_NETWORK, SLOW_LINK, TrialError, TrialJob
 from .resume import complete, with_hook
@@ -109,7 +109,7 @@ def overrides(steps: int, every: int) -> list[str]:
     return [
         f"training.steps={steps}",
         f"checkpoint.every={every}",
-        "checkpoint.keep_last=4",
+        f"checkpoint.keep_last={KEPT}",
         "checkpoint.prove=true",
         "training.hashes=5",
         "spikes.action=skip",

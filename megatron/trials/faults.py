@@ -14,6 +14,7 @@ from pathlib import Path
 from .inject import CLOCK, DIE_IN_SAVE, FLIP, NAN, SLOW_DISK, SPIKE
 from .job import TrialJob, kill
 
+KEPT = 4  # checkpoints that a run keeps
 RESTART, AGAIN, GOES_ON = "started again by the launcher", "started again by hand", "goes on"
 Act = Callable[[TrialJob, random.Random], str]
 
@@ -195,15 +196,25 @@ def _run(*command: str) -> bool:
 
 
 def _fill(job: TrialJob, draw: random.Random) -> str:
-    left = draw.randrange(4096)
-    with open(job.run / "checkpoints" / "filler", "wb", buffering=0) as file:
+    """Leave no room for a checkpoint: not while an older one is about to be deleted, whose room the next would have."""
+    folder, limit = job.run / "checkpoints", time.monotonic() + 60
+    while time.monotonic() < limit and job.status is None:
+        _take_all(folder / "filler", draw.randrange(4096))
+        if len(job.checkpoints()) <= KEPT and not any(folder.glob("*.t*-*")):  # no draft, and nothing being deleted
+            return "no room"
+        _empty(job, draw)
+        time.sleep(0.05)
+    return ""
+
+
+def _take_all(file: Path, left: int) -> None:
+    with open(file, "wb", buffering=0) as handle:
         try:
             while True:
-                file.write(b"x" * 4096)
+                handle.write(b"x" * 4096)
         except OSError:
             pass
-        file.truncate(max(file.tell() - left, 0))
-    return "no room"
+        handle.truncate(max(handle.tell() - left, 0))
 
 
 def _empty(job: TrialJob, draw: random.Random) -> str:
