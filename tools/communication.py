@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from megatron.config import ConfigError, load, split_arguments  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.problems import UserError  # noqa: E402
 from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
+from megatron.parallel.layout import AXES  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable_bytes, regular_calls, table  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
@@ -58,8 +60,27 @@ def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[
     reasons = {each.facts["unpredicted"] for each in chosen.values() if "unpredicted" in each.facts}
     if reasons or not all("predicted" in each.facts for each in chosen.values()):
         return facts | {"unpredicted": "; ".join(sorted(reasons)) or "the run has written none"}, counted, None
-    predicted = sum((Tally.of_rows(each.facts["predicted"]) for each in chosen.values()), Tally())
+    try:
+        predicted = sum((Tally.of_rows(each.facts["predicted"]) for each in chosen.values()), Tally())
+        uneven = sum((Tally.of_rows(each.facts.get("uneven", [])) for each in chosen.values()), Tally())
+        layouts = [each.facts.get("layout", {}) for each in chosen.values()]
+        several = math.prod(int(layouts[0].get(axis, 1)) for axis in AXES)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{run} has no readable prediction: {error}") from error
+    if len(uneven) and len(chosen) < several:
+        facts["uneven"] = uneven.rows()
     return facts, counted, predicted
+
+
+def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
+    """Whether what was counted is what was predicted. Of some ranks alone, the bytes that are predicted for all ranks
+    together do not count."""
+    uneven = {call for call, *_ in Tally.of_rows(facts.get("uneven", []))}
+    both = [
+        Tally((call, messages, 0 if call in uneven else size) for call, messages, size in tally)
+        for tally in (regular_calls(counted), predicted)
+    ]
+    return both[0] == both[1]
 
 
 def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
@@ -88,15 +109,30 @@ def rows(counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]
     return [[*key, *both[0].get(key, (0, 0)), *both[1].get(key, (0, 0))] for key in keys]
 
 
-def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]) -> str:
+def to_other_hosts(accounts: dict[int, RankAccount], step: int) -> Tally | None:
+    """What of a step these ranks sent to other hosts; None where the run had one host, or does not tell."""
+    found = sum((each.to_other_hosts(step) for each in accounts.values()), Tally())
+    return found if len(found) else None
+
+
+def show(
+    facts: dict[str, Any],
+    counted: Tally | None,
+    predicted: Tally | None,
+    fields: tuple[str, ...],
+    crossing: Tally | None = None,
+) -> str:
     """The table and what is to say of it."""
     found = rows(counted, predicted, fields)
+    crossed = {} if crossing is None else crossing.by(*fields)
     names, n = [{"dtype": "type"}.get(each, each) for each in fields], len(fields)
     lines = []
     for row in found:
         line = [each or "-" for each in row[:n]]
         if counted is not None:
             line += [row[n], readable_bytes(row[n + 1])]
+        if crossing is not None:
+            line.append(readable_bytes(crossed[key][1]) if (key := tuple(row[:n])) in crossed else "-")
         if predicted is not None:
             line += [row[n + 2], readable_bytes(row[n + 3])]
         if counted is not None and predicted is not None:
@@ -106,12 +142,19 @@ def show(facts: dict[str, Any], counted: Tally | None, predicted: Tally | None, 
     for title, given in (("counted", counted), ("predicted", predicted)):
         if given is not None:
             names += ["messages", title]
+            names += ["to other hosts"] if title == "counted" and crossing is not None else []
     names += [""] if counted is not None and predicted is not None else []
     text = table(names, lines)
+    if crossing is not None:
+        text += f"\nto other hosts: {readable_bytes(sum(size for *_, size in crossing))}"
     if "unpredicted" in facts:
         text += f"\nno prediction: {facts['unpredicted']}"
-    elif counted is not None:
-        text += "\ncounted and predicted " + ("are equal" if regular_calls(counted) == predicted else "differ")
+    elif counted is not None and predicted is not None:
+        text += "\ncounted and predicted " + ("are equal" if same(facts, counted, predicted) else "differ")
+        if "uneven" in facts:
+            text += (
+                "; how much goes to experts depends on the tokens, so that its bytes are right for all ranks together"
+            )
     return text
 
 
@@ -148,7 +191,8 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--output", help="draw the step of a run into this PNG file")
     parser.add_argument("--machine", metavar="FILE", help="machine.yml of tools/bench/communication.py, to set beside")
-    parser.add_argument("--trace", metavar="FILE", help="write the run's last timed steps for Perfetto or Chrome")
+    traced = "write the run's last timed steps for Perfetto or Chrome; into a folder as a file for each rank"
+    parser.add_argument("--trace", metavar="FILE", help=traced)
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
@@ -164,13 +208,14 @@ def main(arguments: list[str] | None = None) -> int:
     fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
     counted: Tally | None = None
     predicted: Tally | None
-    times = None
+    times = crossing = None
     try:
         if run is None:
             facts, predicted = of_configuration(options.sources, options.ranks, options.rank)
         else:
             accounts = accounts_of(run, options.rank)
             facts, counted, predicted = of_run(run, accounts, options.step)
+            crossing = to_other_hosts(accounts, facts["step"])
             times = StepTimes.of(accounts, options.step, curves_of(options.machine))
             if options.output:
                 keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
@@ -184,11 +229,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         keys = (*fields, "messages", "bytes", "predicted_messages", "predicted_bytes")
         found = [dict(zip(keys, row)) for row in rows(counted, predicted, fields)]
-        equal = None if counted is None or predicted is None else regular_calls(counted) == predicted
+        crossed = {} if crossing is None else crossing.by(*fields)
+        for entry in found if crossing is not None else ():
+            entry["to_other_hosts"] = crossed.get(tuple(entry[field] for field in fields), (0, 0))[1]
+        equal = None if counted is None or predicted is None else same(facts, counted, predicted)
         facts |= {"equal": equal, "calls": found, **({"times": times.facts()} if times else {})}
         print(json.dumps(facts))
         return 0
-    print(show(facts, counted, predicted, fields))
+    print(show(facts, counted, predicted, fields, crossing))
     if times is not None:
         print(f"\n{times.text()}")
     for what in ("picture", "trace"):

@@ -17,17 +17,23 @@ BACKEND = "backend"  # what the group does without a table
 OTHER = "backend:"  # and the name of another backend
 TWO_LEVEL, RING, RECURSIVE = "two_level", "two_level_ring", "two_level_recursive"
 LEVELS = (TWO_LEVEL, RING, RECURSIVE)
+THREE = {f"three{name.removeprefix('two')}": name for name in LEVELS}  # among pairs first; what the others do is this
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FACTS = ("ranks", "hosts", "backend", "device")
 
 
-def candidates(operation: str, hosts: int) -> tuple[str, ...]:
-    """The algorithms for groups over so many hosts, the backend's own first."""
+def candidates(operation: str, hosts: int, pairs: bool = True) -> tuple[str, ...]:
+    """The algorithms for groups over so many hosts, the backend's own first.
+
+    Args:
+        pairs: whether ranks of a host are pairs, of which there are several.
+    """
     if hosts == 1:
         return (BACKEND,)
-    if operation == "all_to_all":
-        return BACKEND, TWO_LEVEL
-    return (BACKEND, TWO_LEVEL, RING) + ((RECURSIVE,) if hosts & (hosts - 1) == 0 else ())
+    two: tuple[str, ...] = (TWO_LEVEL,)
+    if operation != "all_to_all":
+        two = (TWO_LEVEL, RING) + ((RECURSIVE,) if hosts & (hosts - 1) == 0 else ())
+    return (BACKEND, *two) + (tuple(name for name, base in THREE.items() if base in two) if pairs else ())
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class AlgorithmTable:
         steps = self.choices.get((operation, hosts, ranks), ())
         at = bisect_right(steps, size, key=lambda step: step[0])
         return steps[at - 1][1] if at else BACKEND
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether it may choose an algorithm in three levels."""
+        return any(name in THREE for steps in self.choices.values() for _, name in steps)
 
     def algorithms(self, hosts: int, ranks: int) -> frozenset[str]:
         """All that it may choose in groups of this form."""

@@ -1,10 +1,13 @@
-"""In what form gradients travel between data parallel ranks, and how many bytes that is. No torch."""
+"""In what form gradients and activations travel between ranks, and how many bytes that is. No torch."""
 
 from __future__ import annotations
+
+import math
 
 WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
 FEEDS_BACK = ("int8_block", "top_k")  # what these leave out is added to the next gradients
 BLOCK = 256  # elements with a scale of their own
+LEAST_BLOCK = 16  # elements of a block between pipeline stages
 SHARE = 32  # of so many elements one is sent
 
 
@@ -14,8 +17,13 @@ def part_elements(wire: str, elements: int, ranks: int) -> int:
     return -(-elements // (ranks * unit)) * unit
 
 
-def part_bytes(wire: str, elements: int) -> int:
+def row_block(width: int) -> int:
+    """Elements with a scale of their own between pipeline stages, where rows of `width` must not be padded."""
+    return math.gcd(BLOCK, width)
+
+
+def part_bytes(wire: str, elements: int, block: int = BLOCK) -> int:
     """Of a part on its way."""
     if wire == "int8_block":
-        return elements + 4 * (elements // BLOCK)
+        return elements + 4 * (elements // block)
     return 8 * (elements // SHARE) if wire == "top_k" else 2 * elements

@@ -20,6 +20,7 @@ from megatron.model.norm import Norm
 from megatron.model.partition import copies, stage_bounds
 from megatron.model.stack import ModelPlan
 from megatron.model.stream import StreamForm
+from megatron.parallel.compression import pack_rows, unpack_rows
 from megatron.parallel.mesh import new_group
 from megatron.parallel.parameters import logical_of
 
@@ -129,13 +130,20 @@ class Pipeline(PipelineModule):
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
         """The stage's layers; between stages all floats of the stream are one tensor."""
         stage, layout = self.plan.mesh.pipeline.rank, self.plan.mesh.layout
+        config, cut = self.plan.config, layout.tensor if layout.sequence else 1
+        wire, hidden = config.parallel.communication.compress.pipeline, config.model.hidden_size
         if stage > 0:
             before = self.plan.form_at(self.parts[stage] - 1)
-            inputs = before.split(inputs, self.plan.config.model.hidden_size, layout.tensor if layout.sequence else 1)
+            if wire != "none":
+                stream = unpack_rows(inputs[0], wire, before.sample_width(hidden, cut), self.plan.stream_dtype)
+                inputs = (stream if before.channels else stream.unflatten(1, (-1, hidden)), *inputs[1:])
+            inputs = before.split(inputs, hidden, cut)
         outputs = super().forward(inputs)
         if stage == layout.pipeline - 1:
             return outputs
-        return self.plan.form_at(self.parts[stage + 1] - 1).join(outputs)
+        after = self.plan.form_at(self.parts[stage + 1] - 1)
+        stream, *others = after.join(outputs)
+        return pack_rows(stream, wire, after.sample_width(hidden, cut)), *others
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds

@@ -328,6 +328,7 @@ class EngineState:
             parts = zero.unflatten(zero.fp16_partitioned_groups_flat[index], zero.fp16_partitioned_groups[index])
             for partition, values in zip(zero.fp16_partitioned_groups[index], parts):
                 partition.data = values.data
+        zero.invalidate_secondary_tensor()  # hpZ's second copy, which DeepSpeed makes again of the new weights
         if zero.persistent_parameters:  # small parameters that are never released: gather their new values
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)

@@ -9,7 +9,7 @@ that sends something else fails them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from torch import nn
 from megatron.config import Config
 from megatron.config.recurrence import core_of
 from megatron.config.variants import used_kinds
+from megatron.config.wire import part_bytes, row_block
+from megatron.model.exchanges import layer_traffic
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
@@ -24,18 +26,19 @@ from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traff
 from megatron.objectives.named import objective_of
 from megatron.parallel.account import _TYPES, group_name
 from megatron.parallel.compression import sum_messages
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import AXES, Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import logical_of
+from megatron.parallel.parameters import is_spread, logical_of
 from megatron.parallel.traffic import Call, Tally
 
 from .deepspeed_options import accumulation_steps, zero_stage
+from .matrix_traffic import matrix_messages, padded
 from .optimizers.groups import parameter_groups
 from .optimizers.matrix import MatrixOptimizer
 from .optimizers.named import optimizer_class
+from .spikes import ADAGC
 
 FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
-ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
 META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32 (TENSOR_META_SIZE)
 
 
@@ -47,6 +50,7 @@ class TrafficPrediction:
         step: what every step sends.
         first: what the first one sends besides: stages tell each other shapes.
         layout: of the ranks.
+        uneven: calls whose bytes depend on the data: the prediction is the mean over all ranks.
         settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
     """
 
@@ -54,6 +58,11 @@ class TrafficPrediction:
     step: Tally
     first: Tally = field(default_factory=Tally)
     settled: int = 0
+    uneven: frozenset[Call] = frozenset()
+
+    def comparable(self, tally: Tally) -> Tally:
+        """An account of this rank without the bytes that are predicted for all ranks together alone."""
+        return Tally((call, messages, 0 if call in self.uneven else size) for call, messages, size in tally)
 
 
 def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> TrafficPrediction:
@@ -72,8 +81,9 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     held = [place for place, stage in enumerate(stages) if stage == mesh.at.pipeline]
     micro_batches = accumulation_steps(config, layout)
     found = _Predictor(config, mesh, held, micro_batches)
-    tensor = tensor_traffic(config, held, TensorAxis(layout.tensor, layout.sequence))
-    for call, messages, size in tensor:
+    tensor = tensor_traffic(config, held, TensorAxis(layout.tensor, layout.sequence, layout.tensor_wire))
+    others, uneven = layer_traffic(config, mesh, held)
+    for call, messages, size in tensor + others:
         found.step.add(call, messages * micro_batches, size * micro_batches)
     if weighted or objective_of(config).weighs:
         found.add("exchange", "data", "all_reduce", "fp64", 1)
@@ -82,28 +92,27 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
         found.stages()
     found.expert_loads()
     found.further_losses()
+    if issubclass(optimizer_class(config), MatrixOptimizer):
+        for entry in matrix_messages(config, mesh, found.parameters_at):
+            found.step.add(*entry)
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
-    return TrafficPrediction(layout, found.step, found.first, settled)
+    return TrafficPrediction(layout, found.step, found.first, settled, frozenset(uneven))
 
 
 def _refuse(config: Config, layout: Layout) -> None:
     """Name the parts that have no formula."""
-    compute, zero = config.precision.compute, config.zero
     reasons = {
-        "experts spread over ranks (their bytes depend on the tokens)": layout.spreads_experts,
-        "fp16": compute == "fp16",
-        "an offloaded optimizer": zero.offload_optimizer.device != "none",
+        "fp16": config.precision.compute == "fp16",
         "keys of `deepspeed`": bool(config.deepspeed),
-        "optimizers of whole matrices": issubclass(optimizer_class(config), MatrixOptimizer),
-        "a balancing loss over ranks": layout.data > 1 and "'over': 'ranks'" in str(config.model.model_dump()),
+        "clipped attention logits": any(kind.clips_logits(options) for _, kind, options in used_kinds(config.model)),
+        "algorithms that a table chooses": config.parallel.communication.table is not None,
+        "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
+        "gradients clipped by tensor (spikes.action: adagc)": config.spikes.action == ADAGC,
     }
-    reasons["clipped attention logits"] = any(
-        kind.clips_logits(options) for _, kind, options in used_kinds(config.model)
-    )
-    reasons["algorithms that a table chooses"] = config.parallel.communication.table is not None
-    reasons["a recurrent core, which each step repeats anew"] = bool(core_of(config.model.blocks))
+    if core_of(config.model.blocks):  # how often it runs is drawn anew in each step
+        sends = layout.tensor > 1 or layout.context > 1 or "final_norm" in copies(config)
+        reasons["a recurrent core that sends something in each pass"] = sends or zero_stage(config, layout) == 3
     reasons["a teacher"] = objective_of(config).teacher is not None
-    reasons["ranks that share sequences"] = config.parallel.context > 1
     for reason, holds in reasons.items():
         if holds:
             raise NotPredicted(f"there is no formula for {reason}")
@@ -121,125 +130,162 @@ class _Predictor:
         self.micro_batches = micro_batches
         self.step, self.first = Tally(), Tally()
         self.plan = ModelPlan(config, mesh, "meta", values=False)
-        self.module = _layers(self.plan, held)
-        self.parameters = list(dict.fromkeys(self.module.parameters()))
+        self.parameters = list(dict.fromkeys(_layers(self.plan, held).parameters()))
+        self.groups = self._groups()
+        self._known = {(mesh.at.tensor, mesh.expert.rank): self.parameters}
         self.wire = config.parallel.communication.compress.data
+        self.offloads = config.zero.offload_optimizer.device != "none"
         self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
 
     def add(
         self, phase: str, group: str, operation: str, dtype: str, elements: int, messages: int = 1, ranks: int = 0
     ) -> None:
-        """Messages of `elements` in all on an axis of this rank; nothing where the axis has one rank."""
-        ranks = (
-            ranks or {"tensor": self.layout.tensor, "data": self.layout.data, "pipeline": self.layout.pipeline}[group]
-        )
-        if ranks > 1:
-            self.step.add(Call(phase, "", group, ranks, operation, dtype), messages, elements * SIZES[dtype])
+        """Messages of `elements` in all in a group of this rank; nothing where it has one rank.
+
+        Args:
+            group: see `_groups`.
+            ranks: of a pair, or a part of the axis; all of them where it is 0.
+        """
+        name, size = self.groups[group]
+        if (ranks or size) > 1:
+            call = Call(phase, "", name, ranks or size, operation, dtype)
+            self.step.add(call, messages, elements * SIZES[dtype])
+
+    def _groups(self) -> dict[str, tuple[str, int]]:
+        """The name in accounts, and the ranks, of this rank's groups: its axes, the ranks with the same parameters
+        (`replicas`), those of one of these that hold other parts of the model (`model`), and those that share experts
+        (`expert`) or hold the same ones (`expert_data`)."""
+        layout, at = self.layout, self.mesh.at
+        lines = {name: [replace(at, **{name: place}) for place in range(getattr(layout, name))] for name in AXES}
+        lines["replicas"] = [layout.at_replica(at, place) for place in range(layout.replicas)]
+        lines |= {"expert": layout.all_experts(at), "expert_data": layout.same_experts(at)}
+        lines["model"] = [
+            replace(at, pipeline=stage, tensor=place)
+            for stage in range(layout.pipeline)
+            for place in range(layout.tensor)
+        ]
+        return {
+            name: (group_name(list(map(layout.rank, line)), layout, at) if len(line) > 1 else name, len(line))
+            for name, line in lines.items()
+        }
 
     def gradients(self) -> None:
         """The reduction of gradients, their norm, and the gathering of updated weights."""
         stage = zero_stage(self.config, self.layout)
         if stage == 0:
-            self._reduced([[each] for each in self.parameters], FALLBACK_BUCKET, packed_after=True)
-            for axis in ("tensor", "pipeline"):
-                self.add("update", axis, "all_reduce", "fp32", 1)
+            own = [each for each in self.parameters if not is_spread(each)]
+            self._reduced([[each] for each in own], FALLBACK_BUCKET)
+            for group in parameter_groups(self.config, self.parameters):
+                if is_spread(group["params"][0]):
+                    spread = [[each] for each in group["params"]]
+                    self._reduced(spread, FALLBACK_BUCKET, over="expert_data")
+            for axis in ("expert", "tensor", "pipeline"):
+                if axis != "expert" or self.layout.spreads_experts:
+                    self.add("update", axis, "all_reduce", "fp32", 1)
             return
         groups = [group["params"] for group in parameter_groups(self.config, self.parameters)]
         if stage == 3:
             self._partitioned(len(groups))
             return
         if self.config.precision.compute == "bf16" and stage == 1 and self.config.precision.accumulate == "fp32":
-            self._reduced(groups, FALLBACK_BUCKET, packed_after=True, wide=True)
+            self._reduced([each for each in groups if not is_spread(each[0])], FALLBACK_BUCKET, wide=True)
+            for group in (each for each in groups if is_spread(each[0])):
+                self._reduced([group], FALLBACK_BUCKET, wide=True, over="expert_data")
+            if any(is_spread(each[0]) for each in groups):
+                self.add("update", "expert", "all_reduce", "fp32", 1)
             self._model_norm(1)
         else:
-            self._same_type(f"bf16 with parameters in fp32 at ZeRO {stage}")
             order = [each for group in groups for each in group]
             if stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1):
                 order = self.parameters[::-1]  # as the backward pass finishes them
             for _ in range(self.micro_batches if stage == 2 else 1):
-                self._reduced([[each] for each in order], self.config.zero.bucket_size, packed_after=False)
-            norms = 1 if self.layout.pipeline > 1 else len(groups)
-            self.add("update", "data", "all_reduce", "fp32", norms, norms)
+                self._bucketed(order, self.config.zero.bucket_size)
+            once = (self.layout.pipeline > 1 or self.layout.spreads_experts) and not self.offloads
+            norms = 1 if once else len(groups)
+            self.add("update", "replicas", "all_reduce", "fp32", norms, norms)
             self._model_norm(norms)
             self._overflow()
         for group in groups:
             self._gathered(group)
 
-    def _same_type(self, what: str) -> None:
-        if len({each.dtype for each in self.parameters}) > 1:
-            raise NotPredicted(f"there is no formula for {what}")
-
     def _overflow(self) -> None:
         """Whether any rank's 16-bit gradients are finite; nobody asks in fp32, nor at ZeRO 3 in bf16."""
         if self.config.precision.compute != "fp32":
-            self.add("update", "data", "all_reduce", "uint8", 1)
+            self.add("update", "replicas", "all_reduce", "uint8", 1)
             self._model_norm(1, "uint8")
 
     def _partitioned(self, groups: int) -> None:
         """ZeRO 3 of a model that is gathered at once: in each micro-batch its weights, but for those that stay
         everywhere, which are gathered one by one after the update; and its gradients, scattered."""
-        zero, ranks = self.config.zero, self.layout.data
-        self._same_type("ZeRO 3 with parameters of several types")
-        padded = {each: -(-each.numel() // ranks) * ranks for each in self.parameters}
+        zero, ranks = self.config.zero, self.layout.replicas
+        whole = {each: -(-each.numel() // ranks) * ranks for each in self.parameters}
         stay = [each for each in self.parameters if each.numel() <= zero.persistent_size]
         away = [each for each in self.parameters if each.numel() > zero.persistent_size]
-        if sum(map(torch.Tensor.numel, away)) > zero.prefetch_size or sum(padded.values()) > zero.bucket_size:
+        if sum(map(torch.Tensor.numel, away)) > zero.prefetch_size or sum(whole.values()) > zero.bucket_size:
             raise NotPredicted("there is no formula for ZeRO 3 that gathers or reduces a micro-batch in several pieces")
-        dtype = _TYPES[self.parameters[0].dtype]
-        m, reduce = self.micro_batches, self.config.precision.reduce if dtype != "fp32" else "fp32"
-        if away:
-            self.add("forward", "data", "all_gather", dtype, m * sum(padded[each] for each in away), m)
-        self.add("backward", "data", "reduce_scatter", reduce, m * sum(padded.values()), m)
-        self.add("update", "data", "all_reduce", "fp64", groups, groups)
-        self._model_norm(groups, "fp64")
-        if stay:
-            self.add("update", "data", "all_gather", dtype, sum(padded[each] for each in stay), len(stay))
+        m, reduce = self.micro_batches, self.config.precision.reduce
+        if self.config.precision.compute == "fp32":
+            reduce = "fp32"
+        for dtype in dict.fromkeys(each.dtype for each in away):
+            gathered = sum(whole[each] for each in away if each.dtype == dtype)
+            self.add("forward", "replicas", "all_gather", _TYPES[dtype], m * gathered, m)
+        self.add("backward", "replicas", "reduce_scatter", reduce, m * sum(whole.values()), m)
+        norms = "fp32" if self.offloads else "fp64"
+        self.add("update", "replicas", "all_reduce", norms, groups, groups)
+        self._model_norm(groups, norms)
+        for each in stay:
+            self.add("update", "replicas", "all_gather", _TYPES[each.dtype], whole[each])
 
     def _reduced(
-        self, tensors: list[list[nn.Parameter]], bucket: int, *, packed_after: bool, wide: bool = False
+        self, tensors: list[list[nn.Parameter]], bucket: int, *, wide: bool = False, over: str = "replicas"
     ) -> None:
-        """Sums of gradients in buckets of one type each.
+        """Sums of gradients in buckets of one type each, sent as soon as they are larger than `bucket`; tensors that
+        are, on their own.
 
         Args:
             tensors: the parameters whose gradients are one tensor.
-            packed_after: a bucket is sent when it is larger than `bucket`, and tensors that are on their own; else a
-                bucket is sent before it would be.
             wide: the gradients are fp32 whatever the parameters are.
+            over: which group.
         """
-        compute = self.config.precision.compute
         by_type: dict[str, list[int]] = {}
         for together in tensors:
             if size := sum(each.numel() for each in together):
                 by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
         for sizes in by_type.values():
-            dtype = self.config.precision.reduce if compute != "fp32" else "fp32"
-            filled = _buckets_after(sizes, bucket) if packed_after else _buckets_before(sizes, bucket)
-            if self.wire == "none":
-                self.add("backward", "data", "all_reduce", dtype, sum(filled), len(filled))
-                continue
-            for elements in filled:
-                exchanged, gathered = sum_messages(self.wire, elements, self.layout.data)
-                self.add("backward", "data", "all_to_all", "uint8", exchanged)
-                self.add("backward", "data", "all_gather", "uint8", gathered)
+            self._summed(_buckets_after(sizes, bucket), over)
+
+    def _bucketed(self, order: list[nn.Parameter], limit: int) -> None:
+        """Sums of gradients in buckets that are sent before they would be larger than `limit`. Of a bucket with
+        experts that other ranks hold, each group's part is a message."""
+        for bucket in _buckets_before(order, limit):
+            parts: dict[str, int] = {}
+            for each in bucket:
+                over = "expert_data" if is_spread(each) else "replicas"
+                over = "replicas" if self.groups[over] == self.groups["replicas"] else over
+                parts[over] = parts.get(over, 0) + each.numel()
+            for over, elements in parts.items():
+                self._summed([elements], over)
+
+    def _summed(self, messages: list[int], over: str) -> None:
+        """Sums of so many elements each."""
+        dtype = self.config.precision.reduce if self.config.precision.compute != "fp32" else "fp32"
+        if self.wire == "none":
+            self.add("backward", over, "all_reduce", dtype, sum(messages), len(messages))
+            return
+        for elements in messages:
+            exchanged, gathered = sum_messages(self.wire, elements, self.groups[over][1])
+            self.add("backward", over, "all_to_all", "uint8", exchanged)
+            self.add("backward", over, "all_gather", "uint8", gathered)
 
     def _model_norm(self, messages: int, dtype: str = "fp32") -> None:
         """Sums of norms over the ranks that hold other parts of the model: those of tensor and pipeline axes."""
-        if self.layout.pipeline == 1:
-            self.add("update", "tensor", "all_reduce", dtype, messages, messages)
-            return
-        ranks = self.layout.tensor * self.layout.pipeline
-        at = self.mesh.at
-        members = [
-            (stage * self.layout.data + at.data) * self.layout.tensor + place
-            for stage in range(self.layout.pipeline)
-            for place in range(self.layout.tensor)
-        ]
-        self.add("update", group_name(members, self.layout, at), "all_reduce", dtype, messages, messages, ranks)
+        self.add("update", "model", "all_reduce", dtype, messages, messages)
 
     def _gathered(self, group: list[nn.Parameter]) -> None:
         """A group's updated weights, which lie in one buffer, padded to equal parts."""
-        unit, elements = ALIGNMENT * self.layout.data, sum(each.numel() for each in group)
-        self.add("update", "data", "all_gather", _TYPES[group[0].dtype], -(-elements // unit) * unit)
+        over = "expert_data" if is_spread(group[0]) else "replicas"
+        elements = padded(sum(each.numel() for each in group), self.groups[over][1])
+        self.add("update", over, "all_gather", _TYPES[group[0].dtype], elements)
 
     def stages(self) -> None:
         """Activations, their gradients, copies of weights, and the loss."""
@@ -263,8 +309,16 @@ class _Predictor:
                     dtype = "fp32" if wide else _TYPES[each.dtype]
                     self.add("backward", "pipeline", "all_reduce", dtype, each.numel(), 1, len(holders))
         if self.last_stage:
-            self.add("exchange", "data", "all_reduce", "fp32", 1)
+            self.add("exchange", "replicas", "all_reduce", "fp32", 1)
         self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
+
+    def parameters_at(self, mesh: Mesh) -> list[nn.Parameter]:
+        """Those of this stage as another rank of it has them, without values."""
+        key = mesh.at.tensor, mesh.expert.rank
+        if key not in self._known:
+            layers = _layers(ModelPlan(self.config, mesh, "meta", values=False), self.held)
+            self._known[key] = list(dict.fromkeys(layers.parameters()))
+        return self._known[key]
 
     def _named(self, prefix: str) -> Iterator[nn.Parameter]:
         return (each for each in self.parameters if logical_of(each).name.startswith(f"{prefix}."))
@@ -274,11 +328,17 @@ class _Predictor:
         training, model = self.config.training, self.config.model
         form, samples = self.plan.form_at(border - 1), training.micro_batch_size
         cut = self.layout.tensor if self.layout.sequence else 1
-        length = training.sequence_length // cut
-        widths = sum((cut if each.whole else 1) * each.width for each in form.channels.values())
-        dtype = "fp32" if model.residual.fp32 else self.config.precision.compute
-        yield dtype, samples * length * (model.hidden_size + widths), True
-        sizes = {"positions": training.sequence_length, "documents": training.sequence_length, "samples": 1}
+        own = training.sequence_length // self.layout.context
+        length = own // cut
+        width = form.sample_width(model.hidden_size, cut)
+        dtype, elements = "fp32" if model.residual.fp32 else self.config.precision.compute, length * width
+        wire = self.config.parallel.communication.compress.pipeline
+        if wire == "int8_block":  # bytes that pass as fp32
+            dtype, elements = "fp32", part_bytes(wire, elements, row_block(width)) // 4
+        elif wire != "none":
+            dtype = wire
+        yield dtype, samples * elements, True
+        sizes = {"positions": own, "documents": own, "samples": 1}
         types = {"positions": "int32", "documents": "int32", "samples": "int64"}
         for name in form.optional:
             yield types[name], samples * sizes[name], False
@@ -292,13 +352,13 @@ class _Predictor:
         }
         if experts:
             elements = len(experts) * (2 * max(experts.values()) + ExpertTally.EXTRA)
-            for axis in ("data", "pipeline"):
+            for axis in ("replicas", "pipeline"):
                 self.add("exchange", axis, "all_reduce", "fp32", elements)
 
     def further_losses(self) -> None:
         """The sums of the modules that predict further tokens, over data and stages."""
         if depth := len(self.config.model.further_blocks):
-            for axis in ("data", "pipeline"):
+            for axis in ("replicas", "pipeline"):
                 self.add("exchange", axis, "all_reduce", "fp64", 2 * depth)
 
 
@@ -331,12 +391,14 @@ def _buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
     return messages + [filled] * bool(filled)
 
 
-def _buckets_before(sizes: Iterable[int], limit: int) -> list[int]:
-    """Elements of messages where a bucket is sent when the next parameter would make it larger than `limit`."""
-    messages, filled = [], 0
-    for size in sizes:
-        if filled and filled + size > limit:
-            messages.append(filled)
+def _buckets_before(order: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Messages where a bucket is sent when the next parameter would make it larger than `limit` elements."""
+    messages: list[list[nn.Parameter]] = [[]]
+    filled = 0
+    for each in order:
+        if filled and filled + each.numel() > limit:
+            messages.append([])
             filled = 0
-        filled += size
-    return messages + [filled] * bool(filled)
+        messages[-1].append(each)
+        filled += each.numel()
+    return messages

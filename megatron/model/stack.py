@@ -99,6 +99,11 @@ class ModelPlan:
         model, ranks = self.config.model, self.mesh.tensor.size
         return live_channels([block_channels(model, block, ranks) for block in self.blocks])
 
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return torch.float32 if self.config.model.residual.fp32 else self.dtype or DTYPES[self.config.precision.compute]
+
     def form_at(self, index: int) -> StreamForm:
         """The form of the stream before the block of this index (or, after the last, before the head)."""
         return replace(self.form, channels=self.live_channels[index])

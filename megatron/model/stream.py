@@ -162,6 +162,14 @@ class StreamForm:
         floats = 1 + len(self.channels)
         return (torch.cat([each.flatten(1) for each in tensors[:floats]], 1), *tensors[floats:])
 
+    def _shapes(self, hidden_size: int, cut: int) -> list[tuple[int, int]]:
+        """Of each float: positions, in units of those that the hidden state has here, and width."""
+        return [(1, hidden_size), *((cut if each.whole else 1, each.width) for each in self.channels.values())]
+
+    def sample_width(self, hidden_size: int, cut: int) -> int:
+        """Floats of a sample for each position that the hidden state has here; arguments as those of `split`."""
+        return sum(times * width for times, width in self._shapes(hidden_size, cut))
+
     def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:
         """What `join` joined.
 
@@ -170,8 +178,7 @@ class StreamForm:
         """
         if not self.channels:
             return tensors
-        shapes = [(1, hidden_size)]  # positions, in units of those that the hidden state has here, and width
-        shapes += [(cut if each.whole else 1, each.width) for each in self.channels.values()]
-        length = tensors[0].shape[1] // sum(times * width for times, width in shapes)
+        shapes = self._shapes(hidden_size, cut)
+        length = tensors[0].shape[1] // self.sample_width(hidden_size, cut)
         parts = tensors[0].split([length * times * width for times, width in shapes], 1)
         return (*(part.unflatten(1, (-1, width)) for part, (_, width) in zip(parts, shapes)), *tensors[1:])

@@ -55,7 +55,8 @@ METHODS: dict[str, tuple[str, int | None]] = {
     "barrier": ("barrier", None),
 }
 EVALUATE = "evaluate"
-LEVELS = ("inside", "between")  # descriptions of groups that are a level of another one: ranks of a host, and hosts
+# descriptions of groups that are a level of another one: ranks of a host, hosts, and ranks of a pair
+LEVELS = ("inside", "between", "pair")
 _installed: Recorder | None = None
 
 

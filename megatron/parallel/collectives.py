@@ -17,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .account import here
+from .compression import gathered, scattered_sum, summed
 from .mesh import Axis, Mesh
+
+NONE = "none"  # what travels is what is given
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -29,41 +32,49 @@ def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceO
     return x
 
 
-def _gather_sequence(x_BsH: Tensor, axis: Axis) -> Tensor:
+def _gather_sequence(x_BsH: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
     """[B, S/t, H] to [B, S, H]."""
     x_sBH = x_BsH.transpose(0, 1).contiguous()
+    if wire != NONE:
+        return gathered(x_sBH, axis, wire).transpose(0, 1).contiguous()
     out_SBH = x_sBH.new_empty((x_sBH.shape[0] * axis.size, *x_sBH.shape[1:]))
     dist.all_gather_into_tensor(out_SBH, x_sBH, group=axis.group)
     return out_SBH.transpose(0, 1).contiguous()
 
 
-def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis) -> Tensor:
+def _scatter_sum_sequence(x_BSH: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
     """[B, S, H] partial sums to this rank's [B, S/t, H] of the sum."""
     x_SBH = x_BSH.transpose(0, 1).contiguous()
+    if wire != NONE:
+        return scattered_sum(x_SBH, axis, wire).transpose(0, 1).contiguous()
     out_sBH = x_SBH.new_empty((x_SBH.shape[0] // axis.size, *x_SBH.shape[1:]))
     dist.reduce_scatter_tensor(out_sBH, x_SBH, group=axis.group)
     return out_sBH.transpose(0, 1).contiguous()
 
 
+def _sum(x: Tensor, axis: Axis, wire: str) -> Tensor:
+    return all_reduce(x.clone(), axis) if wire == NONE else summed(x, axis, wire)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, here()
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad.clone(), ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(grad, ctx.axis, ctx.wire), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x.clone(), axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        return _sum(x, axis, wire)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _ReduceBoth(torch.autograd.Function):
@@ -79,24 +90,24 @@ class _ReduceBoth(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, here()
-        return _gather_sequence(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
+        return _gather_sequence(x, axis, wire)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter_sum_sequence(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_sum_sequence(grad, ctx.axis, ctx.wire), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.layer = axis, here()
-        return _scatter_sum_sequence(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, wire: str = NONE) -> Tensor:
+        ctx.axis, ctx.wire, ctx.layer = axis, wire, here()
+        return _scatter_sum_sequence(x, axis, wire)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_sequence(grad, ctx.axis), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_sequence(grad, ctx.axis, ctx.wire), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -146,14 +157,14 @@ def enter(x: Tensor, mesh: Mesh) -> Tensor:
     """Into the tensor region: every rank gets the whole [B, S, H]; the gradients of the ranks are summed."""
     if mesh.tensor.size == 1:
         return x
-    return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor)
+    return (_Gather if mesh.layout.sequence else _Copy).apply(x, mesh.tensor, mesh.layout.tensor_wire)
 
 
 def leave(x: Tensor, mesh: Mesh) -> Tensor:
     """Out of the tensor region: the ranks' partial [B, S, H] are summed (and cut along the sequence)."""
     if mesh.tensor.size == 1:
         return x
-    return (_ScatterSum if mesh.layout.sequence else _Reduce).apply(x, mesh.tensor)
+    return (_ScatterSum if mesh.layout.sequence else _Reduce).apply(x, mesh.tensor, mesh.layout.tensor_wire)
 
 
 def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:

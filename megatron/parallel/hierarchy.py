@@ -1,10 +1,13 @@
-"""Collectives in two levels: inside a host by its backend, and between hosts among the ranks at the same place of each.
+"""Collectives in levels: inside a host by its backend, and between hosts among the ranks at the same place of each.
 
 Of n hosts with l ranks each, an all-gather first gathers each rank's block from its like on the other hosts, then these
 n blocks inside the host; a reduce-scatter goes the other way, and an all-reduce is one after the other. So a host
 receives from others what it lacks once, where a ring through all ranks passes everything through every host (PCCL,
 arXiv 2504.18658). Between hosts works the backend, a ring, or recursive doubling and halving (Thakur et al. 2005,
 "Optimization of collective communication operations in MPICH"), whose number of messages is logarithmic.
+
+In three levels, what is called a host here is a pair of ranks with the fastest link, and the ranks at the same place of
+each pair do the same once more, in hosts: a grid whose `outer` is one.
 
 Shapes: n hosts, l ranks of a host, b elements of a block; a group has n l ranks.
 """
@@ -25,7 +28,7 @@ from megatron.config.algorithm_table import RECURSIVE, TWO_LEVEL
 from .account import LEVELS
 from .mesh import ALONE, Axis, new_group
 
-INSIDE, BETWEEN = LEVELS  # descriptions of the groups that are made
+INSIDE, BETWEEN, PAIR = LEVELS  # descriptions of the groups that are made
 COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -55,6 +58,7 @@ class HostGrid:
     Attributes:
         inside: ranks of its host.
         between: the ranks at its place of every host.
+        outer: how the ranks of `between` are in hosts; None where they are not, or it makes no difference.
         order: [l n] the group's places, by place in a host and then by host; None where that is host by host already
             once the two are exchanged, which needs no index.
     """
@@ -62,19 +66,43 @@ class HostGrid:
     inside: Axis
     between: Axis
     order: Tensor | None
+    outer: HostGrid | None = None
 
     @classmethod
     def build(
-        cls, ranks: Sequence[int], places: tuple[tuple[int, ...], ...], rank: int, timeout: timedelta | None
+        cls,
+        ranks: Sequence[int],
+        places: tuple[tuple[int, ...], ...],
+        rank: int,
+        timeout: timedelta | None,
+        hosts: Sequence[Hashable] = (),
     ) -> HostGrid:
-        """Make the two groups; all ranks of the group call it, in the same order among other groups."""
+        """Make the two groups; all ranks of the group call it, in the same order among other groups.
+
+        Args:
+            hosts: of each rank of the job, where `places` are those of pairs: then there are three levels.
+        """
         at = next(host for host in places if rank in (ranks[place] for place in host))
         mine = [ranks[place] for place in at].index(rank)
-        inside = _axis([ranks[place] for place in at], rank, timeout, INSIDE)
-        between = _axis([ranks[host[mine]] for host in places], rank, timeout, BETWEEN)
+        inside = _axis([ranks[place] for place in at], rank, timeout, PAIR if hosts else INSIDE)
+        line = [ranks[host[mine]] for host in places]
+        outer = None
+        if hosts:
+            further = places_by_host(line, hosts)
+            assert further is not None, "pairs are within hosts, and as many in each"
+            outer = cls.build(line, further, rank, timeout)
+            between = Axis(line.index(rank), len(line), None, tuple(line))
+        else:
+            between = _axis(line, rank, timeout, BETWEEN)
         flat = [place for host in places for place in host]
         order = torch.tensor([host[place] for place in range(len(at)) for host in places])
-        return cls(inside, between, None if flat == list(range(len(ranks))) else order)
+        return cls(inside, between, None if flat == list(range(len(ranks))) else order, outer)
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The groups that were made."""
+        outer = self.outer.axes if self.outer else []
+        return [axis for axis in (self.inside, self.between, *outer) if axis.group is not None]
 
 
 def _axis(ranks: list[int], rank: int, timeout: timedelta | None, description: str) -> Axis:
@@ -87,7 +115,7 @@ def all_gather(out: Tensor, part: Tensor, grid: HostGrid, algorithm: str) -> Non
     """out [n l b] gets the blocks [b] of all ranks."""
     n, inner = grid.between.size, grid.inside.size
     column = part.new_empty(n * part.numel())
-    _gather_between(column, part.reshape(-1), grid.between, algorithm)
+    _gather_between(column, part.reshape(-1), grid, algorithm)
     rows = column
     if inner > 1:
         rows = part.new_empty(inner * column.numel())
@@ -102,13 +130,13 @@ def reduce_scatter(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str, 
     if inner > 1:
         column = rows.new_empty(n * part.numel())
         dist.reduce_scatter_tensor(column, rows, op=op, group=grid.inside.group)
-    _reduce_between(part.view(-1), column, grid.between, algorithm, op)
+    _reduce_between(part.view(-1), column, grid, algorithm, op)
 
 
 def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
     """x becomes the sum over all ranks, in place. Parts are padded to equal sizes."""
     n, inner = grid.between.size, grid.inside.size
-    parts = inner if algorithm == TWO_LEVEL else inner * n
+    parts = inner if algorithm == TWO_LEVEL or grid.outer else inner * n
     flat = x.view(-1)
     size = -(-flat.numel() // parts) * parts
     work = flat if size == flat.numel() else torch.cat([flat, flat.new_zeros(size - flat.numel())])
@@ -116,12 +144,14 @@ def all_reduce(x: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedO
     if inner > 1:
         piece = work.new_empty(size // inner)
         dist.reduce_scatter_tensor(piece, work, op=op, group=grid.inside.group)
-    if algorithm == TWO_LEVEL:
+    if grid.outer is not None:
+        all_reduce(piece, grid.outer, algorithm, op)
+    elif algorithm == TWO_LEVEL:
         dist.all_reduce(piece, op=op, group=grid.between.group)
     else:
         block = piece.new_empty(piece.numel() // n)
-        _reduce_between(block, piece, grid.between, algorithm, op)
-        _gather_between(piece, block, grid.between, algorithm)
+        _reduce_between(block, piece, grid, algorithm, op)
+        _gather_between(piece, block, grid, algorithm)
     if inner > 1:
         dist.all_gather_into_tensor(work, piece, group=grid.inside.group)
     if work is not flat:
@@ -139,7 +169,10 @@ def all_to_all(out: Tensor, whole: Tensor, grid: HostGrid) -> None:
         rows = got  # by the sender's place and the receiver's host
     column = rows.view(inner, n, -1).transpose(0, 1).contiguous()
     sent = torch.empty_like(column)
-    dist.all_to_all_single(sent.view(-1), column.view(-1), group=grid.between.group)
+    if grid.outer is not None:
+        all_to_all(sent.view(-1), column.view(-1), grid.outer)
+    else:
+        dist.all_to_all_single(sent.view(-1), column.view(-1), group=grid.between.group)
     _from_rows(out, sent.transpose(0, 1).contiguous().view(-1), grid, n, inner)
 
 
@@ -159,8 +192,12 @@ def _from_rows(out: Tensor, rows: Tensor, grid: HostGrid, n: int, inner: int) ->
         out.view(n * inner, -1)[grid.order.to(out.device)] = rows.view(n * inner, -1)
 
 
-def _gather_between(out: Tensor, part: Tensor, axis: Axis, algorithm: str) -> None:
-    """[b] to [n b] among the ranks of an axis."""
+def _gather_between(out: Tensor, part: Tensor, grid: HostGrid, algorithm: str) -> None:
+    """[b] to [n b] among the ranks of `between`."""
+    if grid.outer is not None:
+        all_gather(out, part, grid.outer, algorithm)
+        return
+    axis = grid.between
     if algorithm == TWO_LEVEL:
         dist.all_gather_into_tensor(out, part.contiguous(), group=axis.group)
         return
@@ -177,8 +214,12 @@ def _gather_between(out: Tensor, part: Tensor, axis: Axis, algorithm: str) -> No
         _swap(blocks[(rank - step) % n], blocks[(rank - step - 1) % n], (rank + 1) % n, (rank - 1) % n, axis)
 
 
-def _reduce_between(part: Tensor, whole: Tensor, axis: Axis, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
-    """This rank's block [b] of the sum of [n b] over an axis; `whole` may be overwritten."""
+def _reduce_between(part: Tensor, whole: Tensor, grid: HostGrid, algorithm: str, op: dist.ReduceOp.RedOpType) -> None:
+    """This rank's block [b] of the sum of [n b] over `between`; `whole` may be overwritten."""
+    if grid.outer is not None:
+        reduce_scatter(part, whole, grid.outer, algorithm, op)
+        return
+    axis = grid.between
     if algorithm == TWO_LEVEL:
         dist.reduce_scatter_tensor(part, whole, op=op, group=axis.group)
         return

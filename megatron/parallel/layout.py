@@ -49,6 +49,7 @@ class Layout:
     context_method: str = "auto"
     context_ulysses: int | None = None
     zigzag: bool = False
+    tensor_wire: str = "none"  # form in which activations travel on the tensor axis; see `megatron.config.wire`
 
     @property
     def replicas(self) -> int:
@@ -109,6 +110,7 @@ class Layout:
             context=parallel.context,
             context_method=parallel.context_method,
             context_ulysses=parallel.context_ulysses,
+            tensor_wire=parallel.communication.compress.tensor,
             zigzag=parallel.context > 1 and choose_cut(config)[0] == "zigzag",
         )
         if layout.expert_line % layout.expert:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, AlgorithmTable
+from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, THREE, AlgorithmTable
 
 from . import hierarchy
 from .hierarchy import COMBINE, HostGrid, places_by_host
@@ -49,12 +49,14 @@ class Way:
     Attributes:
         hosts, ranks: over how many of the one so many of the other are.
         grid: for algorithms in levels; None where the table has none for such a group.
+        pairs: the same in three levels; None where the group has no pairs, and then `grid` does it.
         others: groups of the same ranks, by the name of another backend.
     """
 
     hosts: int
     ranks: int
     grid: HostGrid | None
+    pairs: HostGrid | None
     others: dict[str, ProcessGroup]
 
 
@@ -66,6 +68,7 @@ class Router:
         groups: the ranks of each group that this rank is in, in the same order on all ranks.
         hosts: of each rank of the job, a name.
         rank: this one.
+        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest; may be empty.
         timeout: of the groups that are made.
 
     All ranks make it together. As with the mesh, only members of a group meet.
@@ -78,8 +81,9 @@ class Router:
         hosts: Sequence[Hashable],
         rank: int,
         timeout: timedelta | None = None,
+        pairs: Sequence[Hashable] = (),
     ) -> None:
-        self.table = table
+        self.table, self._pairs = table, pairs
         self.ways: dict[tuple[int, ...], Way] = {}
         self._known: dict[str, Way | None] = {}  # by the name of a group
         self._own: set[str] = set()
@@ -96,12 +100,18 @@ class Router:
         wanted = self.table.algorithms(len(places), len(ranks))
         if not wanted:
             return None
-        grid = HostGrid.build(ranks, places, rank, timeout) if wanted & set(LEVELS) else None
+        by_pair = places_by_host(ranks, self._pairs) if self._pairs else None
+        deep = by_pair is not None and len(places) < len(by_pair) < len(ranks)
+        pairs = (
+            HostGrid.build(ranks, by_pair, rank, timeout, hosts) if by_pair and deep and wanted & set(THREE) else None
+        )
+        flat = set(LEVELS) if pairs else {*LEVELS, *THREE}
+        grid = HostGrid.build(ranks, places, rank, timeout) if wanted & flat else None
         names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
         others = {name: new_group(ranks, timeout, backend=name) for name in names}
-        made = [axis.group for axis in (grid.inside, grid.between) if axis.group] if grid else []
+        made = [axis.group for each in (grid, pairs) if each for axis in each.axes if axis.group]
         self._own |= {group.group_name for group in (*made, *others.values())}
-        return Way(len(places), len(ranks), grid, others)
+        return Way(len(places), len(ranks), grid, pairs, others)
 
     def wrap(self, method: str, plain: Callable) -> Callable:
         """A layer over a method of process groups; see `interception`."""
@@ -150,12 +160,14 @@ class Router:
                 "reduce_scatter": partial(dist.reduce_scatter_tensor, first, last, op=op, group=group),
                 "all_to_all": partial(dist.all_to_all_single, first, last, group=group),
             }[operation]
-        assert way.grid is not None
+        grid = way.pairs if algorithm in THREE and way.pairs else way.grid
+        algorithm = THREE.get(algorithm, algorithm)
+        assert grid is not None
         return {
-            "all_reduce": partial(hierarchy.all_reduce, first, way.grid, algorithm, op),
-            "all_gather": partial(hierarchy.all_gather, first, last, way.grid, algorithm),
-            "reduce_scatter": partial(hierarchy.reduce_scatter, first, last, way.grid, algorithm, op),
-            "all_to_all": partial(hierarchy.all_to_all, first, last, way.grid),
+            "all_reduce": partial(hierarchy.all_reduce, first, grid, algorithm, op),
+            "all_gather": partial(hierarchy.all_gather, first, last, grid, algorithm),
+            "reduce_scatter": partial(hierarchy.reduce_scatter, first, last, grid, algorithm, op),
+            "all_to_all": partial(hierarchy.all_to_all, first, last, grid),
         }[operation]
 
     @contextmanager

@@ -88,11 +88,32 @@ def trace(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
+def rank_traces(steps: dict[int, dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """The same as a trace for each rank, as torch's profiler writes them: what Holistic Trace Analysis reads. Arrows go
+    from one rank to another, and are left out."""
+    whole = trace(steps)
+    ranks = sorted({event["pid"] for event in whole["traceEvents"]})
+    facts = {"schemaVersion": 1, **{name: value for name, value in whole.items() if name != "traceEvents"}}
+    return {
+        rank: {
+            **facts,
+            "distributedInfo": {"rank": rank, "world_size": len(ranks)},
+            "traceEvents": [each for each in whole["traceEvents"] if each["pid"] == rank and each["ph"] in "MX"],
+        }
+        for rank in ranks
+    }
+
+
 def write_trace(path: str | Path, steps: dict[int, dict[int, dict[str, Any]]]) -> None:
-    """Write `trace` to a file, which appears whole or not at all."""
-    beside = Path(f"{path}.new")
-    beside.write_text(json.dumps(trace(steps)), encoding="utf-8")
-    os.replace(beside, path)
+    """Write `trace` to a file, or `rank_traces` into an existing folder as `rank_<n>.json`; each file appears whole or
+    not at all."""
+    made = {Path(path): trace(steps)}
+    if Path(path).is_dir():
+        made = {Path(path, f"rank_{rank}.json"): each for rank, each in rank_traces(steps).items()}
+    for file, content in made.items():
+        beside = Path(f"{file}.new")
+        beside.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(beside, file)
 
 
 def _events(

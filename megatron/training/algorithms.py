@@ -28,6 +28,12 @@ def hosts_of(config: Config, world: World) -> list[Hashable]:
     return list(world.communicator.gather(gethostname()))
 
 
+def pairs_of(config: Config, world: World) -> list[Hashable]:
+    """The pair of each rank, where the configuration has pairs."""
+    pair = config.parallel.communication.pair
+    return [] if pair is None else [rank // pair for rank in range(world.mesh.layout.world_size)]
+
+
 def device_words(device: torch.device) -> str:
     """The name of an accelerator, or of a host's processor."""
     return processor() if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
@@ -83,7 +89,8 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
         )
     if table.facts["device"] != device:
         log(f"warning: {key} was measured on {table.facts['device']}, and this is {device}: its choices may be slow")
-    router = Router(table, groups_of(world.mesh), hosts, world.mesh.rank, world.mesh.timeout)
+    pairs = pairs_of(config, world)
+    router = Router(table, groups_of(world.mesh), hosts, world.mesh.rank, world.mesh.timeout, pairs)
     for line in described(table, router):
         log(line)
     with router.installed():

@@ -159,6 +159,9 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
     )
     if config.parallel.communication.compress.data != "none" and world.mesh.replicas.size > 1:
         log(describe_wire(config.parallel.communication.compress.data))
+    for axis, size in (("tensor", layout.tensor), ("pipeline", layout.pipeline)):
+        if (wire := getattr(config.parallel.communication.compress, axis)) != "none" and size > 1:
+            log(f"activations and their gradients travel as {wire} on the {axis} axis, in evaluations too")
     log(describe_compile(config, world.device))
     for line in (*describe_kernels(config, world.device), *describe_context(config)):
         log(line)

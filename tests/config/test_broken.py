@@ -57,7 +57,10 @@ def folder(tmp_path, monkeypatch):
     for name, text in teachers().items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "meta.json").write_text(text)
-    (tmp_path / "machine.yml").write_text("algorithms: {ranks: 4, hosts: 2, backend: nccl, device: x, table: []}\n")
+    row = "{operation: all_reduce, hosts: 2, ranks: 4, choices: [[0, three_level]]}"
+    for name, rows in (("machine", ""), ("three", row)):
+        table = f"algorithms: {{ranks: 4, hosts: 2, backend: nccl, device: x, table: [{rows}]}}\n"
+        (tmp_path / f"{name}.yml").write_text(table)
     vocabulary = {f"t{index}": index for index in range(190)}
     added = [{"id": index, "content": f"<{index}>"} for index in range(190, 200)]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": added}))

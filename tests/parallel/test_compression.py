@@ -6,13 +6,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.wire import BLOCK, FEEDS_BACK, SHARE, WIRES, part_bytes, part_elements
+from megatron.config.wire import BLOCK, FEEDS_BACK, SHARE, WIRES, part_bytes, part_elements, row_block
 from megatron.parallel.account import Recorder
-from megatron.parallel.compression import CompressedSum, decode, encode, sum_messages
+from megatron.parallel.compression import (
+    CompressedSum,
+    decode,
+    encode,
+    gathered,
+    pack_rows,
+    part_message,
+    scattered_sum,
+    sum_messages,
+    summed,
+    unpack_rows,
+)
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from tests.workers import run
 
+ROWS = 8, 75  # of activations on a rank
 FORMS = [wire for wire in WIRES if wire != "none"]
 RANKS, TURNS = 4, 5
 SIZES = (1, 1000, 5000)
@@ -65,6 +77,10 @@ def four_ranks() -> dict:
             told[wire, turn] = [sums.sum(values(size, turn, mesh.rank), mesh.data.group) for size in SIZES]
         told[wire, "sent"] = recorder.tally.take().by("operation", "dtype")
         told[wire, "left"] = list(sums.left_out.values())
+    for wire in FORMS[:-1]:
+        x = values(600, 0, mesh.rank).view(ROWS)
+        told[wire, "axis"] = [each(x, mesh.data, wire) for each in (summed, gathered, scattered_sum)]
+        told[wire, "axis sent"] = recorder.tally.take().by("operation", "dtype")
     broken = CompressedSum("int8_block")
     bad = values(1000, 0, mesh.rank)
     bad[7] = float("inf")
@@ -129,3 +145,53 @@ def test_bytes(told):
 
 def test_an_overflow_is_seen_and_forgotten(told):
     assert all(not each["overflow"] and each["after"] for each in told)
+
+
+@pytest.mark.parametrize("wire", FORMS[:-1])
+def test_activations_on_the_tensor_axis(told, wire):
+    """Sums are off by each rank's rounding and that of the sum, what is gathered by one, and what is scattered by those
+    of the terms; sums are alike on all ranks, and types and shapes are those that were given."""
+    given = [values(600, 0, rank).view(ROWS).double() for rank in range(RANKS)]
+    share = {"int8_block": 1.01 / 254}.get(wire, 1.01 * HALF.get(wire, 0.0))
+    largest = sum(each.abs().max() for each in given)
+    magnitudes = largest if wire == "int8_block" else sum(each.abs() for each in given)
+    whole, tiny = sum(given), 5 * 2.0**-25
+    for rank, own in enumerate(told):
+        total, everyone, part = own[wire, "axis"]
+        assert torch.equal(total, told[0][wire, "axis"][0]) and total.dtype == torch.float32
+        assert ((total.double() - whole).abs() <= 2 * share * magnitudes + tiny).all()
+        for place, rows in enumerate(everyone.view(RANKS, *ROWS).double()):
+            bound = given[place].abs().max() if wire == "int8_block" else given[place].abs()
+            assert ((rows - given[place]).abs() <= share * bound + tiny).all()
+        rows = slice(2 * rank, 2 * rank + 2)
+        bound = largest if wire == "int8_block" else magnitudes[rows]
+        assert ((part.double() - whole[rows]).abs() <= share * bound + tiny).all()
+        first, second = sum_messages(wire, 600, RANKS)
+        assert own[wire, "axis sent"] == {
+            ("all_gather", "uint8"): (2, second + part_message(wire, 4 * 600, RANKS)),
+            ("all_to_all", "uint8"): (2, first + part_message(wire, 600, RANKS)),
+        }
+
+
+@pytest.mark.parametrize("wire", FORMS[:-1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_between_stages(wire, dtype):
+    """What arrives is what was sent but for one rounding, and so is its gradient on the way back, as one float tensor
+    of as many bytes as the formula has."""
+    width, shape = 48, (2, 5, 48)
+    x = values(480, 0, 0).view(shape).to(dtype).requires_grad_()
+    packed = pack_rows(x, wire, width)
+    sent = packed.detach().requires_grad_(packed.is_floating_point())
+    y = unpack_rows(sent, wire, width, dtype).view(shape)
+    gradient = values(480, 1, 0).view(shape).to(dtype)
+    y.backward(gradient)
+    packed.backward(sent.grad)
+    assert y.dtype == x.grad.dtype == dtype
+    assert packed.numel() * packed.element_size() == 2 * part_bytes(wire, 240, row_block(width))
+    for found, exact in ((y, x), (x.grad, gradient)):
+        blocks = exact.detach().double().view(-1, row_block(width))
+        largest = blocks.abs().amax(1, keepdim=True) if wire == "int8_block" else blocks.abs()
+        share = {"int8_block": 1 / 254}.get(wire, HALF.get(wire, 0.0))
+        again = torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 1e-6  # back to the type it had
+        error = (found.detach().double().view_as(blocks) - blocks).abs()
+        assert (error <= (share * (1 + 1e-5) + 1.1 * again) * largest + 2.0**-25).all()

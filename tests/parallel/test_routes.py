@@ -13,6 +13,7 @@ from megatron.config.algorithm_table import (
     OPERATIONS,
     RECURSIVE,
     RING,
+    THREE,
     TWO_LEVEL,
     AlgorithmTable,
     best,
@@ -27,6 +28,7 @@ from megatron.parallel.traffic import crossing_bytes
 from tests.workers import run
 
 RANKS = 4
+EIGHT = 8
 HOSTS = {"2x2": "aabb", "2x2 in turns": "abab", "4x1": "abcd"}
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
@@ -41,9 +43,9 @@ def own(size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return (torch.randn(size, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
-def everyones(size: int, dtype: torch.dtype) -> torch.Tensor:
+def everyones(size: int, dtype: torch.dtype, ranks: int = RANKS) -> torch.Tensor:
     """[ranks, size] of `own`."""
-    found = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    found = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
     return torch.stack([(torch.randn(size, generator=each, dtype=torch.float64) * 100).to(dtype) for each in found])
 
 
@@ -159,6 +161,74 @@ def test_bytes_to_other_hosts(told):
             exchange = RANKS * 24 * (RANKS - RANKS // count) // RANKS
             # a sum of 37 in four parts is no whole number of bytes per rank: each is rounded
             assert found == pytest.approx(2 * 4 * (elements + exchange), abs=2 * 2 * RANKS), (hosts, algorithm)
+
+
+def eight_ranks() -> dict:
+    """Two hosts of two pairs, in order and in turns: what the backend gives, and what three levels do."""
+    mesh, told = Mesh.build(Layout(data=EIGHT), None), {}
+    for hosts, pairs in (("aaaabbbb", "aabbccdd"), ("abababab", "acacbdbd")):
+        for algorithm in THREE:
+            known = [each for each in OPERATIONS if algorithm in candidates(each, 2)]
+            always = AlgorithmTable({}, {(each, 2, EIGHT): ((0, algorithm),) for each in known})
+            router = Router(always, groups_of(mesh), hosts, mesh.rank, pairs=pairs)
+            recorder = Recorder(mesh, hosts=hosts)
+            recorder.install()
+            for dtype in (torch.float32, torch.int64):
+                plain = eight_results(dtype)
+                recorder.tally.take(), recorder.crossing.take()
+                with router.installed():
+                    found = eight_results(dtype)
+                    sent = recorder.tally.take().by("group", "operation")
+                    crossing = sum(size for *_, size in recorder.crossing.take())
+                    again = eight_results(dtype)
+                terms = everyones(40, dtype, EIGHT)
+                block = slice(5 * mesh.rank, 5 * mesh.rank + 5)
+                told[hosts, algorithm, str(dtype)] = {
+                    "bitwise": all(torch.equal(found[at], plain[at]) for at in (0, 1, 4)),
+                    "again": all(map(torch.equal, found, again)),
+                    "off": max(off_by(found[2], terms), off_by(found[3], terms[:, block])),
+                    "sum": found[2].double().tolist(),
+                    "sent": sent,
+                    "crossing": crossing,
+                }
+            recorder.remove()
+    return told
+
+
+def eight_results(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Gathered, exchanged, summed, this rank's part of the sum, and the largest of 37 numbers."""
+    whole, largest = own(40, dtype), own(37, dtype)
+    gathered, exchanged, part = whole.new_empty(EIGHT * 40), torch.empty_like(whole), whole.new_empty(5)
+    dist.all_gather_into_tensor(gathered, whole)
+    dist.all_to_all_single(exchanged, whole)
+    dist.reduce_scatter_tensor(part, whole)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(whole)
+    return [gathered, exchanged, whole, part, largest]
+
+
+def test_three_levels():
+    """Gathers and maxima are the backend's; sums are near, alike on all ranks and alike again. Of 40 numbers an
+    all-gather crosses to the other host once, half of all."""
+    told = run(EIGHT, eight_ranks)
+    for case, first in told[0].items():
+        for each in told:
+            assert each[case]["bitwise"] and each[case]["again"] and each[case]["off"] <= 1, case
+            assert each[case]["sum"] == first["sum"], case
+        groups = {group for group, _ in first["sent"]}
+        backend = set() if case[1] == "three_level" else {"data"}  # an all-to-all has one algorithm in levels
+        assert groups == {"data/pair", "data/inside", "data/between"} | backend, (case, groups)
+        size, padded = (4 if "32" in case[2] else 8), 40
+        gather, scatter, sums = EIGHT * 40, 40, 2 * (padded + 40)
+        exchange = EIGHT * 40 // 2  # half of what each rank has is for the other host
+        crossing = sum(each[case]["crossing"] for each in told)
+        if case[1] == "three_level":
+            assert crossing == size * (gather + scatter + sums + exchange), case
+    two = told[0]["aaaabbbb", "three_level", "torch.float32"]["sent"]
+    # 80 with the other host, 160 with the other pair, 320 in the end; the two sums have 40 and 37, padded to 38
+    assert two["data/between", "all_gather"][1] == 4 * 2 * 40
+    assert two["data/inside", "all_gather"][1] == 4 * (4 * 40 + 2 * 20)
+    assert two["data/pair", "all_gather"][1] == 4 * (8 * 40 + 40 + 38)
 
 
 def others() -> dict:

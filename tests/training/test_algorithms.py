@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.training.algorithms import processor
 from megatron.worker.place import StartError
 from tests.training.test_run import TINY, job, losses
 from tests.workers import run
+from tools.communication import main
 
 FACTS = {"ranks": 4, "hosts": 2, "backend": "gloo", "device": processor()}
 ISLANDS, MISSING = "parallel.communication.island=2", "backend:mpi"
@@ -67,7 +69,7 @@ def folder(tmp_path_factory) -> str:
     return str(made)
 
 
-def test_losses_are_those_without_a_table(folder):
+def test_losses_are_those_without_a_table(folder, capsys):
     found = run(4, runs, folder)[0]
     for name, rounding in (("zero 3", 1e-5), ("tensor", 2e-2)):
         plain, sent, _ = found[f"{name} plain"]
@@ -80,6 +82,18 @@ def test_losses_are_those_without_a_table(folder):
     calls = found[f"zero 3 {TWO_LEVEL}"][1]
     assert {("data/between", "all_gather"), ("data/between", "reduce_scatter")} <= set(calls), "DeepSpeed's own"
     assert ("data", "all_gather") not in calls and ("data", "reduce_scatter") not in calls
+    bytes_to_others = {}
+    for way in ("plain", TWO_LEVEL):
+        at = Path(folder, f"zero 3 {way}")
+        capsys.readouterr()
+        assert main([str(at), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        told = [account.to_other_hosts(shown["step"]) for account in read_accounts(at).values()]
+        bytes_to_others[way] = sum(call["to_other_hosts"] for call in shown["calls"])
+        assert bytes_to_others[way] == sum(size for each in told for *_, size in each) > 0
+        assert main([str(at)]) == 0 and "to other hosts: " in capsys.readouterr().out
+    # two hosts of two: a ring of 4 sends 3/4 over each of two links, two levels one half
+    assert 0.6 < bytes_to_others[TWO_LEVEL] / bytes_to_others["plain"] < 0.8
 
 
 def test_tables_of_another_job_and_missing_backends_are_refused(folder):

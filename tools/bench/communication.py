@@ -107,7 +107,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from megatron.config.algorithm_table import OPERATIONS as TUNABLE
-    from megatron.training.algorithms import hosts_of
+    from megatron.training.algorithms import hosts_of, pairs_of
     from tools.bench.curves import put
     from tools.bench.tuning import draw_tuned, tune, tuned_table
 
@@ -115,7 +115,9 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
         raise UserError(f"--backends must be of those that torch has here, and it lacks {', '.join(missing)}")
     chosen = [each for each in options.operations if each in TUNABLE]
     hosts = hosts_of(config, world)
-    found = tune(world, hosts, options.least, options.most, options.seconds, options.backends, chosen)
+    found = tune(
+        world, hosts, options.least, options.most, options.seconds, options.backends, chosen, pairs_of(config, world)
+    )
     if not world.is_main:
         return 0
     if not found.points:

@@ -74,6 +74,7 @@ def tune(
     seconds: float,
     others: Sequence[str] = (),
     operations: Sequence[str] = OPERATIONS,
+    pairs: Sequence[Hashable] = (),
 ) -> Tuned:
     """Every algorithm of every operation in every form of group. All ranks call it.
 
@@ -81,6 +82,7 @@ def tune(
         hosts: of each rank, a name.
         seconds: for each algorithm and size, about.
         others: names of further backends to try.
+        pairs: of each rank, a name, for algorithms in three levels; may be empty.
     """
     found: dict[tuple[int, int], tuple[str, Axis]] = {}
     for name, axis in axes_of(world).items():
@@ -92,11 +94,12 @@ def tune(
     points, choices = [], {}
     for (over, size), (_, axis) in sorted(found.items()):
         for operation in operations:
-            names = [*candidates(operation, over), *(OTHER + each for each in others)]
+            names = [*candidates(operation, over, bool(pairs)), *(OTHER + each for each in others)]
             if len(names) == 1:
                 continue
             measured = [
-                _point(world, hosts, axis, operation, (over, size), names, each, seconds) for each in sizes(least, most)
+                _point(world, hosts, pairs, axis, operation, (over, size), names, each, seconds)
+                for each in sizes(least, most)
             ]
             points += measured
             choices[operation, over, size] = best((each.size, each.seconds) for each in measured)
@@ -111,6 +114,7 @@ def _form(ranks: tuple[int, ...], hosts: Sequence[Hashable]) -> tuple[int, int] 
 def _point(
     world: World,
     hosts: Sequence[Hashable],
+    pairs: Sequence[Hashable],
     axis: Axis,
     operation: str,
     form: tuple[int, int],
@@ -120,7 +124,7 @@ def _point(
 ) -> TuningPoint:
     """Algorithms take turns, all groups at the same time."""
     once, actual = operation_of(operation, axis, size, world.device)
-    ways = {name: _way(world, hosts, axis, form, name) for name in names}
+    ways = {name: _way(world, hosts, pairs, axis, form, name) for name in names}
     crossing = {}
     for name, way in ways.items():
         with way():
@@ -156,7 +160,7 @@ _routers: dict[tuple[tuple[int, ...], str], Router] = {}
 
 
 def _way(
-    world: World, hosts: Sequence[Hashable], axis: Axis, form: tuple[int, int], name: str
+    world: World, hosts: Sequence[Hashable], pairs: Sequence[Hashable], axis: Axis, form: tuple[int, int], name: str
 ) -> Callable[[], AbstractContextManager[None]]:
     """Within it, all operations of an axis go by one algorithm."""
     if name == BACKEND:
@@ -165,7 +169,7 @@ def _way(
     if key not in _routers:
         known = (each for each in OPERATIONS if name in candidates(each, form[0]) or name.startswith(OTHER))
         always = AlgorithmTable({}, {(each, *form): ((0, name),) for each in known})
-        _routers[key] = Router(always, [axis.ranks], hosts, world.mesh.rank, world.mesh.timeout)
+        _routers[key] = Router(always, [axis.ranks], hosts, world.mesh.rank, world.mesh.timeout, pairs)
     return _routers[key].installed
 
 

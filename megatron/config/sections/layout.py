@@ -19,6 +19,14 @@ class CompressOptions(Section):
         "blocks of 256, or the largest of every 32 alone; the last two add what is left out to the next step's. Sums "
         "are in fp32.",
     )
+    tensor: Literal["none", "bf16", "fp16", "int8_block"] = key(
+        "none",
+        "Form in which activations and their gradients travel between tensor parallel ranks, at the borders of each "
+        "layer. Sums are in fp32.",
+    )
+    pipeline: Literal["none", "bf16", "fp16", "int8_block"] = key(
+        "none", "Form in which activations and their gradients travel between pipeline stages."
+    )
 
 
 class CommunicationOptions(Section):
@@ -33,6 +41,13 @@ class CommunicationOptions(Section):
         "Neighbouring ranks that share fast links, for algorithms in two levels and the account; none is a host.",
         unit="ranks",
         gt=0,
+    )
+    pair: int | None = key(
+        None,
+        "Neighbouring ranks of a host (or island) that share the fastest links, such as the dies of a package, for "
+        "algorithms in three levels.",
+        unit="ranks",
+        gt=1,
     )
 
 

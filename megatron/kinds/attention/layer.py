@@ -18,9 +18,11 @@ from megatron.kinds.common.attend import LONG, prepare
 from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Dropped, Pattern, alibi_slopes
+from megatron.kinds.common.exchanged import attention_messages
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.multiplied import scaled
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.logit_clip import LogitClip, largest_logits
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
@@ -190,11 +192,7 @@ class Attention(nn.Module):
 
     def _used_heads(self, x_BmSD: Tensor) -> Tensor:
         """Of all key/value heads, those that this rank's query heads read, one for each where they do not group."""
-        group = self.options.heads // self.options.kv_heads
-        used = [(self.first_head + head) // group for head in range(self.heads)]
-        if len(set(used)) == 1:
-            used = used[:1]
-        return x_BmSD[:, used]
+        return x_BmSD[:, used_heads(self.options, self.heads, self.first_head)]
 
     @staticmethod
     def sends(
@@ -209,6 +207,14 @@ class Attention(nn.Module):
         elif options.qk_norm == "full":
             norms = [Summed(1, wide=True), Summed(1, wide=True) if shard_kv else Shared(options.kv_heads * D)]
         return [Enter(inputs), *keys, *norms, *row_events(H, options.output_bias, tensor)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: AttentionOptions, around: Around) -> list[LayerMessage]:
+        ranks, D = around.tensor, options.head_dim
+        heads, kv_heads = options.heads // ranks, options.kv_heads // ranks
+        if options.kv_heads % ranks:
+            kv_heads = len(used_heads(options, heads, heads * around.mesh.tensor.rank))
+        return attention_messages(around, heads, kv_heads, D, D, options.window)
 
     @staticmethod
     def counts(
@@ -256,3 +262,10 @@ class Attention(nn.Module):
         if options.dropout > 0.0 and sequence_length <= LONG:
             saved += 3 * options.heads * sequence_length  # attention written out: probabilities and what is dropped
         return saved
+
+
+def used_heads(options: AttentionOptions, heads: int, first: int) -> list[int]:
+    """The key/value heads that `heads` query heads from `first` on read, or the one that all of them read."""
+    group = options.heads // options.kv_heads
+    used = [(first + head) // group for head in range(heads)]
+    return used[:1] if len(set(used)) == 1 else used

@@ -22,9 +22,11 @@ from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Pattern
 from megatron.kinds.common.convolution import last_taps, with_past
 from megatron.kinds.common.documents import piece_starts, shared_starts
+from megatron.kinds.common.exchanged import attention_messages, scan_messages
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.recomputed import recomputed
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
@@ -238,6 +240,16 @@ class CCA(nn.Module):
     @staticmethod
     def sends(model: ModelSection, options: CCAOptions, tensor: TensorAxis) -> list[Event]:
         return [Enter(model.hidden_size), *row_events(model.hidden_size, options.output_bias, tensor)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: CCAOptions, around: Around) -> list[LayerMessage]:
+        ranks, D = around.tensor, options.head_dim
+        heads, kv_heads = options.heads // ranks, options.kv_heads // ranks
+        width = kv_heads * D
+        delayed = width - min(max(options.kv_heads * D // 2 - width * around.mesh.tensor.rank, 0), width)
+        taps = options.depthwise + options.grouped - 2
+        before = scan_messages(around, taps * (heads + kv_heads) * D, delayed)
+        return before + attention_messages(around, heads, kv_heads, D, D, options.window)
 
     @staticmethod
     def counts(model: ModelSection, options: CCAOptions, sequence_length: int) -> Counts:

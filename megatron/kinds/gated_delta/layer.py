@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import carried_by_matrix, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose_kernels
 from megatron.model.stream import Stream
@@ -170,6 +172,13 @@ class GatedDelta(nn.Module):
             uncut = [*whole_events(keys, H), Shared(keys * options.convolution)]
             uncut += [Shared(keys)] if options.convolution_bias else []
         return [Enter(H), *uncut, Shared(options.value_dim), Leave(H)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: GatedDeltaOptions, around: Around) -> list[LayerMessage]:
+        ranks, taps, h = around.tensor, options.convolution - 1, options.heads // around.tensor
+        keys = 2 * options.key_heads * options.key_dim // (1 if options.key_heads % ranks else ranks)
+        made, left = (h * options.key_dim * width for width in (options.value_dim, options.key_dim))
+        return scan_messages(around, taps * keys, taps * h * options.value_dim, made=made, left=left)
 
     @staticmethod
     def counts(model: ModelSection, options: GatedDeltaOptions, sequence_length: int) -> Counts:

@@ -21,8 +21,10 @@ from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.mamba.options import KIND, MambaOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose_kernels
 from megatron.model.norm import Norm, norm_activations
@@ -190,6 +192,12 @@ class Mamba(nn.Module):
         sizes = (options.rank, options.state_size, options.state_size) if options.inner_norms else ()
         norms = [event for size in sizes for event in norm(inner_norm(model), size)]
         return [Enter(H), *sums, *norms, *row_events(H, options.bias, tensor)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: MambaOptions, around: Around) -> list[LayerMessage]:
+        d = options.expand * model.hidden_size // around.tensor
+        memory = d * options.state_size
+        return scan_messages(around, (options.convolution - 1) * d, made=memory, left=memory)
 
     @staticmethod
     def counts(model: ModelSection, options: MambaOptions, sequence_length: int) -> Counts:

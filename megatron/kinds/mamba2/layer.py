@@ -19,10 +19,12 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
 from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
 from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.multiplied import scaled
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.mamba2.options import KIND, Mamba2Options, inner_channels
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.kernels import choose_kernels
 from megatron.model.stream import Stream
@@ -193,6 +195,13 @@ class Mamba2(nn.Module):
         # of the norm, whose inputs alone are kept
         sums = [] if options.norm == "none" else [Summed(options.groups, wide=True, again=True)]
         return [Enter(H), *whole_events(read, H, options.bias), *taps, *sums, *row_events(H, options.bias, tensor)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: Mamba2Options, around: Around) -> list[LayerMessage]:
+        ranks, taps = around.tensor, options.convolution - 1
+        d = inner_channels(options, model.hidden_size) // ranks
+        read = 2 * options.groups * options.state_size // (1 if options.groups % ranks else ranks)
+        return scan_messages(around, taps * d, taps * read, made=d * options.state_size, left=d // options.head_dim)
 
     @staticmethod
     def counts(model: ModelSection, options: Mamba2Options, sequence_length: int) -> Counts:

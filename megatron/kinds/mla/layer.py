@@ -19,10 +19,12 @@ from megatron.kinds.common.attend import LONG
 from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Dropped, Pattern
+from megatron.kinds.common.exchanged import attention_messages
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.common.spread_keys import SpreadKeys
 from megatron.kinds.mla.options import MLAOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary
@@ -135,6 +137,11 @@ class MLA(nn.Module):
         queries = [*whole_events(rank, H, options.bias), Shared(rank)] if rank else []
         latents = [*whole_events(R + options.rope_dim, H, options.bias), Shared(R)]
         return [Enter(H), *queries, *latents, *row_events(H, options.bias, tensor)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: MLAOptions, around: Around) -> list[LayerMessage]:
+        heads = options.heads // around.tensor
+        return attention_messages(around, heads, heads, options.nope_dim + options.rope_dim, options.value_dim, None)
 
     @staticmethod
     def counts(model: ModelSection, options: MLAOptions, sequence_length: int) -> Counts:

@@ -20,7 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kinds.moe.options import MoEOptions
+from megatron.model.exchanges import NEVER, Around, LayerMessage
 from megatron.model.recompute import decide_once
+from megatron.model.traffic import NotPredicted
 from megatron.parallel.collectives import exchange, gather_rows, scatter_rows
 from megatron.parallel.mesh import Mesh
 
@@ -143,3 +146,29 @@ def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
     length_S, begin_S = from_txn.permute(2, 1, 0).flatten(), begin_txn.permute(2, 1, 0).flatten()
     shift_S = begin_S - (length_S.cumsum(0) - length_S)
     return torch.arange(total, device=from_txn.device) + shift_S.repeat_interleave(length_S, output_size=total)
+
+
+def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> list[LayerMessage]:
+    """What a layer sends for its experts. Rows that come to this rank's experts are counted as if they were as many as
+    go out from here: over all ranks of the group they are.
+
+    Raises:
+        NotPredicted: how many rows go out depends on the data, or what comes is padded to the largest number of rows.
+    """
+    mesh = around.mesh
+    if not mesh.layout.spreads_experts:
+        return []
+    if mesh.expert_tensor.size > 1:
+        raise NotPredicted(
+            "there is no formula for slices of spread experts (they gather as many rows as the tokens say)"
+        )
+    if options.capacity_factor is not None or options.router.select == "expert_choice":
+        raise NotPredicted("there is no formula for spread experts with a capacity (the tokens decide what is dropped)")
+    if mesh.expert.size == 1:
+        return []
+    tokens = around.samples * around.length
+    own = sum(token * around.tensor // tokens == mesh.at.tensor for token in range(tokens))
+    rows = own * options.top_k * hidden_size
+    moved = [LayerMessage("expert", "all_to_all", rows, backward=back, uneven=balanced)
+             for back in (False, True) for balanced in (False, True)]  # fmt: skip
+    return [LayerMessage("expert", "all_to_all", options.experts, "int64", again=NEVER), *moved]

@@ -14,6 +14,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import SAVED
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
@@ -25,7 +26,7 @@ from megatron.parallel.random import sequence_counters, site_key, uniform
 
 from .balance import Balance
 from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_of, weights_of
-from .dispatch import AllToAllDispatch, LocalDispatch
+from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
 from .permute import Rows, combine, permute, sort_by_expert
@@ -159,6 +160,15 @@ class MoE(nn.Module):
         H = model.hidden_size
         gate = [Shared(H, wide=True)] if options.shared_size and options.shared_gate else []
         return [Enter(H), *(Shared(size, wide=True) for size in router_tensors(H, options)), *gate, Leave(H)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
+        """How often experts were chosen, over the ranks that share a sample, and over all for one loss."""
+        samples = 1 if options.router.select == "expert_choice" else around.samples
+        found = [LayerMessage("context", "all_reduce", samples * options.experts, "fp32")]
+        if options.losses.balance and options.losses.over == "ranks":
+            found.append(LayerMessage("data", "all_reduce", options.experts, "fp32"))
+        return [*found, *dispatch_messages(model.hidden_size, options, around)]
 
     @staticmethod
     def needs_output(model: ModelSection, options: MoEOptions) -> bool:

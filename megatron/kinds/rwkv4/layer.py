@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import carried, document_begins, token_before
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv4.options import RWKV4Options
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
@@ -95,6 +97,11 @@ class RWKV4(nn.Module):
     def sends(model: ModelSection, options: RWKV4Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
         return [Enter(H), Shared(3 * H), Leave(H)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: RWKV4Options, around: Around) -> list[LayerMessage]:
+        d = model.hidden_size // around.tensor
+        return scan_messages(around, model.hidden_size, made=3 * d, left=d)
 
     @staticmethod
     def counts(model: ModelSection, options: RWKV4Options, sequence_length: int) -> Counts:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import carried_by_decay, document_begins, token_before
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.common.rwkv.wkv6 import ends, wkv6
 from megatron.kinds.rwkv5.options import RWKV5Options
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
@@ -112,6 +114,11 @@ class RWKV5(nn.Module, Generic[Options]):
     def sends(cls, model: ModelSection, options: Options, tensor: TensorAxis) -> list[Event]:
         H = model.hidden_size
         return [Enter(H), Shared(4 * H), Leave(H)]
+
+    @classmethod
+    def exchanges(cls, model: ModelSection, options: Options, around: Around) -> list[LayerMessage]:
+        d = model.hidden_size // around.tensor
+        return scan_messages(around, model.hidden_size, made=d * options.head_dim, left=d)
 
     @classmethod
     def counts(cls, model: ModelSection, options: Options, sequence_length: int) -> Counts:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import carried_by_matrix, document_begins, token_before
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv7.options import RWKV7Options
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Channel, Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
@@ -159,6 +161,11 @@ class RWKV7(nn.Module):
         ranks = [options.decay_rank, options.rate_rank, options.gate_rank]
         ranks += [] if is_first(model, index) else [options.value_rank]
         return [Enter(H), Shared(6 * H), *(Shared(rank * H) for rank in ranks), Leave(H)]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: RWKV7Options, around: Around) -> list[LayerMessage]:
+        memory = model.hidden_size // around.tensor * options.head_dim
+        return scan_messages(around, model.hidden_size, made=memory, left=memory)
 
     @staticmethod
     def counts(model: ModelSection, options: RWKV7Options, sequence_length: int, index: int) -> Counts:

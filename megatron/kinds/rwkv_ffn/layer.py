@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import document_begins, token_before
+from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.rwkv.start import Start
 from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
 from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.stream import Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
@@ -79,6 +81,10 @@ class ChannelMix(nn.Module):
     def needs_output(cls, model: ModelSection, options: Options) -> bool:
         """Whether the backward pass needs the sum over the ranks: that of receptance times value does."""
         return cls.gated
+
+    @classmethod
+    def exchanges(cls, model: ModelSection, options: Options, around: Around) -> list[LayerMessage]:
+        return scan_messages(around, model.hidden_size)
 
     @classmethod
     def counts(cls, model: ModelSection, options: Options, sequence_length: int) -> Counts:

@@ -24,6 +24,7 @@ from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
 from megatron.kinds.mlp.layer import MLP
 from megatron.kinds.shared_attention.options import SharedAttentionOptions
 from megatron.model.counts import Counts
+from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.norm import Norm, norm_activations, norm_parameters
 from megatron.model.stream import Channel, Stream
@@ -156,6 +157,10 @@ class SharedAttention(nn.Module):
             *adapters,
             *([Shared(H * H)] if cut else []),
         ]
+
+    @staticmethod
+    def exchanges(model: ModelSection, options: SharedAttentionOptions, around: Around) -> list[LayerMessage]:
+        return Attention.exchanges(model, options, around)
 
     @staticmethod
     def counts(model: ModelSection, options: SharedAttentionOptions, sequence_length: int, number: int = 0) -> Counts:

@@ -172,4 +172,5 @@ def _expected(trainer: Trainer) -> dict[str, Any]:
     except NotPredicted as error:
         return {"unpredicted": str(error)}
     sent = found.step + report_traffic(trainer.config, layout, rank)
-    return {"predicted": sent.rows()}
+    uneven = {"uneven": Tally((call, 0, 0) for call in found.uneven).rows()} if found.uneven else {}
+    return {"predicted": sent.rows(), **uneven}

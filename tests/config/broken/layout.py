@@ -258,11 +258,31 @@ LAYOUT = [
         ranks=4,
     ),
     case(
+        "pairs that do not fill the islands",
+        "parallel: {communication: {island: 4, pair: 3}}",
+        "a.yml:2: parallel.communication.pair = 3",
+        "must divide the island's 4 ranks",
+        ranks=8,
+    ),
+    case(
         "compressed gradients at ZeRO 3",
         "parallel: {communication: {compress: {data: int8_block}}}\nzero: {stage: 3}",
         "a.yml:2: parallel.communication.compress.data = 'int8_block'",
         "must be none at ZeRO 3",
         "use zero.stage=1",
+    ),
+    case(
+        "activations that have 16 bits already",
+        "parallel: {tensor: 2, communication: {compress: {tensor: fp16}}}\nprecision: bf16",
+        "a.yml:2: parallel.communication.compress.tensor = 'fp16'",
+        "must be none or int8_block where activations have 16 bits already (bf16)",
+    ),
+    case(
+        "blocks that would not be whole",
+        "parallel: {pipeline: 2, communication: {compress: {pipeline: int8_block}}}\n"
+        "model: {hidden_size: 24, attention: {heads: 2}}",
+        "a.yml:2: parallel.communication.compress.pipeline = 'int8_block'",
+        "int8_block must go with a hidden size that 16 divides",
     ),
     case(
         "a table that is not there",
@@ -282,6 +302,13 @@ LAYOUT = [
         "parallel: {communication: {table: machine.yml, island: 1}}\nlaunch: {device: cpu}",
         "ranks: 4 in the table, 2 in this job",
         "the backend: nccl in the table, gloo in this job",
+    ),
+    case(
+        "a table in three levels without pairs",
+        "parallel: {communication: {table: three.yml, island: 2}}",
+        "must go with pair where it has algorithms in three levels",
+        "set parallel.communication.pair",
+        ranks=4,
     ),
 ]
 

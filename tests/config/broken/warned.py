@@ -42,6 +42,12 @@ WARNED = [
         ranks=1,
     ),
     case(
+        "compressed activations of one rank",
+        "parallel: {communication: {compress: {tensor: bf16}}}",
+        "a.yml:2: parallel.communication.compress.tensor = 'bf16'",
+        "must go with parallel.tensor above 1",
+    ),
+    case(
         "sequence parallel alone",
         "parallel: {sequence: true}",
         "a.yml:2: parallel.sequence = true",

@@ -1,0 +1,98 @@
+"""What attention and recurrences over a shared sequence send, in closed form: `attend_across`, `carried`."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.sequences import choose_method
+from megatron.model.exchanges import NEVER, UNLESS_KEPT, Around, LayerMessage, document_starts, from_before
+from megatron.model.traffic import NotPredicted
+
+from .ring import Ring
+
+
+def attention_messages(
+    around: Around, heads: int, kv_heads: int, key_width: int, value_width: int, window: int | None
+) -> list[LayerMessage]:
+    """Of one layer's attention.
+
+    Args:
+        heads, kv_heads: of this rank.
+        key_width, value_width: channels of a key, and of a value.
+
+    Raises:
+        NotPredicted: keys pass around only where documents need them, which the data decide.
+    """
+    context = around.context
+    if context.size == 1:
+        return []
+    found, tokens = [], around.samples * around.length
+    if around.documents:
+        found.append(
+            LayerMessage("context", "all_gather", tokens * context.size, "int32", again=NEVER, shared="all documents")
+        )
+    method = choose_method(context.method, heads, context.size, context.together)
+    if method.name == "gather":
+        whole = tokens * context.size * kv_heads * (key_width + value_width)
+        gradient = LayerMessage("context", "reduce_scatter", whole, backward=True)
+        return [LayerMessage("context", "all_gather", whole), gradient, *found]
+    u = method.together
+    if u > 1:
+        kv_heads = math.lcm(kv_heads, u)
+        there = tokens * (heads * key_width + kv_heads * (key_width + value_width))
+        for elements in (there, tokens * heads * value_width):
+            found += [LayerMessage("context", "all_to_all", elements, backward=backward) for backward in (False, True)]
+    if u < context.size:
+        if around.documents:
+            raise NotPredicted("there is no formula for keys that pass from rank to rank as documents need them")
+        length = u * around.length
+        ring = Ring.of(context, u, length, window, {})
+        found += _ring(ring, around.samples * kv_heads // u * length * (key_width + value_width))
+    return found
+
+
+def _ring(ring: Ring, elements: int) -> list[LayerMessage]:
+    """Keys and values on their way forward; backward the same, and their gradients home."""
+    hops, place, count = ring.hops, ring.place, len(ring.members)
+    found: list[LayerMessage] = []
+    for step in range(max(hops) + 1):
+        owner, before = ((place - each) % count for each in (step, step + 1))
+        moves = ["send"] * (hops[owner] > step) + ["recv"] * (hops[before] > step)
+        for operation in moves:
+            found.append(LayerMessage("context", operation, elements, again=UNLESS_KEPT))
+            found.append(LayerMessage("context", operation, elements, backward=True))
+        if step:
+            moves = ["send"] * (hops[owner] >= step) + ["recv"] * ((hops[before] > step) + (hops[place] == step))
+            found += [LayerMessage("context", operation, elements, "fp32", backward=True) for operation in moves]
+    return found
+
+
+def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]:
+    """`carried`.
+
+    Args:
+        made, left: elements of the state that a rank's tokens make, and of what they leave of one before; fp32.
+    """
+    ranks = around.context.size
+    if ranks <= 2:
+        return from_before(around, made, dtype="fp32")
+    found, reach = from_before(around, made + left, dtype="fp32"), 1
+    while reach < ranks - 1:
+        further = 2 * reach < ranks - 1
+        found += from_before(around, made + (left if further else 0), reach, "fp32")
+        reach *= 2
+    return found
+
+
+def scan_messages(around: Around, *tokens_before: int, made: int = 0, left: int = 0) -> list[LayerMessage]:
+    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state.
+
+    Args:
+        tokens_before: elements of each message, of one sample.
+        made, left: of `carried`, of one sample; 0 where there is no state.
+    """
+    if around.context.size == 1:
+        return []
+    B = around.samples
+    found = [*document_starts(around), *(each for size in tokens_before for each in from_before(around, B * size))]
+    return found + (carried_messages(around, B * made, B * left) if made else [])
