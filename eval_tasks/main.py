@@ -157,6 +157,9 @@ def _report(
     file = options.output or _file(config, checkpoint.path)
     results.write(file, found)
     print(results.text(found) if options.as_json else f"{results.table(found)}\n", flush=True)
+    asked = {request.name: request.few_shot for request in options.requests}
+    if names := [name for name, shots in asked.items() if shots and found.get("n-shot", {}).get(name) == 0]:
+        log(f"no examples before questions of {', '.join(names)}: the task's file says num_fewshot: 0")
     log(f"results: {file}")
 
 
