@@ -10,7 +10,7 @@
     python tools/plan.py lint a.yml --gpus 64 --layout tensor=4          what is wrong with the model's shape
     python tools/plan.py score                                           predictions against published runs
     python tools/plan.py history                                         predictions against your own runs
-    python tools/plan.py recommend                                       write docs/recommended_layouts.md
+    python tools/plan.py recommend [pythia/70m ...]                      write docs/recommended_layouts.md
 
 `--json` prints one JSON document. Exit status 2: nothing fits, or the configuration or the command line is wrong.
 """
@@ -23,7 +23,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -212,10 +212,31 @@ def history(options: argparse.Namespace) -> None:
 
 
 def recommend(options: argparse.Namespace) -> None:
-    """Write docs/recommended_layouts.md."""
-    from megatron.plan.recommend import page
+    """Write docs/recommended_layouts.md; rows that are done are kept when it is stopped."""
+    from megatron.rehearsal.recommend import line, name_of, page, ready, renewed
 
-    (ROOT / "docs" / "recommended_layouts.md").write_text(page(ROOT / "configs"), encoding="utf-8")
+    folder, kept = ROOT / "configs", ROOT / "docs" / "recommended_layouts.json"
+    before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    known = [name_of(path, folder) for path in ready(folder)]
+    wrong = [name for name in options.arguments if name not in known]
+    if wrong:
+        raise ConfigError([Problem("recommend", "must name ready configurations", "such as pythia/70m", wrong[0])])
+    rows: dict[str, Any] = {}
+    for name, row in renewed(folder, before, options.arguments, options.formulas):
+        rows[name] = row
+        if row is not before.get(name):
+            print(line(name, row), flush=True)
+            merged = {each: own for each in known if (own := rows.get(each) or before.get(each))}
+            _keep(kept, merged)
+    _keep(kept, rows)
+    kept.with_suffix(".md").write_text(page(rows), encoding="utf-8")
+
+
+def _keep(path: Path, values: dict[str, Any]) -> None:
+    """All of it, or what was there before."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def _files(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -285,6 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--restart-seconds", type=_positive, default=300.0, help="from a failure to the next new step")
     parser.add_argument("--layout", metavar="tensor=4,...", help="of lint (default: the fastest)")
     parser.add_argument("--fit", action="store_true", help="score: what the devices' efficiencies would be fitted to")
+    parser.add_argument(
+        "--formulas", action="store_true", help="recommend: new rows by formulas, to be rehearsed later"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document with all of them")
     return parser
 

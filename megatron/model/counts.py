@@ -17,7 +17,10 @@ class Counts:
         activations: elements kept for the backward pass per token, without recomputation, in units of the compute
             type, with the fused kernels of a GPU. What a layer reads is counted by the layer itself; a tensor that is
             kept as part of a larger one counts with all of it.
-        products: of these, results of matrix products and attention: what selective recomputation keeps.
+        whole: of these, those that every tensor parallel rank keeps whole; it has its share of the others.
+        copies: elements kept beside these where the compute type has 16 bits: what fp32 in every precision takes more,
+            on every tensor parallel rank.
+        products: of the activations, results of matrix products and attention: what selective recomputation keeps.
         state: elements of decoding state per sample at `training.sequence_length` tokens.
         memory: of these, those that are fp32 in every precision: what a recurrence carries.
         idle: of the parameters, those of experts that a token does not use.
@@ -26,6 +29,8 @@ class Counts:
     parameters: int = 0
     flops: int = 0
     activations: int = 0
+    whole: int = 0
+    copies: int = 0
     products: int = 0
     state: int = 0
     memory: int = 0

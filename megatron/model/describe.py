@@ -101,7 +101,13 @@ def _recomputation(config: Config, index: int, block: BlockPattern, counts: Coun
         return width + counts.products, 0
     if options.mode == "full" and index % options.every == 0:
         return width, counts.flops
-    return counts.activations + (units - 1) * config.model.hidden_size * streams_saved(config.model, block), 0
+    streams = (units - 1) * config.model.hidden_size * streams_saved(config.model, block)
+    return counts.activations + copies(config, counts) + streams, 0
+
+
+def copies(config: Config, counts: Counts) -> int:
+    """Elements that a layer keeps beside its activations, since it computes them in fp32."""
+    return counts.copies if BYTES[config.precision.compute] == 2 else 0
 
 
 def _head_recomputation(config: Config, counts: Counts, wider: int) -> tuple[int, int]:

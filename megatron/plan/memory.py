@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.rules.cost import MOMENTS
+from megatron.config.wire import FEEDS_BACK
 from megatron.model.describe import BYTES
 from megatron.parallel.layout import Layout
 
@@ -36,8 +37,8 @@ class Memory:
 
     Attributes:
         stage: of the pipeline.
-        parts: weights, teacher, gradients, states, activations, working (of the layer that is being computed), loss,
-            buckets, runtime, fragments.
+        parts: weights, teacher, gradients, states, left out (what compressed gradients leave for the next step),
+            activations, working (of the layer that is being computed), loss, buckets, runtime, fragments.
     """
 
     stage: int
@@ -99,6 +100,11 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
         result["gradients"] = sums * owned
     if offload:
         result["states"] = 0.0
+    if (
+        config.parallel.communication.compress.data in FEEDS_BACK
+    ):  # in fp32, of what is sent and of the own part of sums
+        parts = ((weights.dense, dense), (weights.expert, spread))
+        result["left out"] = sum(4 * number * (1 + 1 / ranks) for number, ranks in parts if ranks > 1)
     return result
 
 

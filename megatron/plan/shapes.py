@@ -20,7 +20,7 @@ from megatron.config.teacher import teacher_config
 from megatron.config.variants import options_of
 from megatron.model.block import block_counts, opens_core
 from megatron.model.counts import Counts
-from megatron.model.describe import BYTES, layers
+from megatron.model.describe import BYTES, copies, layers
 from megatron.model.embedding_and_head import embedding_counts, head_counts, multi_token_counts
 from megatron.model.options import kind_of, layer_class
 from megatron.model.partition import stage_bounds
@@ -77,6 +77,21 @@ class RankWeights:
     @property
     def total(self) -> int:
         return self.dense + self.expert
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Elements per token that a layer keeps for its backward pass.
+
+    Attributes:
+        cut: those that tensor parallel ranks share.
+        whole: those inside its layers that each of them has.
+        around: what its layers read, and what norms keep.
+    """
+
+    cut: float
+    whole: float
+    around: float
 
 
 @dataclass(frozen=True)
@@ -204,10 +219,10 @@ class Shapes:
             counts, module = block_counts(model, model.blocks[place - 1], length, place - 1), plan.block(place - 1)
         top_k, experts = self.experts(place)
         own, shared, matrices, used = self._parameters(place, module, choice, top_k, experts)
-        inner, wide = self._cut(place, counts)
-        cut = choice.tensor
+        parts, cut = self._cut(place, counts), choice.tensor
+        passes = model.recurrence.backward if self.recurs(place) else 1
         saved = {
-            mode: self._on_rank(place, self._saved[mode][place], mode, inner, choice) * size
+            mode: passes * self._on_rank(self._saved[mode][place] / passes, mode, parts, choice) * size
             for mode in ("none", "selective", "full")
         }
         return RankLayer(
@@ -217,7 +232,7 @@ class Shapes:
             other=max(0.0, counts.flops - 2 * used) / cut,
             attends=self._attends(place),
             saved=saved,
-            whole=(inner / cut + wide) * size,
+            whole=(parts.cut / cut + parts.whole + parts.around) * size,
             expert_rows=top_k * model.hidden_size * size if experts else 0.0,
             state=counts.memory / cut,
         )
@@ -263,20 +278,20 @@ class Shapes:
                 used += prod(logical.shape)
         return own, shared, tuple(matrices), used
 
-    def _cut(self, place: int, counts: Counts) -> tuple[float, float]:
-        """(elements per token that tensor parallel ranks share, those that each has) without recomputation."""
-        model = self.config.model
+    def _cut(self, place: int, counts: Counts) -> Kept:
+        """What a layer keeps without recomputation, by how tensor parallel ranks have it."""
+        model, config = self.config.model, self.config
         if not 0 < place < self.places - 1:
-            return 0.0, float(counts.activations)
-        inner = 0
+            return Kept(0.0, 0.0, float(counts.activations))
+        inner = Counts()
         for kind in model.blocks[place - 1].layers:
             layer: Any = layer_class(model, kind)
             index = (place - 1,) if getattr(layer, "indexed", False) else ()
-            length = self.config.training.sequence_length
-            inner += layer.counts(model, options_of(model, kind), length, *index).activations
-        return float(inner), float(max(0, counts.activations - inner))
+            inner += layer.counts(model, options_of(model, kind), config.training.sequence_length, *index)
+        whole = inner.whole + copies(config, inner)
+        return Kept(inner.activations - inner.whole, whole, max(0, counts.activations - inner.activations))
 
-    def _on_rank(self, place: int, saved: int, mode: str, inner: float, choice: Candidate) -> float:
+    def _on_rank(self, saved: float, mode: str, parts: Kept, choice: Candidate) -> float:
         """Elements per token that one tensor parallel rank keeps.
 
         Inside of layers tensors are cut; what enters them is whole on each rank (it is gathered where the stream is
@@ -286,8 +301,8 @@ class Shapes:
         if cut == 1:
             return saved
         if mode == "none":
-            around = saved - inner
-            return inner / cut + (around / 2 * (1 + 1 / cut) if choice.sequence else around)
+            around = saved - parts.cut - parts.whole
+            return parts.cut / cut + parts.whole + (around / 2 * (1 + 1 / cut) if choice.sequence else around)
         width = self.config.model.hidden_size
         products = max(0, saved - width) if mode == "selective" else 0
         stream = saved - products

@@ -47,6 +47,7 @@ class RankCounts:
         groups: sizes of this rank's process groups.
         checkpoint: bytes that this rank writes into a checkpoint, by state.
         host: bytes of the process that rehearsed, at most.
+        processor: seconds of processor time that it took, without what it had imported before.
     """
 
     peak: int
@@ -61,6 +62,7 @@ class RankCounts:
     groups: list[int]
     checkpoint: dict[str, int]
     host: int
+    processor: float
 
 
 def enough_micro_batches(config: Config, layout: Layout) -> int:
@@ -129,6 +131,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         before = ledger.operations
         engine.step(batch(number) if batch else blank_batch(config, mesh.layout, engine.form), config.optimizer.lr)
         mark_states(ledger, engine)
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return RankCounts(
         peak=ledger.peak,
         at=ledger.at,
@@ -141,7 +144,8 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         messages=labels.tally.rows(),
         groups=[dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map],
         checkpoint=checkpoint,
-        host=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host=used.ru_maxrss * 1024,
+        processor=used.ru_utime + used.ru_stime,
     )
 
 

@@ -130,6 +130,7 @@ def document(
         "checkpoint_bytes": round(parameters * each),
         "checkpoint_files": layout.world_size,
         "seconds": round(seconds, 1),
+        "processor_seconds": round(sum(each.processor for each in seen.values()), 1),
     }
 
 
@@ -138,7 +139,8 @@ def text(found: dict[str, Any]) -> str:
     sizes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items())
     lines = [
         f"{found['parameters']:,} parameters on {found['ranks']} ranks: {sizes}; "
-        f"rehearsed ranks {', '.join(str(each['rank']) for each in found['rehearsed'])} in {found['seconds']} s"
+        f"rehearsed ranks {', '.join(str(each['rank']) for each in found['rehearsed'])} in {found['seconds']} s "
+        f"({found['processor_seconds']} s of processor time)"
     ]
     for each in found["rehearsed"]:
         lines += ["", *_rank(each, found["device"])]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -83,6 +84,8 @@ class StorageCounter(TorchDispatchMode):
         self._part = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # where a tensor is: no operation, and most of what is asked
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self.operations += 1
         before = self.peak
@@ -137,6 +140,8 @@ class StorageCounter(TorchDispatchMode):
                 self._see(each)
 
     def _add(self, tensor: Tensor) -> None:
+        if tensor.is_meta:  # a shape that somebody notes (DeepSpeed does, of each weight) takes no memory
+            return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         found = self._known.get(key)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config import resolve
 from megatron.engine.deepspeed_options import accumulation_steps
@@ -89,6 +90,12 @@ def test_a_ledger_knows_what_lives_and_what_lived_at_the_peak():
         torch.zeros(3, 4) @ torch.zeros(4, 5)
         assert ledger.flops == {place: 2 * 3 * 4 * 5}
         del a, c, d
+        shape = torch.zeros(1000, device="meta")  # has a storage of 4000 bytes, of which none exists
+        with FakeTensorMode():
+            fake, noted = torch.zeros(1000), torch.zeros(1000, device="meta")
+        assert shape.untyped_storage().nbytes() == noted.untyped_storage().nbytes() == 4000
+        assert ledger.live == 4000  # `fake`, which stands for a tensor that would
+        del fake
     assert ledger.live == 0
 
 

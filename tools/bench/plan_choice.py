@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Compare the plan's first choice with the best layout that a CPU finds by trying all.
 
-    python tools/bench/plan_choice.py [--ranks 2] [--steps 8] [--output choice.json]
+    python tools/bench/plan_choice.py [--ranks 2] [--steps 8] [--output choice.json] [--minutes 60]
 
 Five small models are trained on every layout that the plan finds for two ranks of the device `cpu`. For each the result
 has the predicted and the measured time of a step of every layout, and how much slower than the best the plan's first
 choice is. Run it on a quiet machine: times on a busy one say nothing.
+
+With --output, runs are written as they end, and those that are there are kept: a comparison can be stopped and
+continued. No run is begun after --minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import argparse  # noqa: E402
 import json  # noqa: E402
 import subprocess  # noqa: E402
 import tempfile  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
@@ -66,20 +71,31 @@ def measured(path: Path, overrides: list[str], plan: Plan, ranks: int, steps: in
     return tokens / median(rates[len(rates) // 2 :])
 
 
-def case(name: str, ranks: int, steps: int) -> dict[str, Any]:
-    """All layouts of a case, and how the plan's first does among them."""
+def case(
+    name: str, ranks: int, steps: int, done: dict[str, Any], keep: Callable[[], None], end: float
+) -> dict[str, Any]:
+    """All layouts of a case, and how the plan's first does among them; None in the place of what is missing.
+
+    Args:
+        done: seconds of a step by layout, of runs that have ended; more are added.
+        keep: writes them.
+        end: on the monotonic clock, after which no run is begun.
+    """
     file, own = CASES[name]
     path, overrides = ROOT / "configs" / "test" / f"{file}.yml", [*COMMON, *own]
     answers = Question.of([str(path)], overrides, cluster(ranks, "cpu")).answers()
     rows: list[dict[str, Any]] = []
     for plan in answers.distinct:
-        seconds = measured(path, overrides, plan, ranks, steps)
-        rows.append({"layout": str(plan.choice), "predicted": plan.step.seconds, "measured": seconds})
-        print(f"{name}: {plan.choice}: predicted {plan.step.seconds:.4f} s, measured {seconds}", file=sys.stderr)
+        layout = str(plan.choice)
+        if layout not in done and time.monotonic() < end:
+            done[layout] = measured(path, overrides, plan, ranks, steps)
+            print(f"{name}: {layout}: predicted {plan.step.seconds:.4f} s, measured {done[layout]}", file=sys.stderr)
+            keep()
+        rows.append({"layout": layout, "predicted": plan.step.seconds, "measured": done.get(layout)})
     times = [row["measured"] for row in rows if row["measured"] is not None]
     first = rows[0]["measured"] if rows else None
-    slower = None if first is None else first / min(times) - 1
-    return {"case": name, "layouts": rows, "first_is_slower_by": slower}
+    whole = len(times) == len(rows)
+    return {"case": name, "layouts": rows, "first_is_slower_by": first / min(times) - 1 if first and whole else None}
 
 
 def main() -> int:
@@ -87,13 +103,27 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="seconds of steps as runs end; those in it are kept")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no run is begun after them (default: 60)")
     options = parser.parse_args()
-    found = [case(name, options.ranks, options.steps) for name in options.cases]
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    for each in found:
-        print(f"{each['case']}: the first of {len(each['layouts'])} layouts is slower by {each['first_is_slower_by']}")
+    end, about = time.monotonic() + 60 * options.minutes, f"{options.ranks} ranks, {options.steps} steps"
+    done: dict[str, Any] = {}
+    if options.output and options.output.exists():
+        done = json.loads(options.output.read_text(encoding="utf-8"))
+
+    def keep() -> None:
+        if options.output:
+            options.output.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+
+    for name in options.cases:
+        own = done.setdefault(f"{name} on {about}", {})
+        found = case(name, options.ranks, options.steps, own, keep, end)
+        missing = sum(each["measured"] is None for each in found["layouts"])
+        slower = found["first_is_slower_by"]
+        told = f"{missing} not measured" if slower is None else f"the first is {slower:.1%} slower than the best"
+        print(f"{name}: {len(found['layouts'])} layouts, {told}")
+        for each in found["layouts"]:
+            print(f"  {each['layout']}: predicted {each['predicted']:.4f} s, measured {each['measured']}")
     return 0
 
 

@@ -10,6 +10,9 @@ The runs are of tests/layouts.yml, chosen so that each architecture and each lay
 the bytes of all tensors that live at the fullest moment, counted on real gloo ranks, of the rank that has most. It is
 set beside a rehearsal of the first and the last rank, and beside the plan's formulas. Bytes do not depend on what else
 the machine does. Times do: take them on a quiet machine, with figures of that machine (tools/bench/machine.py).
+
+With --json rows are written as they are made, and those that are there are kept, so that a table can be stopped and
+continued. No run is begun after --minutes.
 """
 
 from __future__ import annotations
@@ -154,6 +157,13 @@ def markdown(rows: Sequence[dict[str, Any]], times: bool) -> str:
     return "\n".join(lines)
 
 
+def kept(path: Path | None) -> dict[tuple[str, str], dict[str, Any]]:
+    """Rows that an earlier start has made, by run and by what they measure."""
+    if path is None or not path.exists():
+        return {}
+    return {(row["run"], row["what"]): row for row in json.loads(path.read_text(encoding="utf-8"))}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=48, help="runs, at least as many as architectures and layouts")
@@ -161,7 +171,8 @@ def main() -> int:
     parser.add_argument("--times", action="store_true", help="times of steps instead of memory")
     parser.add_argument("--device", default="cpu", help="whose figures the times are predicted with")
     parser.add_argument("--machine", help="file with that device")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after them (default: 120)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made; those in it are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     options = parser.parse_args()
     device = known_devices(options.machine)[0][options.device]
@@ -169,16 +180,25 @@ def main() -> int:
     def at(ranks: int) -> Cluster:
         return Cluster(device, known_devices()[1]["ib400"], ranks, ranks)
 
-    rows = []
+    done, begin = kept(options.json), time.monotonic()
+    rows, what = [], "seconds of a step" if options.times else "bytes"
     for case in (each for each in chosen(options.cases) if options.only in each.name):
-        row = time_row(case, at) if options.times else memory_row(case, at)
-        rows.append({"run": case.name, "ranks": case.ranks, **row})
-        print(rows[-1], file=sys.stderr, flush=True)
+        row = done.get((case.name, what))
+        if row is None and time.monotonic() - begin < 60 * options.minutes:
+            found = time_row(case, at) if options.times else memory_row(case, at)
+            row = {"run": case.name, "ranks": case.ranks, "what": what, "device": options.device, **found}
+            done[case.name, what] = row
+            print(row, file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([*done.values()], indent=1) + "\n", encoding="utf-8")
+        if row is not None:
+            rows.append(row)
+    if not rows:
+        print("no run was begun: give more --minutes, or another --only", file=sys.stderr)
+        return 2
     text = markdown(rows, options.times)
     if options.markdown:
         options.markdown.write_text(text + "\n", encoding="utf-8")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     print(text)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s", file=sys.stderr)

@@ -202,5 +202,7 @@ class MoE(nn.Module):
             + in_shared * options.shared_size
             + routing
             + (H + 1 if gate else 0),
+            whole=2 * k * H + routing + (H + 1 if gate else 0),
+            copies=(2 if shared else 1) * H + routing,  # the router's input in fp32; shared experts keep the other, too
             products=k * (H + made * width) + (made * options.shared_size + H if shared else 0) + E + 3 * network,
         )

@@ -1,0 +1,209 @@
+"""The recommended layout of every ready configuration on a host and on a small cluster: a page of the manual.
+
+The plan's formulas propose, the fastest first, and a rehearsal decides. What was found is kept in a JSON file beside
+the page, with a digest of what the configuration's files say, so that a row is made anew where they have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from megatron.config.files import gather
+from megatron.model.describe import totals
+from megatron.parallel.layout import Layout
+from megatron.plan.advice import NEAR, why_nothing_fits
+from megatron.plan.candidate import Candidate
+from megatron.plan.devices import cluster, known_devices
+from megatron.plan.search import Plan, Question
+
+from .command import in_own_process
+from .kinds import kinds_of_ranks
+from .report import describe_rank
+
+GPU, SIZES = "h100", (8, 64)
+# Parts of configurations, models of a few thousand parameters, tutorials.
+LEFT_OUT = ("layouts", "test", "continual", "ladder.yml")
+PARTS = ("family.yml", "suite.yml")  # what the files of a family extend
+QUICK = "quickstart"  # whose tokenizer is trained by the tutorial
+VOCABULARY = "model.vocab_size=4096"
+TRIES = 8  # layouts that are rehearsed before the search for one is given up
+
+HEAD = """# Recommended layouts
+
+For every ready configuration, the fastest layout that `tools/plan.py` finds on 8 and on 64 H100 (one and eight hosts,
+InfiniBand NDR), with at most 90 % of a device's memory by its formulas where there is one, and that a
+[rehearsal](planning.md#rehearsal) of one rank of each kind shows to fit. `memory` is what the formulas predict, and
+what the rehearsal counts with its allowance; a device has 79.1 GiB. Tokens per second and MFU are the formulas';
+[Planning](planning.md) says how far they can be trusted. Where a configuration says nothing of precision, it is bf16.
+`t` is tensor, `p` pipeline, `c` context and `e` expert parallel; `mb` the micro-batch; then what is recomputed.
+
+`python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It makes the
+rows anew whose files have changed or that were not rehearsed; it can be stopped, and goes on. Given names, it makes
+those rows alone.
+
+A rehearsal runs the program of CPUs, which keeps more than a GPU's fused kernels do: where the two figures are far
+apart, a larger micro-batch may fit. ZeRO 3 is predicted too well for small models, since the work of DeepSpeed's hooks
+is not counted: below a billion parameters take `zero: {stage: 1}` first.
+
+"""
+
+
+def ready(folder: Path) -> list[Path]:
+    """The configurations that are whole runs, in order."""
+    found = sorted(folder.rglob("*.yml"))
+    return [each for each in found if each.name not in PARTS and each.relative_to(folder).parts[0] not in LEFT_OUT]
+
+
+def name_of(path: Path, folder: Path) -> str:
+    """Of a row."""
+    return path.relative_to(folder).with_suffix("").as_posix()
+
+
+def digest(path: Path) -> str:
+    """Of all that a configuration's files say."""
+    values = [source.values for source in gather([str(path)], _overrides(path))]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _overrides(path: Path) -> list[str]:
+    return [VOCABULARY] if path.name.startswith(QUICK) else []
+
+
+def found(path: Path, formulas: bool = False) -> dict[str, Any]:
+    """All of a row, for JSON.
+
+    Args:
+        formulas: take the fastest layout of the formulas, and rehearse nothing.
+    """
+    row: dict[str, Any] = {"digest": digest(path), "parameters": None}
+    for devices in SIZES:
+        question = Question.of([str(path)], _overrides(path), cluster(devices, GPU))
+        row["parameters"] = totals(question.base).parameters
+        row[str(devices)] = best(question, formulas)
+    return row
+
+
+def best(question: Question, formulas: bool = False) -> dict[str, Any]:
+    """The fastest layout that rehearses without running out, or under `none` why there is none."""
+    answers = question.answers()
+    if not answers.plans:
+        problem = why_nothing_fits(question, answers, dict(known_devices()[0]))
+        return {"none": problem.rule, "fix": problem.fix}
+    more, tried = dict[str, float](), list[str]()  # by mode of recomputation: how much more a rehearsal found
+    for plan in sorted(answers.plans, key=lambda plan: plan.share > NEAR):  # which keeps the fastest first
+        if plan.memory.total * more.get(plan.choice.recompute, 1.0) > question.at.device.bytes:
+            continue
+        if formulas:
+            return proposed(plan)
+        own = {**proposed(plan), **rehearsed(question, plan.choice)}
+        if own["rehearsed"] <= question.at.device.bytes:
+            return {**own, "tried": tried}
+        tried.append(f"{plan.choice}: {own['rehearsed'] / 2**30:.1f} GiB")
+        more[plan.choice.recompute] = max(more.get(plan.choice.recompute, 1.0), own["rehearsed"] / plan.memory.total)
+        if len(tried) == TRIES:
+            break
+    return {"none": "no layout rehearses without running out", "fix": "use more devices", "tried": tried}
+
+
+def proposed(plan: Plan) -> dict[str, Any]:
+    """What the formulas say of a layout."""
+    return {
+        "layout": vars(plan.choice),
+        "planned": round(plan.memory.total),
+        "tokens_per_second": round(plan.tokens_per_second),
+        "mfu": round(plan.mfu, 4),
+    }
+
+
+def rehearsed(question: Question, choice: Candidate) -> dict[str, Any]:
+    """Bytes of the rank that needs most, with the allowance, and what it took to know: seconds of processor time of
+    all ranks, and the bytes of the largest process."""
+    config, ranks = question.resolved(choice).config, question.at.devices
+    layout = Layout.of(config, ranks)
+    seen = {rank: in_own_process(config, ranks, rank) for rank in kinds_of_ranks(config, layout)}
+    needs = [describe_rank(config, layout, rank, each, question.at.device)["memory"] for rank, each in seen.items()]
+    return {
+        "rehearsed": max(each["total"] for each in needs),
+        "processor_seconds": round(sum(each.processor for each in seen.values()), 1),
+        "process": max(each.host for each in seen.values()),
+    }
+
+
+def whole(row: dict[str, Any]) -> bool:
+    """Whether its layouts were rehearsed."""
+    return all("rehearsed" in row[str(devices)] or "none" in row[str(devices)] for devices in SIZES)
+
+
+def renewed(
+    folder: Path, rows: dict[str, Any], names: Iterable[str] = (), formulas: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All rows in order, each with its name: those in `rows`, made anew where files have changed, where they were not
+    rehearsed, or where names are given alone the named ones.
+
+    Raises:
+        ConfigError: a configuration is wrong by itself.
+    """
+    wanted = set(names)
+    for path in ready(folder):
+        name = name_of(path, folder)
+        kept = rows.get(name)
+        current = kept is not None and kept["digest"] == digest(path) and (formulas or whole(kept))
+        keep = kept is not None and (current if not wanted else name not in wanted)
+        yield name, kept if kept is not None and keep else found(path, formulas)
+
+
+def cells(own: dict[str, Any]) -> list[str]:
+    """The layout, its memory by formulas and rehearsed, tokens per second and MFU."""
+    if "none" in own:
+        return ["none fits", "", "", ""]
+    seen = f"{own['rehearsed'] / 2**30:.0f}" if "rehearsed" in own else "?"
+    memory = f"{own['planned'] / 2**30:.0f} / {seen} GiB"
+    return [str(Candidate(**own["layout"])), memory, f"{own['tokens_per_second']:,}", f"{own['mfu']:.0%}"]
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A line of the table."""
+    size = row["parameters"]
+    texts = [f"`{name}`", f"{size / 1e9:,.2f} B" if size >= 1e8 else f"{size / 1e6:,.1f} M"]
+    for devices in SIZES:
+        texts += cells(row[str(devices)])
+    return f"| {' | '.join(texts)} |"
+
+
+def reasons(rows: dict[str, Any]) -> list[str]:
+    """Why there is no layout, and what the rehearsals took."""
+    told = []
+    for name, row in rows.items():
+        for devices in SIZES:
+            if "none" in row[str(devices)]:
+                own = row[str(devices)]
+                tried = f" ({'; '.join(own['tried'])})" if own.get("tried") else ""
+                text = f"- `{name}` on {devices}: {own['none']}{tried}. Fix: {own['fix']}."
+                told.append(fill(text, 120, subsequent_indent="  "))
+    open_rows = [f"`{name}`" for name, row in rows.items() if not whole(row)]
+    if open_rows:
+        told += ["", fill(f"Not rehearsed so far (`?` in the table): {', '.join(open_rows)}.", 120)]
+    cost = [row[str(devices)] for row in rows.values() for devices in SIZES if "rehearsed" in row[str(devices)]]
+    if cost:
+        seconds, largest = (max(each[key] for each in cost) for key in ("processor_seconds", "process"))
+        told += [
+            "",
+            f"The rehearsal of a layout took at most {seconds:,.0f} s of processor time for all its ranks, and a "
+            f"process {largest / 2**30:.2f} GiB.",
+        ]
+    return told
+
+
+def page(rows: dict[str, Any]) -> str:
+    """The whole page."""
+    titles = ["configuration", "parameters"]
+    for devices in SIZES:
+        titles += [f"on {devices}", "memory", "tokens/s", "MFU"]
+    rule = "|" + "|".join(["---", "--:", *["---", "--:", "--:", "--:"] * len(SIZES)]) + "|"
+    table = [f"| {' | '.join(titles)} |", rule, *(line(name, row) for name, row in rows.items())]
+    return HEAD + "\n".join([*table, "", "## Where nothing fits", "", *reasons(rows)]) + "\n"
