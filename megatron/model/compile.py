@@ -6,7 +6,9 @@ because what surrounds them (embedding, fused loss) has nothing to fuse.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
+from warnings import warn
 
 import torch
 from torch import nn
@@ -74,7 +76,7 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     if not choose_compilation(config, device)[0] or not _fits(config, block.pattern):
         return
     plain = block.forward
-    fast = torch.compile(plain, dynamic=False)
+    fast = _or_plain(torch.compile(plain, dynamic=False, options=_options(config, device)), plain)
 
     prepare, module = cast(Compilable, block.mixer).prepare, cast(nn.Module, block)
 
@@ -85,3 +87,32 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
         return fast(stream)
 
     module.forward = forward
+
+
+def _options(config: Config, device: torch.device | str) -> dict[str, int] | None:
+    """What inductor needs to be told.
+
+    Two biases whose gradients are the same sum, as those of a parallel residual, become one C++ loop that stores it
+    twice; torch 2.13 then declares the number of a narrower type twice, which no compiler takes. So no loops are joined
+    side by side.
+    """
+    narrow = torch.device(device).type == "cpu" and config.precision.compute != "fp32"
+    return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
+
+
+def _or_plain(fast: Callable[[Stream], Stream], plain: Callable[[Stream], Stream]) -> Callable[[Stream], Stream]:
+    """A compiled pass, and the plain one from the first time on that the compiler fails, which is said in one line."""
+    failed = False
+
+    def forward(stream: Stream) -> Stream:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(stream)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                failed = True
+                reason = " ".join(str(error).split())[:160]
+                warn(f"torch.compile failed, so blocks run as they are: {type(error).__name__}: {reason}", stacklevel=2)
+        return plain(stream)
+
+    return forward

@@ -51,6 +51,42 @@ def test_compiled_is_plain():
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("C++ compile error\nno compiler")
+
+    torch._dynamo.reset()
+    loss, wanted = gradients(build_model(settings("off")))
+    compiled = torch.compile
+    monkeypatch.setattr("torch.compile", lambda forward, **options: compiled(forward, backend=broken))
+    model = build_model(settings("layer"))
+    with pytest.warns(
+        UserWarning, match="torch.compile failed, so blocks run as they are: .* C.. compile error no"
+    ) as told:
+        found_loss, found = gradients(model)
+    assert all("\n" not in str(each.message) for each in told) and torch.equal(found_loss, loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow  # a minute of the C++ compiler
+def test_equal_gradients_of_two_biases_are_compiled_in_bf16(recwarn):
+    """Of both branches of a parallel residual: one sum, stored twice."""
+    torch._dynamo.reset()
+    model = {
+        "residual": {"form": "parallel"},
+        "attention": {"heads": 2, "qkv_bias": True, "output_bias": True},
+        "mlp": {"bias": True},
+    }
+    exact, _ = gradients(build_model(settings("off", model=model), dtype=torch.float64))
+    plain, wanted = gradients(build_model(settings("off", model=model, precision="bf16"), dtype=torch.bfloat16))
+    loss, found = gradients(build_model(settings("layer", model=model, precision="bf16"), dtype=torch.bfloat16))
+    assert not [each for each in recwarn if "torch.compile failed" in str(each.message)]
+    assert abs(loss - exact) <= 2 * abs(plain - exact) + 2**-8
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
 @pytest.mark.parametrize(
     "model, kinds",
     [
