@@ -27,11 +27,12 @@ from .hashing import content_hash
 from .left_out import reserve
 from .sample import AssemblyOptions, Infilling, Sample
 from .source import OrderedSource, OrderRequest, SourceFile
+from .span_corruption import Corruption
 from .targets import Targets
 
 if TYPE_CHECKING:
     from megatron.config import Config
-    from megatron.config.sections.data import SourceSection
+    from megatron.config.sections.data import SourceSection, SpanCorruptionSection
 
 MANY_EPOCHS = 4.0  # repetition beyond this hurts (Muennighoff et al., 2023)
 
@@ -126,6 +127,7 @@ class SamplePlan:
         self.batch, self.steps = batch, steps
         self.masked = (
             options.mask_eod
+            or options.corruption is not None
             or targets.weighs
             or any(each.opened.labels is not None or each.leaves_room for each in sources)
             or any(each.opened.document_weights is not None for each in sources if weighted)
@@ -444,17 +446,19 @@ class _Builder:
 
         data = self.data
         fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
-        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or data.packing == "best_fit"
+        spans = data.span_corruption if data.span_corruption.rate > 0 and self.split == "train" else None
+        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or spans or data.packing == "best_fit"
         eod = end_of_document(files, self.config.tokenizer) if needed else None
         if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
             raise DataError(
                 "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
             )
-        if fim and any(each.labels or each.document_weights is not None for each in files):
+        if (fim or spans) and any(each.labels or each.document_weights is not None for each in files):
+            key = "data.fim" if fim else "data.span_corruption"
             raise DataError(
-                "data.fim",
+                key,
                 "documents with label files or weights of their own cannot be reordered",
-                "remove labels and document_weights, or set data.fim.rate: 0",
+                f"remove labels and document_weights, or set {key}.rate: 0",
             )
         infilling = fim and Infilling(
             fim.rate,
@@ -471,9 +475,18 @@ class _Builder:
             data.mask_loss_at_eod,
             self.targets.marks_documents,
             infilling or None,
+            None if spans is None else self._corruption(spans),
             filler=0 if data.packing == "until_overflow" else None,
             context=self.targets.context,
         )
+
+    def _corruption(self, section: SpanCorruptionSection) -> Corruption:
+        from .agreement import token_id
+
+        names = [section.sentinel.replace("{}", str(number)) for number in range(section.sentinels)]
+        ids = tuple(token_id(self.config.tokenizer, name, "data.span_corruption.sentinel") for name in names)
+        targets_only = section.loss == "targets"
+        return Corruption(section.rate, section.noise_density, section.mean_span_length, ids, targets_only)
 
     def _order(
         self, files: list[SourceFile], parts: list, whole: bool, options: AssemblyOptions

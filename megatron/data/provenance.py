@@ -184,7 +184,7 @@ class Provenance:
     @property
     def _moved(self) -> bool:
         """Whether tokens do not stand in a sample as in its documents, so that nobody can say in which piece of it."""
-        return self.config.data.fim.rate > 0
+        return self._trains and (self.config.data.fim.rate > 0 or self.config.data.span_corruption.rate > 0)
 
     def _pieces(self, source: int, spans: tuple[TokenRange, ...]) -> list[TextPiece]:
         found = []

@@ -8,6 +8,7 @@ import numpy as np
 
 from .keyed import generator
 from .order import TokenRange
+from .span_corruption import Corruption, corrupt
 
 IGNORED = -100  # a label file's mark of a token that is no target
 
@@ -33,7 +34,7 @@ class AssemblyOptions:
         eod: id of the end-of-document token, if it matters.
         mask_eod: the end-of-document token is no target.
         boundaries: say where documents begin.
-        infilling: None leaves documents as they are.
+        infilling, corruption: one of them, or None, which leaves documents as they are.
         context: tokens before a sample to read too, where it begins within a document.
         filler: id that fills samples up and is a target like any other where all tokens are, as in GPT-NeoX; None fills
             them with `eod`, which is no target there.
@@ -45,8 +46,14 @@ class AssemblyOptions:
     mask_eod: bool = False
     boundaries: bool = False
     infilling: Infilling | None = None
+    corruption: Corruption | None = None
     filler: int | None = None
     context: int = 0
+
+    @property
+    def reorders(self) -> bool:
+        """Whether tokens do not stand in a sample as in its documents."""
+        return self.infilling is not None or self.corruption is not None
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,29 @@ def _infilled(documents: list[np.ndarray], options: AssemblyOptions, how: Infill
     return result
 
 
+def _corrupted(
+    documents: list[np.ndarray], options: AssemblyOptions, how: Corruption, number: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Each document corrupted by a draw of its own, and which tokens of all of them are targets.
+
+    Of the document that would reach beyond the sample, the first tokens are corrupted that fit with their targets;
+    what comes after them is not in the sample.
+    """
+    result, targets, room = list[np.ndarray](), list[np.ndarray](), options.sequence_length + 1
+    for index, tokens in enumerate(documents):
+        ended = len(tokens) > 0 and options.eod is not None and tokens[-1] == options.eod
+        body, draw = tokens[:-1] if ended else tokens, generator(options.seed, "span_corruption", number, index)
+        made, learned = body, np.ones(len(body), bool)
+        if draw.random() < how.rate:
+            if how.grown(len(body)) + ended > room:
+                body, ended = body[: how.fitting(len(body), room)], False
+            made, learned = corrupt(body, how, draw)
+        result.append(np.append(made, tokens[-1]) if ended else made)
+        targets.append(np.append(learned, True) if ended else learned)
+        room = max(0, room - len(result[-1]))
+    return result, np.concatenate(targets)[: options.sequence_length + 1]
+
+
 def assemble(
     pieces: list[np.ndarray],
     options: AssemblyOptions,
@@ -125,11 +155,14 @@ def assemble(
     """
     width = options.sequence_length + 1
     tokens = np.concatenate(pieces).astype(np.int64, copy=False)
-    begins = None
-    if options.boundaries or options.infilling:
+    begins = learned = None
+    if options.boundaries or options.reorders:
         documents = _documents(tokens, [len(piece) for piece in pieces], options.eod)
         if options.infilling:
             documents = _infilled(documents, options, options.infilling, number)
+        if options.corruption:
+            documents, learned = _corrupted(documents, options, options.corruption, number)
+        if options.reorders:
             tokens = np.concatenate(documents)[:width]
         if options.boundaries:
             firsts = np.cumsum([0, *(len(each) for each in documents)])  # with the end: what fills up is a document too
@@ -138,8 +171,10 @@ def assemble(
     counts = np.full(width, scale, np.float32)
     if targets is not None:
         counts[: len(targets)] *= targets
-        counts[len(targets) :] = 0.0  # what infilling has added
-    if options.filler is None:
+        counts[len(targets) :] = 0.0  # what was added
+    if learned is not None:
+        counts[: len(learned)] *= learned
+    if options.filler is None or learned is not None:
         counts[len(tokens) :] = 0.0
     if len(tokens) < width:
         filler = (options.eod or 0) if options.filler is None else options.filler

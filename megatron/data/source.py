@@ -175,7 +175,7 @@ class OrderedSource:
                 f"sample {number} has ids {low} ... {high}, but model.vocab_size is {self.vocabulary}",
                 "use the tokenizer that the file was made with, and its vocabulary size",
             )
-        lead = None if options.infilling else self._lead(spans[0], options)
+        lead = None if options.reorders else self._lead(spans[0], options)
         return Sample(made.tokens, made.weights, made.begins, self.index, spans, lead)
 
     def _lead(self, span: TokenRange, options: AssemblyOptions) -> np.ndarray | None:

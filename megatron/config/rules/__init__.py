@@ -26,6 +26,7 @@ from . import (
     recurrence,
     schedule,
     sequences,
+    span_corruption,
     spikes,
     stages,
 )
@@ -46,6 +47,7 @@ MODULES = (
     optimizers,
     schedule,
     data,
+    span_corruption,
     output,
     spikes,
     launch,

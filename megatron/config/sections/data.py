@@ -55,6 +55,19 @@ class FillInTheMiddle(Section):
     suffix: str = key("<|fim_suffix|>", "Token before the suffix.")
 
 
+class SpanCorruptionSection(Section):
+    rate: float = key(0.0, "Share of documents of which spans are taken out (Raffel et al., 2020).", ge=0, le=1)
+    noise_density: float = key(0.15, "Share of such a document's tokens that are taken out.", gt=0, lt=1)
+    mean_span_length: float = key(3.0, "Tokens of a span, on average.", unit="tokens", ge=1)
+    sentinel: str = key(
+        "<extra_id_{}>", "Token of the tokenizer that stands for a span; {} is the number of the span, from 0."
+    )
+    sentinels: int = key(100, "How many such tokens there are; a document has no more spans.", gt=0, le=10**5)
+    loss: Literal["targets", "all"] = key(
+        "targets", "Labels of such a document that count: the spans behind it (with its end-of-document token), or all."
+    )
+
+
 class LeftOutSection(Section):
     step: int = key(..., "From this step on the run reads further batches.", unit="steps", ge=0)
     batches: int = key(..., "So many batches further than it would have.", unit="batches", gt=0)
@@ -113,6 +126,9 @@ class DataSection(Section):
     mask_loss_at_eod: bool = key(False, "The end-of-document token is not a target.")
     fim: FillInTheMiddle = key(
         FillInTheMiddle, "Fill-in-the-middle: documents reordered so that the model learns to infill."
+    )
+    span_corruption: SpanCorruptionSection = key(
+        SpanCorruptionSection, "Span corruption: spans of documents are taken out, and are to be written behind them."
     )
     cache: Derivable[str] = key(
         None, "Folder of sample order caches.", derived=Derived("<run.dir>/cache", _cache, ("run.dir",))

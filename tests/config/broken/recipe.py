@@ -362,6 +362,57 @@ DATA = [
         "must not go with fill-in-the-middle",
     ),
     case(
+        "corruption without a tokenizer",
+        "data: {synthetic: none, train: whole, span_corruption: {rate: 0.5}}",
+        "a.yml:2: data.span_corruption.rate = 0.5",
+        "must have a tokenizer with its sentinels",
+    ),
+    case(
+        "corruption without its sentinels",
+        "model: {vocab_size: 200}\ndata: {synthetic: none, train: whole, "
+        "span_corruption: {rate: 0.5, sentinel: '<19{}>', sentinels: 11}}\ntokenizer: {path: tokenizer.json}",
+        "a.yml:3: data.span_corruption.sentinel = '<19{}>'",
+        "it has no token '<1910>'",
+        "use sentinels: 10",
+    ),
+    case(
+        "corruption with a sentinel without a number",
+        "data: {span_corruption: {sentinel: <extra_id>}}",
+        "a.yml:2: data.span_corruption.sentinel = '<extra_id>'",
+        "must have {} once",
+    ),
+    case(
+        "corruption with labels",
+        "data: {synthetic: none, train: {path: whole, labels: whole}, span_corruption: {rate: 1}}\n"
+        "model: {vocab_size: 200}\ntokenizer: {path: tokenizer.json}",
+        "a.yml:2: data.train.0.labels = 'whole'",
+        "must not go with span corruption",
+        arguments=("data.span_corruption.sentinel='<19{}>'", "data.span_corruption.sentinels=10"),
+    ),
+    case(
+        "corruption beside infilling",
+        "model: {vocab_size: 200}\ntokenizer: {path: tokenizer.json}\ndata: {synthetic: none, train: whole, "
+        "fim: {rate: 0.5, prefix: <190>, middle: <191>, suffix: <192>}, "
+        "span_corruption: {rate: 0.5, sentinel: '<19{}>', sentinels: 10}}",
+        "a.yml:4: data.span_corruption.rate = 0.5",
+        "must not go with fill-in-the-middle",
+    ),
+    case(
+        "corruption of samples that are cut",
+        "model: {vocab_size: 200}\ntokenizer: {path: tokenizer.json}\ndata: {synthetic: none, train: whole, "
+        "span_corruption: {rate: 0.5, sentinel: '<19{}>', sentinels: 10}}\n"
+        "training: {sequence_schedule: [{until: 50, sequence_length: 16}]}",
+        "a.yml:4: data.span_corruption.rate = 0.5",
+        "must have whole samples",
+    ),
+    case(
+        "corruption of data that are made",
+        "data: {span_corruption: {rate: 0.5, sentinel: '<19{}>', sentinels: 10}}\n"
+        "model: {vocab_size: 200}\ntokenizer: {path: tokenizer.json}",
+        "a.yml:2: data.span_corruption.rate = 0.5",
+        "samples that are made have no documents",
+    ),
+    case(
         "one file twice in a blend",
         "data: {synthetic: none, train: [whole, ./whole.bin]}",
         "a.yml:2: data.train.1.path = './whole.bin'",

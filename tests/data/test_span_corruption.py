@@ -1,0 +1,158 @@
+"""Span corruption: against T5's rule written again, read back, and through the loader."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import groupby
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.keyed import generator
+from megatron.data.loader import build_loader
+from megatron.data.provenance import Provenance
+from megatron.data.sample import AssemblyOptions, assemble
+from megatron.data.span_corruption import Corruption, corrupt, noise_mask
+from megatron.data.token_file import TokenFile
+from tests.data.make import configuration, write_documents
+
+EOD, FIRST = 0, 1000
+SENTINELS = tuple(range(FIRST, FIRST + 100))
+
+
+def random_spans_noise_mask(length: int, density: float, mean: float, seed: int) -> np.ndarray:
+    """T5's rule, as its paper's program has it: shuffled marks of where segments begin."""
+    draw, original = np.random.RandomState(seed), length
+    length = max(length, 2)
+    noise = int(np.round(length * density))
+    noise = min(max(noise, 1), length - 1)
+    spans = max(int(np.round(noise / mean)), 1)
+    spans = min(spans, length - noise)  # of its later version: every span has something before it
+
+    def segmentation(items: int, segments: int) -> np.ndarray:
+        marks = np.arange(items - 1) < segments - 1
+        draw.shuffle(marks)
+        ids = np.cumsum(np.concatenate([[0], marks]))
+        return np.bincount(ids, minlength=segments)
+
+    lengths = np.stack([segmentation(length - noise, spans), segmentation(noise, spans)], axis=1).reshape(-1)
+    starts = np.zeros(length, np.int64)
+    starts[np.cumsum(lengths)[:-1]] = 1
+    return (np.cumsum(starts) % 2 == 1)[:original]
+
+
+def runs(mask: np.ndarray) -> list[int]:
+    """Lengths of the spans of a mask."""
+    return [len(list(each)) for taken, each in groupby(mask) if taken]
+
+
+CORRUPTIONS = st.builds(
+    Corruption, st.just(1.0), st.floats(0.05, 0.9), st.floats(1.0, 10.0), st.just(SENTINELS), st.booleans()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(length=st.integers(2, 300), options=CORRUPTIONS, seed=st.integers(0, 10**6))
+def test_as_many_tokens_and_spans_as_t5_takes(length, options, seed):
+    mask = noise_mask(length, options, generator(seed))
+    theirs = random_spans_noise_mask(length, options.density, options.mean, seed % 1000)
+    assert mask.sum() == theirs.sum() and not mask[0] and mask[-1]
+    assert len(runs(mask)) == min(len(runs(theirs)), len(SENTINELS))
+
+
+def test_lengths_are_drawn_as_t5_draws_them():
+    """Every list of lengths is equally likely: 4 spans of 7 tokens are C(6, 3) = 20 lists, and so is what stays."""
+    options, draws = Corruption(1.0, 0.5, 1.75, SENTINELS), 4000
+    ours = Counter(tuple(runs(noise_mask(14, options, generator(seed)))) for seed in range(draws))
+    theirs = Counter(tuple(runs(random_spans_noise_mask(14, 0.5, 1.75, seed))) for seed in range(2000))
+    assert ours.keys() == theirs.keys() and len(ours) == 20
+    spread = (draws / 20 * 19 / 20) ** 0.5
+    assert all(abs(count - draws / 20) < 5 * spread for count in ours.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(length=st.integers(0, 200), options=CORRUPTIONS, seed=st.integers(0, 10**6))
+def test_a_document_can_be_read_back(length, options, seed):
+    tokens = np.arange(1, length + 1)
+    made, targets = corrupt(tokens, options, generator(seed))
+    assert len(made) == options.grown(length) == len(targets)
+    if length < 2:
+        assert made.tolist() == tokens.tolist() and targets.all()
+        return
+    middle = int(np.flatnonzero(made == FIRST)[1])
+    text, spans, answers = made[:middle].tolist(), made[middle:].tolist(), {}
+    for token in spans:
+        if token >= FIRST:
+            sentinel = token
+            answers[sentinel] = []
+        else:
+            answers[sentinel].append(token)
+    assert list(answers) == list(SENTINELS[: len(answers)]) == [token for token in text if token >= FIRST]
+    back = [each for token in text for each in answers.get(token, [token])]
+    assert back == tokens.tolist()
+    assert targets.tolist() == ([False] * middle if options.targets_only else [True] * middle) + [True] * len(spans)
+
+
+@settings(max_examples=150, deadline=None)
+@given(length=st.integers(0, 300), room=st.integers(0, 300), options=CORRUPTIONS)
+def test_as_much_is_taken_as_fits(length, room, options):
+    fitting = options.fitting(length, room)
+    assert options.grown(fitting) <= room
+    assert fitting == length or options.grown(fitting + 1) > room
+
+
+def test_samples_lose_no_target_and_count_what_they_should():
+    options = AssemblyOptions(64, seed=3, eod=EOD, boundaries=True, corruption=Corruption(1.0, 0.2, 2.0, SENTINELS))
+    documents = [np.array([*range(1, 30), EOD]), np.array([*range(31, 80), EOD]), np.array([*range(81, 90)])]
+    first, again, other = (assemble(documents, options, number) for number in (8, 8, 9))
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist() and len(first.tokens) == 65
+    whole = 29 + 2 * 3 + 1  # 6 of 29 tokens in 3 spans
+    assert first.tokens[whole - 1] == EOD and first.begins[whole]
+    cut = first.tokens[whole:]
+    taken = Corruption(1.0, 0.2, 2.0, SENTINELS).fitting(49, 65 - whole)
+    assert cut[cut < FIRST][:taken].size == taken and set(range(31, 31 + taken)) <= set(cut.tolist())
+    filled = 65 - whole - (taken + 2 * Corruption(1.0, 0.2, 2.0, SENTINELS).sizes(taken)[1])
+    assert filled <= 2 and not first.weights[64 - filled :].any()
+    assert first.weights.sum() == (6 + 3 + 1) + sum(Corruption(1.0, 0.2, 2.0, SENTINELS).sizes(taken))
+
+
+def test_through_the_loader_and_its_provenance(tmp_path):
+    """The same on every layout; where.py's and batch.py's answers are of the documents before they were corrupted."""
+    write_documents(
+        tmp_path / "a", [[10 * (number % 9) + place + 1 for place in range(9)] + [EOD] for number in range(60)]
+    )
+    vocabulary = {f"t{index}": index for index in range(100)}
+    added = [{"id": 100 + index, "content": f"<s{index}>", "special": True} for index in range(8)]
+    added = [{**each, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False} for each in added]
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": added}))
+    corruption = {"rate": 1.0, "sentinel": "<s{}>", "sentinels": 8}
+    config = configuration(
+        {"train": str(tmp_path / "a"), "span_corruption": corruption, "reset_attention_at_eod": True},
+        run={"dir": str(tmp_path / "run")},
+        model={"vocab_size": 128},
+        tokenizer={"path": str(tmp_path / "tokenizer.json"), "eod_id": EOD},
+        training={"steps": 8, "sequence_length": 24, "global_batch_size": 4, "micro_batch_size": 2},
+    )
+    one = build_loader(config, data_rank=0, data_ranks=1).step(3)
+    two = [build_loader(config, data_rank=rank, data_ranks=2).step(3) for rank in range(2)]
+    by_sample = {
+        int(number): (tokens.tolist(), mask.tolist())
+        for each in two
+        for number, tokens, mask in zip(
+            each.sample_ids.flatten(), each.tokens.flatten(0, 1), each.loss_mask.flatten(0, 1), strict=True
+        )
+    }
+    rows = zip(one.sample_ids.flatten(), one.tokens.flatten(0, 1), one.loss_mask.flatten(0, 1), strict=True)
+    for number, tokens, mask in rows:
+        assert by_sample[int(number)] == (tokens.tolist(), mask.tolist())
+        assert 100 in tokens.tolist() and 0 < mask.sum() < len(mask)
+    found, documents = Provenance(config), TokenFile(tmp_path / "a")
+    for index, sequence in enumerate(found.step(3)):
+        assert sequence.tokens.tolist() == one.tokens.flatten(0, 1)[index].tolist()
+        read = np.concatenate([documents.read(each.document, each.start, each.length) for each in sequence.pieces])
+        kept = sequence.tokens[(sequence.tokens < 100) & (sequence.tokens != EOD)]
+        assert not Counter(kept.tolist()) - Counter(read.tolist()) and len(kept) > 12
+        assert all((3, index) in found.seen(0, each.document) for each in sequence.pieces)
