@@ -7,7 +7,7 @@ because what surrounds them (embedding, fused loss) has nothing to fuse.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from warnings import warn
 
 import torch
@@ -89,7 +89,7 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     module.forward = forward
 
 
-def _options(config: Config, device: torch.device | str) -> dict[str, int] | None:
+def _options(config: Config, device: torch.device | str) -> dict[str, Any] | None:
     """What inductor needs to be told.
 
     Two biases whose gradients are the same sum, as those of a parallel residual, become one C++ loop that stores it
