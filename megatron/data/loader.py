@@ -17,7 +17,8 @@ from .errors import DataError
 from .hashing import batch_hash, sample_hash
 from .left_out import LeftOut
 from .pieces import cut_samples
-from .plan import SamplePlan, SyntheticPlan, build_plan
+from .plan import SamplePlan, SyntheticPlan
+from .plan_builder import build_plan
 from .sample import Sample, documents_and_positions
 
 if TYPE_CHECKING:

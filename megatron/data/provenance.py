@@ -20,7 +20,8 @@ from .hashing import batch_hash, sample_hash
 from .left_out import LeftOut
 from .manifest import read_manifest
 from .order import TokenRange
-from .plan import SyntheticPlan, build_plan
+from .plan import SyntheticPlan
+from .plan_builder import build_plan
 from .token_file import TokenFile
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from megatron.checkpoint.saver import Saver
 from megatron.config import Config
 from megatron.config.stages import as_stage, stage_at, stages_of
 from megatron.data.loader import Loader, build_loader
-from megatron.data.plan import set_names
+from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
 from megatron.engine.teacher import Teacher
 from megatron.kinds.common.attend_across import describe_context

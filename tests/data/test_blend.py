@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.data import blend as module
 from megatron.data.blend import Blend, build_arrays, normalised_weights
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from tests.data.make import configuration, write_sizes
 from tests.data.reference import blend as plain_blend
 from tests.data.reference import neox_weights, weights_by_documents

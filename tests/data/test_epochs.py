@@ -11,7 +11,7 @@ import pytest
 from megatron.config import ConfigError, resolve
 from megatron.config.neox.documents import FlatDocument
 from megatron.config.neox.translate import translate
-from megatron.data.plan import build_plan, set_names
+from megatron.data.plan_builder import build_plan, set_names
 from tests.data.make import write_documents, write_sizes
 from tests.data.reference import blend, flat_samples, neox_weights
 

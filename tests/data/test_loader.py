@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataError
 from megatron.data.hashing import MODULUS, sample_hash
 from megatron.data.loader import build_loader
-from megatron.data.plan import build_plan, set_names
+from megatron.data.plan_builder import build_plan, set_names
 from megatron.data.token_file import TokenFile
 from tests.data.make import configuration, write_documents, write_sizes
 from tests.data.reference import blend as plain_blend

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.config import resolve
 from megatron.data.errors import DataError
 from megatron.data.loader import build_loader
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.training.resume import data_changes

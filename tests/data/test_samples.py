@@ -11,7 +11,7 @@ from megatron.config import ConfigError
 from megatron.data.errors import DataError
 from megatron.data.keyed import generator
 from megatron.data.loader import build_loader
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.data.sample import AssemblyOptions, Infilling, assemble, documents_and_positions, infill
 from tests.data.make import configuration, write_documents
 

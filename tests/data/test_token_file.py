@@ -12,7 +12,7 @@ import pytest
 from megatron.data.corpus.files import merge
 from megatron.data.corpus.look import look
 from megatron.data.errors import DataError
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.data.token_file import TokenFile, token_dtype
 from megatron.data.token_writer import TokenFileWriter, write_index
 from tests.data.make import configuration, write_documents, write_sizes

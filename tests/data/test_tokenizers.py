@@ -13,7 +13,7 @@ from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob, run
 from megatron.data.corpus.vocabulary import texts, train
 from megatron.data.errors import DataError
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.data.tokenizer import build_tokenizer
 from tests.data.make import configuration
 from tests.paths import shared

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.store import find_checkpoint
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.training.text import load_model
 from tests.data.make import write_documents
 from tests.training.test_run import job

@@ -22,7 +22,7 @@ from megatron.data.corpus.inputs import find_inputs
 from megatron.data.corpus.job import TokenizeJob
 from megatron.data.corpus.job import run as tokenize
 from megatron.data.loader import build_loader
-from megatron.data.plan import build_plan
+from megatron.data.plan_builder import build_plan
 from megatron.model.stack import build_model
 from megatron.training.resume import data_changes
 from tests.paths import ROOT

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.data.errors import DataError
-from megatron.data.plan import SamplePlan, build_plan
+from megatron.data.plan import SamplePlan
+from megatron.data.plan_builder import build_plan
 
 from .history import RunHistory
 

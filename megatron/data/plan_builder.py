@@ -1,0 +1,280 @@
+"""A configuration's plans: its sets, the files of a set, their weights, orders and phases."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron.config.added import resolve_import
+from megatron.config.problems import UserError
+from megatron.config.registry import SOURCE
+from megatron.objectives.named import objective_of
+
+from .blend import Blend, normalised_weights, weights_by_documents
+from .contract import SampleSource
+from .errors import DataError
+from .left_out import reserve
+from .sample import AssemblyOptions, Infilling
+from .source import OrderedSource, OrderRequest, SourceFile
+from .span_corruption import Corruption
+from .targets import Targets
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.config.sections.data import SourceSection, SpanCorruptionSection
+
+
+from .plan import PlannedPhase, SamplePlan, SyntheticPlan
+
+
+def set_names(config: Config, split: str) -> list[str]:
+    """The names of the validation or test sets that a configuration has."""
+    data = config.data
+    given = list(getattr(data, split))
+    share = {"validation": 1, "test": 2}[split]
+    if data.split is not None and len(data.split) > share and data.split[share] > 0:
+        return [split]
+    return given or ([split] if data.synthetic != "none" and split == "validation" else [])
+
+
+def build_plan(config: Config, split: str = "train", name: str | None = None) -> SamplePlan | SyntheticPlan:
+    """The plan of a set.
+
+    Args:
+        config: the resolved configuration.
+        split: "train", "validation" or "test".
+        name: which validation or test set; by default the only one.
+
+    Raises:
+        DataError: there is no such set, or its files cannot be used.
+    """
+    return _Builder(config, split, name).build()
+
+
+class _Builder:
+    """Collects what a plan is made of."""
+
+    def __init__(self, config: Config, split: str, name: str | None):
+        if split not in ("train", "validation", "test"):
+            raise DataError("split", f"there is no split {split!r}", "use train, validation or test")
+        self.config, self.split, self.data = config, split, config.data
+        names = [None] if split == "train" else set_names(config, split)
+        if name is None and len(names) == 1:
+            name = names[0]
+        if name not in names:
+            raise DataError(
+                f"data.{split}",
+                f"there is no set {name!r}; there are {', '.join(map(str, names)) or 'none'}",
+                f"give data.{split}, or a share in data.split",
+            )
+        self.name, self.batch = name, config.training.global_batch_size
+        objective = objective_of(config) if split == "train" else None  # others are judged by their cross-entropy
+        self.targets = Targets(objective, self.data.reset_attention_at_eod)
+        self.request = OrderRequest(
+            self.data.order,
+            self.data.packing,
+            config.training.sequence_length,
+            self.data.seed,
+            self.data.cache,
+            self.data.drop_long,
+        )
+
+    @property
+    def requested(self) -> tuple[int, bool]:
+        """Steps that are read, and whether instead the set is read once as a whole (the steps are then not known)."""
+        if self.split == "train":
+            return self.config.training.steps, False
+        return self.config.evaluation.batches, self.config.evaluation.batches == 0
+
+    @property
+    def reserve(self) -> int:
+        """Batches beyond the steps, for those that are left out."""
+        return reserve(self.config) if self.split == "train" else 0
+
+    def asked(self) -> int:
+        """Samples that GPT-NeoX would ask for; the pythia order's number of epochs follows from it."""
+        steps = self.requested[0] + self.reserve
+        if self.split == "validation" and self.config.evaluation.every:
+            steps *= self.config.training.steps // self.config.evaluation.every + 1
+        return steps * self.batch
+
+    def build(self) -> SamplePlan | SyntheticPlan:
+        steps, whole = self.requested
+        if self.data.synthetic != "none":
+            source = resolve_import(self.config, "data.synthetic", SOURCE, self.data.synthetic)
+            if not (callable(getattr(source, "build", None)) and callable(getattr(source, "sample", None))):
+                raise UserError(
+                    f"data.synthetic = {self.data.synthetic!r} must have build and sample ({SampleSource.__module__})"
+                )
+            made = source.build(self.config, self.name or self.split)
+            return SyntheticPlan(made, self.config, steps or 1, self.targets)
+        sections = self._sections()
+        opened = self._open([section for _, part in sections for section in part])
+        numbers = {each.identity: number for number, each in reversed(list(enumerate(opened)))}
+        order = sorted(set(numbers.values()))
+        place = {identity: order.index(number) for identity, number in numbers.items()}
+        files = [opened[number] for number in order]
+        parts, position = [], 0
+        for start, part in sections:
+            entries = opened[position : position + len(part)]
+            position += len(part)
+            members = tuple(place[each.identity] for each in entries)
+            if len(set(members)) < len(members):
+                raise DataError(
+                    f"data.{self.split}", "a blend names one file twice", "give it once, with the sum of its weights"
+                )
+            parts.append((start, entries, members, self._weights(entries, whole)))
+        options = self._options(files)
+        sources = self._order(files, parts, whole, options)
+        phases = self._planned_phases(parts, sources, whole)
+        if whole:
+            steps = max(1, phases[-1].length // self.batch)
+        weighted = self.split == "train"
+        return SamplePlan(phases, sources, options, self.batch, steps, self.targets, self.data.epoch_parts, weighted)
+
+    def _sections(self) -> list[tuple[int, list[SourceSection]]]:
+        """Blends by their first step."""
+        if self.split != "train":
+            return [(0, self.data.train if self.data.split is not None else getattr(self.data, self.split)[self.name])]
+        phases = [(0, list(self.data.train))] if self.data.train else []
+        for phase in self.data.phases:
+            if phase.start == 0:
+                phases = []
+            if phase.start < max(self.config.training.steps, 1):
+                phases.append((phase.start, list(phase.sources)))
+        if not phases or phases[0][0] != 0:
+            raise DataError("data.train", "nothing is read from step 0 on", "give data.train, or a phase with start: 0")
+        return phases
+
+    def _open(self, sections: list[SourceSection]) -> list[SourceFile]:
+        from .agreement import refuse_unlike_tokenizers
+
+        opened = [SourceFile(section, self.data.cache, self._bounds(section)) for section in sections]
+        for each in opened:
+            each.check_ids(self.config.model.vocab_size)
+        refuse_unlike_tokenizers(opened, self.config.tokenizer)
+        return opened
+
+    def _bounds(self, section: SourceSection) -> tuple[int, int] | None:
+        from .order import split_bounds
+        from .token_file import TokenFile
+
+        if self.data.split is None:
+            return None
+        if len(self.data.train) != 1:
+            raise DataError(
+                "data.split", f"it cuts one training file, not {len(self.data.train)}", "give data.validation instead"
+            )
+        bounds = split_bounds(list(self.data.split), len(TokenFile(section.path)))
+        part = {"train": 0, "validation": 1, "test": 2}[self.split]
+        if bounds[part] >= bounds[part + 1]:
+            raise DataError(
+                "data.split", f"no document is left for {self.split} (bounds {bounds})", "give it a larger share"
+            )
+        return bounds[part], bounds[part + 1]
+
+    def _weights(self, files: list[SourceFile], whole: bool) -> list[float]:
+        """The blend's weights before normalisation."""
+        if whole:
+            return [float(each.file.tokens) for each in files]
+        kind, alpha = self.data.weighting, self.data.alpha
+        if kind == "neox-documents":
+            return weights_by_documents([each.last - each.first for each in files], alpha)
+        size = {
+            "given": lambda each: 1.0,
+            "documents": lambda each: each.last - each.first,
+            "tokens": lambda each: each.file.tokens,
+        }[kind]
+        return [each.weight * float(size(each)) ** alpha for each in files]
+
+    def _options(self, files: list[SourceFile]) -> AssemblyOptions:
+        from .agreement import end_of_document, token_id
+
+        data = self.data
+        fim = data.fim if data.fim.rate > 0 and self.split == "train" else None
+        spans = data.span_corruption if data.span_corruption.rate > 0 and self.split == "train" else None
+        needed = self.targets.marks_documents or data.mask_loss_at_eod or fim or spans or data.packing == "best_fit"
+        eod = end_of_document(files, self.config.tokenizer) if needed else None
+        if eod is None and (data.mask_loss_at_eod or data.packing == "best_fit"):
+            raise DataError(
+                "tokenizer.eod_id", "the end-of-document token must be known", "give tokenizer.eod_id or tokenizer.path"
+            )
+        if (fim or spans) and any(each.labels or each.document_weights is not None for each in files):
+            key = "data.fim" if fim else "data.span_corruption"
+            raise DataError(
+                key,
+                "documents with label files or weights of their own cannot be reordered",
+                f"remove labels and document_weights, or set {key}.rate: 0",
+            )
+        infilling = fim and Infilling(
+            fim.rate,
+            fim.suffix_first_rate,
+            *(
+                token_id(self.config.tokenizer, getattr(fim, part), f"data.fim.{part}")
+                for part in ("prefix", "middle", "suffix")
+            ),
+        )
+        return AssemblyOptions(
+            self.request.sequence_length,
+            data.seed,
+            eod,
+            data.mask_loss_at_eod,
+            self.targets.marks_documents,
+            infilling or None,
+            None if spans is None else self._corruption(spans),
+            filler=0 if data.packing == "until_overflow" else None,
+            context=self.targets.context,
+        )
+
+    def _corruption(self, section: SpanCorruptionSection) -> Corruption:
+        from .agreement import token_id
+
+        names = [section.sentinel.replace("{}", str(number)) for number in range(section.sentinels)]
+        ids = tuple(token_id(self.config.tokenizer, name, "data.span_corruption.sentinel") for name in names)
+        targets_only = section.loss == "targets"
+        return Corruption(section.rate, section.noise_density, section.mean_span_length, ids, targets_only)
+
+    def _order(
+        self, files: list[SourceFile], parts: list, whole: bool, options: AssemblyOptions
+    ) -> list[OrderedSource]:
+        """Order each file; the pythia order is told how many samples all blends together will ask it for."""
+        total = [0] * len(files)
+        for number, (start, _, members, weights) in enumerate(parts):
+            end = parts[number + 1][0] * self.batch if number + 1 < len(parts) else self.asked()
+            for member, weight in zip(members, normalised_weights(weights).tolist()):
+                samples = end - start * self.batch
+                total[member] += (
+                    samples if self.data.split is not None else math.ceil(samples * weight * self.data.margin)
+                )
+        once = whole or self.config.training.epochs is not None
+        orders = [
+            each.order(self.request, None if once else wanted, 1 if once else None)
+            for each, wanted in zip(files, total)
+        ]
+        return [
+            OrderedSource(index, each, order, self.config.model.vocab_size)
+            for index, (each, order) in enumerate(zip(files, orders))
+        ]
+
+    def _planned_phases(self, parts: list, sources: list[OrderedSource], whole: bool) -> list[PlannedPhase]:
+        steps = self.requested[0] + self.reserve
+        phases: list[PlannedPhase] = []
+        taken = [0] * len(sources)
+        for number, (start, entries, members, weights) in enumerate(parts):
+            lengths = [sources[each].order.length for each in members]
+            endless = any(sources[each].order.endless for each in members)
+            if number + 1 < len(parts):
+                length = (parts[number + 1][0] - start) * self.batch
+            elif len(parts) > 1 or (endless and not whole):
+                length = max(steps - start, 1) * self.batch
+            else:
+                length = sum(lengths)
+            drawn = length if whole or len(members) == 1 else min(length, max(steps - start, 1) * self.batch)
+            blend = Blend(weights, drawn, self.data.cache, as_neox=self.data.order == "pythia" and not whole)
+            counts = tuple(each.counts if self.split == "train" else float(each.loss) for each in entries)
+            phases.append(
+                PlannedPhase(start * self.batch, length, blend, members, counts, tuple(taken[each] for each in members))
+            )
+            for place, each in enumerate(members):
+                taken[each] += blend.drawn(place, drawn)
+        return phases
