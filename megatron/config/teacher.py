@@ -64,7 +64,10 @@ def on_layout(config: Config) -> dict[str, Any]:
     values = {
         name: student[name] for name in ("parallel", "precision", "training", "data", "tokenizer", "launch", "run")
     }
-    values |= {"model": thaw(own.model_dump())["model"], "optimizer": {"type": own.optimizer.type}}
+    values["model"] = model = thaw(own.model_dump())["model"]
+    model["extensions"] = list(dict.fromkeys([*model["extensions"], *student["model"]["extensions"]]))
+    if model["parametrization"]["type"] != "standard":  # its rates are of a kind of optimizer; nothing is updated
+        values |= {"optimizer": {"type": own.optimizer.type}, "schedule": {"type": "constant"}}
     parallel, training = values["parallel"], values["training"]
     if not _has_experts(own):
         parallel.update(expert=1, expert_tensor=None)

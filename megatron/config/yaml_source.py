@@ -224,7 +224,7 @@ def _compose(text: str) -> yaml.Node | None:
     the two read differently (tabs, keys after a '?', an alias inside its anchor, "|#") is not given to libyaml.
     """
     if yaml.__with_libyaml__ and not _PYYAMLS.search(_COMMENT.sub("", text)):
-        with contextlib.suppress(yaml.YAMLError):
+        with contextlib.suppress(yaml.YAMLError, UnicodeError):
             _check_size(text)
             return _FastLoader(text).get_single_node()
     return yaml.compose(text, Loader=_Loader)

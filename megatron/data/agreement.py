@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,16 +65,24 @@ def end_of_document(files: list[SourceFile], section: TokenizerSection) -> int |
 
 
 def token_id(section: TokenizerSection, token: str, key: str) -> int:
-    """The one id of a special token of the run's tokenizer.
+    """The one id of a special token of the run's tokenizer. See `token_ids`."""
+    return token_ids(section, [token], key)[0]
+
+
+def token_ids(section: TokenizerSection, tokens: Sequence[str], key: str) -> tuple[int, ...]:
+    """The ids of special tokens of the run's tokenizer, one each.
 
     Raises:
-        DataError: the tokenizer does not have it as one token.
+        DataError: the tokenizer does not have one as a single token.
     """
-    ids = build_tokenizer(section).encode(token)
-    if len(ids) != 1:
-        raise DataError(
-            key,
-            f"the run's tokenizer has no token {token!r}",
-            "name one of its special tokens, or add it when training it",
-        )
-    return ids[0]
+    tokenizer, found = build_tokenizer(section), []
+    for token in tokens:
+        ids = tokenizer.encode(token)
+        if len(ids) != 1:
+            raise DataError(
+                key,
+                f"the run's tokenizer has no token {token!r}",
+                "name one of its special tokens, or add it when training it",
+            )
+        found += ids
+    return tuple(found)

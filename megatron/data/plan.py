@@ -17,7 +17,6 @@ import numpy as np
 from .blend import Blend
 from .contract import SampleSource
 from .errors import DataError
-from .hashing import content_hash
 from .sample import AssemblyOptions, Sample
 from .source import OrderedSource
 from .targets import Targets
@@ -207,8 +206,8 @@ class SamplePlan:
         return result
 
     def document_weights(self) -> dict[str, str]:
-        given = {each.name: each.opened.document_weights for each in self.sources}
-        return {name: content_hash(weights) for name, weights in given.items() if weights is not None}
+        hashes = {f"{each.index} {each.name}": each.opened.weights_hash for each in self.sources}
+        return {name: hash for name, hash in hashes.items() if hash is not None}
 
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
@@ -218,6 +217,11 @@ class SamplePlan:
             for use in self.uses()
             if use.epochs > MANY_EPOCHS
         ]
+        if (spans := self.options.corruption) and spans.lost > 0.01:
+            found.append(
+                f"data.span_corruption: about {spans.lost:.0%} of what a sample reads, at its end, has no room "
+                "behind the spans, and is trained on in no epoch where samples are cut alike"
+            )
         if self.period and self.steps * self.batch > self.period:
             found.append(
                 f"the order has {self.period:,} samples; from step {self.period // self.batch} on they are read again"

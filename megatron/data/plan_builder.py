@@ -227,10 +227,15 @@ class _Builder:
         )
 
     def _corruption(self, section: SpanCorruptionSection) -> Corruption:
-        from .agreement import token_id
+        from .agreement import token_ids
 
         names = [section.sentinel.replace("{}", str(number)) for number in range(section.sentinels)]
-        ids = tuple(token_id(self.config.tokenizer, name, "data.span_corruption.sentinel") for name in names)
+        key = "data.span_corruption.sentinel"
+        ids = token_ids(self.config.tokenizer, names, key)
+        if len(set(ids)) < len(ids):
+            raise DataError(
+                key, "the run's tokenizer has the same id for several sentinels", "add them when training it"
+            )
         targets_only = section.loss == "targets"
         return Corruption(section.rate, section.noise_density, section.mean_span_length, ids, targets_only)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 
 from .cache import examine_once
 from .errors import DataError
+from .hashing import content_hash
 from .manifest import Manifest, read_manifest
 from .order import Order, SequentialOrder, StreamOrder, TokenRange
 from .overflow import OverflowOrder
@@ -20,6 +23,8 @@ from .token_file import TokenFile
 
 if TYPE_CHECKING:
     from megatron.config.sections.data import SourceSection
+
+PIECE = 1 << 24  # weights that are looked at together
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class SourceFile:
                 "make the label file beside the token file, document for document",
             )
 
+    @cached_property
+    def weights_hash(self) -> str | None:
+        """Of the documents' weights, which are read whole for it, once."""
+        return None if self.document_weights is None else content_hash(self.document_weights)
+
     @property
     def identity(self) -> tuple:
         """What makes two entries of different phases the same source."""
@@ -125,13 +135,16 @@ def read_document_weights(path: str, file: TokenFile) -> np.ndarray:
     fix = "write them with numpy.save, one number for each document of the token file"
     try:
         weights = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise DataError(path, f"document weights cannot be read: {error}", fix) from error
     if not isinstance(weights, np.ndarray) or weights.shape != (len(file),) or weights.dtype.kind not in "fiub":
         found = f"{weights.dtype} {list(weights.shape)}" if isinstance(weights, np.ndarray) else "several arrays"
         raise DataError(path, f"it must have one number for each of {len(file)} documents, and has {found}", fix)
-    if not ((weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
-        raise DataError(path, "each weight must be a finite number of at least 0", fix)
+    largest = np.finfo(np.float32).max
+    for begin in range(0, len(weights), PIECE):
+        part = weights[begin : begin + PIECE]
+        if not ((part >= 0) & (part <= largest)).all():
+            raise DataError(path, "each weight must be a finite number of at least 0", fix)
     return weights
 
 

@@ -37,6 +37,11 @@ class Corruption:
         noise = min(max(round(length * self.density), 1), length - 1)
         return noise, min(max(round(noise / self.mean), 1), noise, length - noise, len(self.sentinels))
 
+    @property
+    def lost(self) -> float:
+        """About what share of a sample's tokens is at its end and has no room once its documents have grown."""
+        return self.rate * (1 - 1 / (1 + 2 * self.density / self.mean))
+
     def grown(self, length: int) -> int:
         """Tokens of a document of so many, corrupted: each span has a sentinel in its place and one before it."""
         return length + 2 * self.sizes(length)[1]

@@ -51,6 +51,8 @@ class Teacher:
             UserError: its checkpoint cannot be read, or its model does not fit the run.
         """
         if objective_of(config).teacher is None:
+            if config.objective.teacher is not None:
+                raise UserError(f"objective.teacher is given, and {config.objective.type} learns from none")
             return None
         if config.objective.teacher is None:
             raise UserError(f"objective.teacher must be given: {config.objective.type} learns from one")

@@ -107,8 +107,9 @@ def _or_plain(fast: Callable[[Stream], Stream], plain: Callable[[Stream], Stream
     def forward(stream: Stream) -> Stream:
         nonlocal failed
         if not failed:
-            try:
-                return fast(stream)
+            try:  # of the backward pass, too: torch would compile it when it is first run
+                with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                    return fast(stream)
             except torch._dynamo.exc.TorchDynamoException as error:
                 failed = True
                 reason = " ".join(str(error).split())[:160]

@@ -403,14 +403,16 @@ def data_changes(meta: Meta, config: Config, plan: SampleSet, left_out: LeftOut 
             "read "
             f"{before:,}: " + ("those between are left out" if now > before else "those between are read again")
         ]
+    found = []
     if meta.data.get("document_weights", {}) != plan.document_weights():
-        return ["warning: the weights of documents (document_weights) differ from those of the checkpoint's run"]
+        found.append("warning: the weights of documents (document_weights) differ from those of the checkpoint's run")
     told = meta.data.get("last_sample")
     if told is None or meta.step > plan.steps or told == last_sample(plan, now, left_out, length):
-        return []
+        return found
     return [
+        *found,
         "warning: the data order differs from the checkpoint's (data.*, training.steps, training.sequence_length or "
-        "the files have changed); some samples may be repeated or skipped"
+        "the files have changed); some samples may be repeated or skipped",
     ]
 
 

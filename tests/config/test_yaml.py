@@ -202,3 +202,8 @@ def test_libyaml_reads_as_pyyaml_does(monkeypatch):
                 yaml_source._compose(text)
         else:
             both_ways(text, monkeypatch)
+
+
+def test_bytes_that_are_no_text_are_told():
+    """As Python hands over an argument that is not UTF-8."""
+    assert read_override("run.name=\udcff").problems

@@ -132,7 +132,7 @@ def used_experts(mode: str) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_replays_the_choice(mode: str, monkeypatch):
     assert used_experts(mode).equal(used_experts("none"))
-    monkeypatch.setattr("megatron.kinds.moe.layer.once", lambda make: make())
+    monkeypatch.setattr("megatron.kinds.moe.layer.decide_once", lambda make: make())
     assert not used_experts("full").equal(used_experts("none"))  # so the comparison can fail
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -24,12 +25,15 @@ SOON = timedelta(seconds=300)
 
 
 def listening(port: int) -> set[str]:
-    """Addresses, as the kernel writes them, on which something listens on a port."""
-    found = set()
+    """Addresses, as the kernel writes them, on which this process listens on a port; others may do so elsewhere."""
+    own, found = set(), set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            own.add(os.readlink(descriptor))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            place, state = line.split()[1], line.split()[3]
-            if state == "0A" and int(place.rpartition(":")[2], 16) == port:
+            _, place, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and int(place.rpartition(":")[2], 16) == port and f"socket:[{inode}]" in own:
                 found.add(place.rpartition(":")[0])
     return found
 
@@ -89,8 +93,6 @@ def test_without_a_launcher_it_listens_on_the_address_that_others_call():
     store = open_store(0, 1, address, port, SOON, environment={})
     store.set("a", "b")
     assert listening(port) == {bytes(reversed(socket.inet_aton(address))).hex().upper()}
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.7", "no-such-host.invalid"])

@@ -51,10 +51,20 @@ def test_compiled_is_plain():
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch):
-    def broken(graph, inputs):
-        raise RuntimeError("C++ compile error\nno compiler")
+def broken_forward(graph, inputs):
+    raise RuntimeError("C++ compile error\nno compiler")
 
+
+def broken_backward():
+    """A backend that compiles forward passes, to what they are, and no backward pass."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=broken_forward)
+
+
+@pytest.mark.parametrize("broken", [broken_forward, broken_backward()], ids=["forward", "backward"])
+def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, broken):
     torch._dynamo.reset()
     loss, wanted = gradients(build_model(settings("off")))
     compiled = torch.compile
