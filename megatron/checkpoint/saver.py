@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 
 from ..config.sections.output import CheckpointSection
 from .communicator import SOLO, Communicator
+from .copies import Copies, Copy
 from .errors import CheckpointError, StoreRefuses
 from .fragment import Fragment
+from .index import checksum
 from .meta import Meta
-from .names import number_of, step_name, step_of
+from .names import MANIFEST_NAME, number_of, step_name
 from .store import Store, is_complete
-from .transfer import newest, retain_there, upload
+from .transfer import manifest_at, retain_there, upload
 from .writer import save
 
 
@@ -86,12 +89,20 @@ class Saver:
         directory: folder of checkpoints.
         section: the configuration's `checkpoint` section.
         communicator: used from a thread when saving in the background or uploading, so nobody else may use its group.
+        copies: what the run has uploaded so far, on rank 0; takes what is uploaded from now on.
     """
 
-    def __init__(self, directory: str | Path, section: CheckpointSection, communicator: Communicator = SOLO) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        section: CheckpointSection,
+        communicator: Communicator = SOLO,
+        copies: Copies | None = None,
+    ) -> None:
         self.store = Store(directory, communicator)
         self._section = section
         self._communicator = communicator
+        self._copies = copies or Copies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
         self._ended: list[Saved] = []
@@ -201,7 +212,8 @@ class Saver:
             return None
         keep = self._section.upload_keep_last
         if keep is not None and self._communicator.rank == 0:
-            retain_there(url, keep, number_of(path))
+            kept = [step for step in self._copies.within(url) if step <= number_of(path)][-keep:]
+            retain_there(url, kept[0], self._copies.urls)
         return f"{url.rstrip('/')}/{path.name}"
 
     def _find_owed(self, url: str) -> list[Path]:
@@ -217,21 +229,32 @@ class Saver:
             patience: dict[str, Any] = {"attempts": 1} if self._upload_problem else {}  # an outage is waited for once
             try:
                 upload(each, url, self._communicator, **patience)
+                if self._communicator.rank == 0:
+                    self._count(each, url)
             except CheckpointError as error:
                 self._owed.append(each)
                 self._upload_problem = str(error)
         return self._owed
 
     def _not_there(self, url: str) -> list[Path]:
-        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest
-        there.
-        Where there are none, the newest alone: older ones may be of a time without upload."""
-        try:
-            there = step_of(Path(newest(url)))
-        except CheckpointError:
-            there = None  # nothing is there, or it cannot be seen
-        paths = [path for path in self.store.paths() if there is None or number_of(path) > there]
-        every = self._section.upload_every
-        due = [path for path in paths if every is None or number_of(path) % every == 0]
-        whole = [path for path in due if is_complete(path)]
-        return whole if there is not None else whole[-1:]
+        """What an earlier start has saved and could not copy any more: complete ones that are newer than the newest of
+        this run there. Names do not tell: of a branch that the run has left, or of another run, there may be the same
+        ones. Where the run has none there, the newest alone: older ones may be of a time without upload."""
+        every, owed = self._section.upload_every, []
+        due = [path for path in self.store.paths() if every is None or number_of(path) % every == 0]
+        with suppress(CheckpointError):  # what cannot be seen is not there
+            for path in reversed(due):
+                if not is_complete(path):
+                    continue
+                owed.append(path)
+                if manifest_at(f"{url.rstrip('/')}/{path.name}") == (path / MANIFEST_NAME).read_bytes():
+                    owed.pop()
+                    self._count(path, url)
+                    return owed[::-1]
+        known = self._copies.within(url)
+        return [path for path in reversed(owed) if number_of(path) > known[-1]] if known else owed[:1]
+
+    def _count(self, path: Path, url: str) -> None:
+        """The checkpoint is there in full."""
+        manifest = checksum((path / MANIFEST_NAME).read_bytes())
+        self._copies.add(number_of(path), Copy(f"{url.rstrip('/')}/{path.name}", manifest))

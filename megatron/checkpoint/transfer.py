@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -94,16 +96,6 @@ def newest(url: str) -> str:
     return found[-1]
 
 
-def uploaded(url: str) -> str | None:
-    """The URL of the newest whole checkpoint in a folder of them; None if none is there.
-
-    Raises:
-        CheckpointError: the place cannot be read.
-    """
-    found, _ = _whole(url)
-    return found[-1] if found else None
-
-
 def _whole(url: str) -> tuple[list[str], list[str]]:
     """URLs of whole checkpoints, oldest first: of that one, or of those in a folder; and names of all in it."""
     url = url.rstrip("/")
@@ -111,33 +103,58 @@ def _whole(url: str) -> tuple[list[str], list[str]]:
         system, root = fsspec.core.url_to_fs(url)
         if system.exists(f"{root}/{MANIFEST_NAME}"):
             return [url], []
-        names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
-        steps = [name for name in names if step_of(Path(name)) is not None]
-        steps.sort(key=lambda name: number_of(Path(name)))
+        steps = _steps(system, root)
         whole = [f"{url}/{name}" for name in steps if system.exists(f"{root}/{name}/{MANIFEST_NAME}")]
     except Exception as error:  # every store has its own exceptions
         raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
     return whole, steps
 
 
-def retain_there(url: str, keep: int, newest_step: int) -> list[str]:
-    """Delete all but the newest `keep` checkpoints of steps up to `newest_step` in a folder elsewhere, the manifest of
-    each first: what is half deleted has none. Later steps are of a branch that a run has left, or of nobody's.
+def _steps(system: Any, root: str) -> list[str]:
+    """Names of checkpoints in a folder of a file system, oldest step first, whole or not."""
+    names = [Path(found).name for found in system.ls(root, detail=False)] if system.isdir(root) else []
+    return sorted((name for name in names if step_of(Path(name)) is not None), key=lambda name: number_of(Path(name)))
+
+
+def retain_there(url: str, oldest: int, own: Collection[str]) -> list[str]:
+    """Delete checkpoints of steps before `oldest` in a folder elsewhere, the manifest of each first: what is half
+    deleted has none, and goes as well, as do uploads that were never finished.
+
+    Args:
+        own: URLs of checkpoints that may be deleted. Other whole ones are another run's, and stay.
 
     Returns:
         Names of those that are gone. What cannot be deleted is left for the next time.
     """
-    gone = []
-    try:
-        whole = [each for each in _whole(url)[0] if number_of(Path(each)) <= newest_step]
-        for each in whole[:-keep]:
-            system, place = fsspec.core.url_to_fs(each)
-            system.rm_file(f"{place}/{MANIFEST_NAME}")
-            system.rm(place, recursive=True)
-            gone.append(each.rsplit("/", 1)[-1])
-    except Exception:  # every store has its own exceptions; nothing depends on it
-        return gone
+    gone, url = [], url.rstrip("/")
+    with suppress(Exception):  # every store has its own exceptions; nothing depends on it
+        system, root = fsspec.core.url_to_fs(url)
+        system.invalidate_cache()
+        for name in [name for name in _steps(system, root) if number_of(Path(name)) < oldest]:
+            with suppress(Exception):
+                place = f"{root}/{name}"
+                if system.exists(f"{place}/{MANIFEST_NAME}"):
+                    if f"{url}/{name}" not in own:
+                        continue
+                    system.rm_file(f"{place}/{MANIFEST_NAME}")
+                system.rm(place, recursive=True)
+                gone.append(name)
     return gone
+
+
+def manifest_at(url: str) -> bytes | None:
+    """The manifest of a checkpoint elsewhere; None if it is not there, or not whole.
+
+    Raises:
+        CheckpointError: nobody can say.
+    """
+    try:
+        system, place = fsspec.core.url_to_fs(f"{url.rstrip('/')}/{MANIFEST_NAME}")
+        system.invalidate_cache()
+        found: bytes | None = system.cat_file(place) if system.exists(place) else None
+    except Exception as error:  # every store has its own exceptions
+        raise CheckpointError(url, f"it cannot be read: {describe_error(error)}") from error
+    return found
 
 
 def remote_manifest(url: str, *, attempts: int = 5, wait: float = 1.0) -> bytes:

@@ -1,14 +1,15 @@
 """ledger.jsonl: what happened to a run, in order, never rewritten.
 
 Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
-checkpoint, superseded, spike, rollback, stop, error, end; restart and given_up, of the launcher. Where the time of a
-run has gone is in the entries that have `spent` (see `goodput`), `mark` among them. After a resume the same steps may
-come again: the last entry about a step is the one that the weights saw.
+checkpoint, uploaded (a copy elsewhere that is whole), superseded, spike, rollback, stop, error, end; restart and
+given_up, of the launcher. Where the time of a run has gone is in the entries that have `spent` (see `goodput`), `mark`
+among them. After a resume the same steps may come again: the last entry about a step is the one that the weights saw.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ def hash_text(value: int) -> str:
 
 
 class Ledger:
-    """An append-only file of events. Each is on disk when `write` returns, or waits in memory for room there."""
+    """An append-only file of events. Each is on disk when `write` returns, or waits in memory for room there.
+
+    Threads may share it: what copies checkpoints elsewhere tells of them from its own.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -34,6 +38,8 @@ class Ledger:
         self._file = AppendFile(self.path, sync=True)
         self._first = 0
         self._hashes: list[str] = []
+        self._lock = threading.RLock()
+        self._closed = False
 
     def _end_broken_line(self) -> None:
         """A process killed while it wrote leaves half a line; what follows must not be glued to it."""
@@ -49,40 +55,52 @@ class Ledger:
                 file.truncate(content.rfind(b"\n") + 1)
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event with its facts (JSON values)."""
-        self.flush()
-        self._append({"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
+        """Append an event with its facts (JSON values).
+
+        Raises:
+            ValueError: the ledger is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self.path} is closed")
+            self.flush()
+            self._append({"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **facts})
 
     def batch(self, step: int, hash_of_batch: int) -> None:
         """Note the hash of a step's global batch; steps come in order, lines of up to 100 of them are written."""
-        if self._hashes and step != self._first + len(self._hashes):
-            self.flush()
-        if not self._hashes:
-            self._first = step
-        self._hashes.append(hash_text(hash_of_batch))
-        if len(self._hashes) == BATCHES_PER_LINE:
-            self.flush()
+        with self._lock:
+            if self._hashes and step != self._first + len(self._hashes):
+                self.flush()
+            if not self._hashes:
+                self._first = step
+            self._hashes.append(hash_text(hash_of_batch))
+            if len(self._hashes) == BATCHES_PER_LINE:
+                self.flush()
 
     def flush(self) -> None:
         """Write the batches that are still held back."""
-        if self._hashes:
-            hashes, self._hashes = self._hashes, []
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
+        with self._lock:
+            if self._hashes:
+                hashes, self._hashes = self._hashes, []
+                now = datetime.now(UTC).isoformat(timespec="milliseconds")
+                self._append({"event": "batches", "time": now, "first_step": self._first, "hashes": hashes})
 
     def position(self) -> int:
         """Bytes written so far, held-back batches included. A resumed checkpoint's, told in the event `resume`, says
         which
         entries are of steps that its weights have seen: those before it."""
-        self.flush()
-        return self.path.stat().st_size + self._file.waiting
+        with self._lock:
+            self.flush()
+            return self.path.stat().st_size + self._file.waiting
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._file.write((encode(entry) + "\n").encode())
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        with self._lock:
+            self.flush()
+            self._closed = True
+            self._file.close()
 
 
 def read_ledger(path: str | Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.communicator import Communicator
 from megatron.checkpoint.index import checksum
 from megatron.checkpoint.names import META_NAME
-from megatron.checkpoint.transfer import download, newest, remote_manifest, uploaded
+from megatron.checkpoint.transfer import download, newest, remote_manifest
 
 FOLDER = "fetched"  # beside the run's own checkpoints
 
@@ -40,24 +40,6 @@ def local_path(where: str, checkpoints: Path, communicator: Communicator) -> str
     if failure:
         raise CheckpointError(where, failure)
     return path
-
-
-def uploaded_path(url: str, checkpoints: Path, communicator: Communicator) -> str | None:
-    """Likewise the newest whole checkpoint that was uploaded to a URL; None if none is there.
-
-    Raises:
-        CheckpointError: on every rank, if the place cannot be read, or what is there is damaged.
-    """
-    answer: list[str | None] = [None, None]
-    if communicator.rank == 0:
-        try:
-            answer = [uploaded(url), None]
-        except CheckpointError as error:
-            answer = [None, str(error)]
-    where, failure = communicator.broadcast(answer)
-    if failure:
-        raise CheckpointError(url, failure)
-    return None if where is None else local_path(where, checkpoints, communicator)
 
 
 def _is_hugging_face(path: Path) -> bool:

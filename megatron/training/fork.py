@@ -31,7 +31,16 @@ from megatron.report.ledger import Ledger
 from .schedule import Schedule
 
 FILE = "fork.yml"
-OF_THE_TRUNK = ("run", "checkpoint.dir", "checkpoint.resume", "training.stop_at_step", "data.cache")
+OF_THE_TRUNK = (
+    "run",
+    "checkpoint.dir",
+    "checkpoint.resume",
+    "checkpoint.upload",
+    "checkpoint.upload_every",
+    "checkpoint.upload_keep_last",
+    "training.stop_at_step",
+    "data.cache",
+)
 
 
 def fork(trunk: Path, at: int, steps: int, folder: Path, changes: Mapping[str, Any] | None = None) -> Path:

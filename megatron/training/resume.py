@@ -28,9 +28,10 @@ from megatron.report.ledger import Ledger, hash_text
 from megatron.report.ledger import left_out as left_out_of
 from megatron.worker.place import StartError
 
-from .fetch import local_path, uploaded_path
+from .fetch import local_path
 from .retreat import MOST, of_run
 from .upcycle import mapped, upcycle
+from .uploads import or_uploaded
 from .vocabulary import MEAN, extend, extended
 from .world import World
 
@@ -97,16 +98,16 @@ def find(
         how = local_path(how, store.directory, world.communicator)
     diverged = world.communicator.broadcast(of_run(Path(config.run.dir), attempt) if world.is_main else None)
     if diverged:
-        found = _further_back(store, *diverged)
+        found, copied = _further_back(store, *diverged), False
     else:
-        found = _or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
+        found, copied = or_uploaded(lambda: _chosen(store, how, attempt, levels), store, config, world)
     log(found.reason)
     if how != "auto" or diverged:
         after = found.checkpoint.step if found.checkpoint else -1
         for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
             log(line)
     if found.checkpoint is not None:
-        return _continued(found.checkpoint, found.skipped, config, world, log)
+        return _continued(found.checkpoint, found.skipped, config, world, log, copied)
     if config.checkpoint.initialize_from:
         path = local_path(config.checkpoint.initialize_from, store.directory, world.communicator)
         return _initialised(config, store.weights(path), log)
@@ -119,8 +120,9 @@ def _continued(
     config: Config,
     world: World,
     log: Callable[[str], None],
+    copied: bool,
 ) -> StartPoint:
-    """The run goes on from its own checkpoint."""
+    """The run goes on from its own checkpoint, or from a copy of it that it has uploaded."""
     changed = changes(checkpoint.meta.config, config, checkpoint.step)
     for line in changed:
         log(f"changed since the checkpoint: {line}")
@@ -136,7 +138,9 @@ def _continued(
         "changed": changed,
         "ledger": checkpoint.meta.ledger,
     }
-    left_out = LeftOut.of(world.communicator.broadcast(_left_out(checkpoint, config).pairs if world.is_main else None))
+    left_out = LeftOut.of(
+        world.communicator.broadcast(_left_out(checkpoint, config, copied).pairs if world.is_main else None)
+    )
     return StartPoint(checkpoint, None, facts | _fact(left_out), left_out)
 
 
@@ -160,36 +164,13 @@ def _fact(left_out: LeftOut) -> dict[str, Any]:
     return {"left_out": [list(pair) for pair in left_out.pairs]} if left_out else {}
 
 
-def _left_out(checkpoint: Checkpoint, config: Config) -> LeftOut:
+def _left_out(checkpoint: Checkpoint, config: Config, copied: bool) -> LeftOut:
     """What the run has left out so far: as its ledger says, or as the checkpoint does where it comes from elsewhere."""
-    own = checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
+    own = copied or checkpoint.path.resolve().parent == Path(config.checkpoint.dir).resolve()
     told = left_out_of(Path(config.run.dir) / "ledger.jsonl") if own else None
     if told is None:
         told = checkpoint.meta.data.get("left_out")
     return LeftOut.given(config) if told is None else LeftOut.of(told)
-
-
-def _or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> Resume:
-    """What is chosen; or where a run that began earlier has nothing left to go on from, what it has uploaded.
-
-    Raises:
-        CheckpointError: there is something, but nothing that can be used; or nobody can say whether there is.
-    """
-    url, failure, found = config.checkpoint.upload, None, Resume(None)
-    try:
-        found = choose()
-    except CheckpointError as error:
-        failure = error
-    began = world.communicator.broadcast(world.is_main and (Path(config.run.dir) / "ledger.jsonl").exists())
-    if found.checkpoint is None and url is not None and began and config.checkpoint.resume == "auto":
-        path = uploaded_path(url, store.directory, world.communicator)
-        if path is not None:
-            there = store.resume(path)
-            why = str(failure) if failure else f"nothing is in {store.directory}"
-            return replace(there, reason=f"resumed from {path}, which was fetched from {url}: {why}")
-    if failure is not None:
-        raise failure
-    return found
 
 
 def _chosen(store: Store, how: str, attempt: int, levels: Levels | None = None) -> Resume:

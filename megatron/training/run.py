@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.finite import non_finite
 from megatron.checkpoint.levels import Levels
 from megatron.checkpoint.lock import sole_writer
@@ -46,6 +47,7 @@ from .resume import StartPoint, contents, data_changes, find, load, tokens_read
 from .rollback import roll_back
 from .sampler import sampler
 from .trainer import Outcome, Trainer
+from .uploads import copies_of
 from .vocabulary import INITIAL
 from .world import World, join, leave
 
@@ -194,7 +196,9 @@ def _train(
     """From where a run starts, or has gone back to, on."""
     first = source.checkpoint.step if source.checkpoint else 0
     sinks, ledger = open_run(config, rank=world.mesh.rank, start=first, settings=config.model_dump(mode="json"))
-    saver = Saver(config.checkpoint.dir, config.checkpoint, world.background)
+    copies = copies_of(Path(config.run.dir) / "ledger.jsonl", ledger) if ledger is not None else Copies()
+    copies.go_back(first if source.checkpoint else -1)
+    saver = Saver(config.checkpoint.dir, config.checkpoint, world.background, copies)
     saver.prepare(engine.state.fragments())
     tokens = tokens_read(source, config)
     saves = contents(config, place.config_text, world, engine, loader.plan, tokens, ledger, source.left_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, Meta, open_checkpoint, save
 from megatron.checkpoint import saver as saver_module
+from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.saver import Saver
 from megatron.checkpoint.store import Store
 from megatron.checkpoint.transfer import download, upload
@@ -251,6 +253,52 @@ def test_what_a_killed_run_owed_is_uploaded_by_the_next(tmp_path, unreliable, mo
     assert back.close()[0].uploaded == f"file://{tmp_path}/there/step_00000002"
     there = open_checkpoint(tmp_path / "there/step_00000002", verify="checksums")
     assert there.read(FragmentSpec.whole(VECTOR, "master")).data[0] == 2.5
+
+
+def test_an_abandoned_branch_there_has_not_got_the_new_steps(tmp_path):
+    """A run went back from 800 to 500, and was killed when 600 and 700 were saved and not copied yet."""
+    there = f"file://{tmp_path}/there"
+    for step in (500, 700, 800):
+        upload(save(tmp_path / "old", step, [fragment(step)], Meta(step)), there)
+    for step, value in ((500, 500), (600, 6.0), (700, 7.0)):
+        save(tmp_path / "here", step, [fragment(value)], Meta(step))
+    shutil.rmtree(tmp_path / "here/step_00000500")
+    shutil.copytree(tmp_path / "old/step_00000500", tmp_path / "here/step_00000500")
+    told = []
+    copies = Copies(lambda step, copy: told.append((step, copy.url)))
+    assert Saver(tmp_path / "here", CheckpointSection(upload=there), copies=copies).close() == []
+    assert told == [(step, f"{there}/step_00000{step}") for step in (500, 600, 700)]
+    for step, value in ((600, 6.0), (700, 7.0), (800, 800.0)):
+        found = open_checkpoint(tmp_path / f"there/step_00000{step}", verify="checksums")
+        assert found.read(FragmentSpec.whole(VECTOR, "master")).data[0] == value
+
+
+def test_retention_elsewhere(tmp_path, monkeypatch):
+    """What is half deleted or half uploaded goes the next time; what the run left later is not counted among those to
+    keep; another run's stays."""
+    there, original = f"file://{tmp_path}/there", LocalFileSystem.rm
+    copies, section = Copies(), CheckpointSection(upload=there, upload_keep_last=2)
+    saver = Saver(tmp_path / "here", section, copies=copies)
+
+    def after(step: int) -> list[int]:
+        saver.save(step, [fragment(step)], Meta(step))
+        assert saver.wait()[0].uploaded
+        return sorted(int(path.name[-8:]) for path in (tmp_path / "there").iterdir())
+
+    def refuses(*arguments: object, **more: object) -> None:
+        raise PermissionError("not now")
+
+    upload(save(tmp_path / "other", 1, [fragment(9.0)], Meta(1)), there)
+    (tmp_path / "there/step_00000003").mkdir()
+    assert [after(step) for step in (2, 4)] == [[1, 2, 3], [1, 2, 3, 4]]
+    monkeypatch.setattr(LocalFileSystem, "rm", refuses)
+    assert after(6) == [1, 2, 3, 4, 6] and not (tmp_path / "there/step_00000002/manifest.json").exists()
+    monkeypatch.setattr(LocalFileSystem, "rm", original)
+    assert after(8) == [1, 6, 8]
+    copies.go_back(6)
+    assert after(10) == [1, 6, 8, 10]  # 8 is of the branch that was left
+    assert after(12) == [1, 10, 12]
+    saver.close()
 
 
 def test_memory_urls_are_really_elsewhere(tmp_path):

@@ -129,6 +129,14 @@ def test_mistakes_in_the_runs_are_told_once_and_nothing_starts(folder, capsys):
         read_suite(Path("none.yml"))
 
 
+def test_runs_that_upload_to_one_place_are_refused(folder, capsys):
+    shared = SUITE.replace("set: {", "set: {checkpoint.upload: 'memory://bucket/', ")
+    Path("small.yml").write_text(shared.replace("training.seed: 2", "training.seed: 2, checkpoint.upload: null"))
+    assert main(["small.yml", "launch"]) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint.upload" in said and "w16-s1, w32-s1 have memory://bucket" in said and not Path("runs").exists()
+
+
 def test_a_state_is_read_from_the_files(folder):
     one, two, *_ = read_suite(Path("small.yml")).members
     assert state_of(one) == State()

@@ -15,6 +15,7 @@ from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
 from megatron.report.ledger import read_ledger
 from megatron.testing.runs import run_on_this_rank
+from megatron.training.uploads import copies_of
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
 
@@ -156,7 +157,52 @@ def test_a_run_that_has_lost_its_folder_goes_on_from_what_it_uploaded(tmp_path: 
     shutil.rmtree(tmp_path / "run/checkpoints")
     with pytest.raises(RuntimeError, match="step_00000012"):
         start(tmp_path, 1, *own)
-    assert start(tmp_path, 1, *own, f"run.dir={tmp_path}/other", "training.stop_at_step=1")[0]["step"] == 0
+    # The ledger of a run whose first start failed before rank 0 opened it.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/ledger.jsonl").write_text('{"event": "restart", "time": "2026-01-01"}\n')
+    other = (*own, f"run.dir={tmp_path}/other", "optimizer.lr=1e-3")
+    assert start(tmp_path, 1, *other, "training.stop_at_step=1", attempt=1)[0]["step"] == 0
+    start(tmp_path, 1, *other, "training.stop_at_step=12")  # takes the names 8 and 12 for its own checkpoints
+    with pytest.raises(RuntimeError, match="step_00000008: it is not known to be the one that this run has uploaded"):
+        start(tmp_path, 1, *own)
+    shutil.rmtree(bucket)
+    with pytest.raises(RuntimeError, match="step_00000012: it is gone"):
+        start(tmp_path, 1, *own)
+
+
+def test_what_a_run_went_back_from_is_not_taken_from_its_copies(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    own = (f"checkpoint.upload=file://{bucket}", f"run.dir={tmp_path}/run")
+    start(tmp_path, 1, *own)
+    folder = tmp_path / "run/checkpoints"
+    start(tmp_path, 1, *own, f"checkpoint.resume={folder}/step_00000002", "training.stop_at_step=4")
+    shutil.rmtree(folder)
+    start(tmp_path, 1, *own, "training.stop_at_step=5")
+    ledger = read_ledger(tmp_path / "run/ledger.jsonl")
+    assert [each["step"] for each in ledger if each["event"] == "resume"] == [2, 4]
+    assert [each["step"] for each in ledger if each["event"] == "uploaded"][:4] == [2, 4, 6, 4]
+    assert open_checkpoint(bucket / "step_00000006").step == 6  # still there, for whoever names it
+
+
+def test_the_account_of_copies(tmp_path: Path) -> None:
+    """A rollback, a start anew, and an older ledger that has names alone."""
+
+    def own(*events: dict) -> dict[int, str]:
+        path = tmp_path / "ledger.jsonl"
+        path.write_text("".join(json.dumps(each) + "\n" for each in events))
+        return {step: copy.manifest for step, copy in copies_of(path).own.items()}
+
+    copies = [
+        {"event": "uploaded", "step": step, "url": f"memory://b/step_{step:08d}", "manifest": f"m{step}"}
+        for step in (400, 500, 800)
+    ]
+    back = {"event": "rollback", "step": 900, "to": 500}
+    assert own(*copies) == {400: "m400", 500: "m500", 800: "m800"}
+    assert own(*copies, back) == {400: "m400", 500: "m500"}
+    assert own(*copies, {"event": "resume", "step": 400, "checkpoint": "c"}) == {400: "m400"}
+    assert own(*copies, back, copies[2] | {"manifest": "new"}) == {400: "m400", 500: "m500", 800: "new"}
+    assert own(*copies, {"event": "start", "step": 0}) == {} == own({"event": "forked", "step": 400})
+    assert own({"event": "checkpoint_written", "uploaded": "memory://b/step_00000400"}) == {400: ""}
 
 
 def test_weights_of_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""A run that has lost its checkpoints goes on from those that it has uploaded: its own, and no other run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.copies import Copies, Copy
+from megatron.checkpoint.errors import brief
+from megatron.checkpoint.index import checksum
+from megatron.checkpoint.names import step_of
+from megatron.checkpoint.store import Resume, Store
+from megatron.checkpoint.transfer import manifest_at
+from megatron.config import Config
+from megatron.report.jsonl import read_lines
+from megatron.report.ledger import Ledger
+
+from .fetch import local_path
+from .world import World
+
+UPLOADED = "uploaded"  # the ledger's event
+
+
+def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
+    """What a run has uploaded, as its ledger says: each event `uploaded`, but for what the run went back from later.
+
+    Args:
+        path: of the ledger; it need not exist.
+        ledger: the same, open, which takes what is uploaded from now on.
+    """
+
+    def record(step: int, copy: Copy) -> None:
+        with suppress(ValueError):  # closed, since the run has failed meanwhile: its next start finds the copy there
+            if ledger is not None:
+                ledger.write(UPLOADED, step=step, url=copy.url, manifest=copy.manifest)
+
+    told, copies = Copies(), Copies(record)
+    for entry in read_lines(path) if path.exists() else ():
+        event = entry["event"]
+        if event == UPLOADED:
+            told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
+        elif event == "checkpoint_written" and entry.get("uploaded"):
+            _add_unsigned(told, entry["uploaded"])
+        elif event == "rollback":
+            told.go_back(entry["to"])
+        elif event in ("start", "resume"):
+            told.go_back(entry["step"] if event == "resume" or "checkpoint" in entry else -1)
+    copies.own, copies.urls = told.own, told.urls
+    return copies
+
+
+def _add_unsigned(copies: Copies, url: str) -> None:
+    """A copy of which an older ledger has the name alone: it is known to have been made, and cannot be recognised."""
+    step = step_of(Path(url))
+    if step is not None and step not in copies.own:
+        copies.add(step, Copy(url, ""))
+
+
+def or_uploaded(choose: Callable[[], Resume], store: Store, config: Config, world: World) -> tuple[Resume, bool]:
+    """What is chosen; or where nothing is left to go on from, the newest copy that this run has uploaded.
+
+    Returns:
+        The same with whether it is such a copy.
+
+    Raises:
+        CheckpointError: there is something, but nothing that can be used; or the run has uploaded copies, and none of
+            them is there any more, or nobody can say so.
+    """
+    url, failure, found = config.checkpoint.upload, None, Resume(None)
+    try:
+        found = choose()
+    except CheckpointError as error:
+        failure = error
+    if found.checkpoint is None and url is not None and config.checkpoint.resume == "auto":
+        why = str(failure) if failure else f"nothing is in {store.directory}"
+        where, passed, problem = world.communicator.broadcast(_newest_own(config) if world.is_main else None)
+        if problem:
+            raise CheckpointError(url, f"{problem}, and {why}")
+        if where is not None:
+            path = local_path(where, store.directory, world.communicator)
+            note = "".join(f"; passed over: {each}" for each in passed)
+            reason = f"resumed from {path}, which was fetched from {where}: {why}{note}"
+            return replace(store.resume(path), reason=reason), True
+    if failure is not None:
+        raise failure
+    return found, False
+
+
+def _newest_own(config: Config) -> tuple[str | None, list[str], str | None]:
+    """(the URL of the newest copy that is whole and this run's, newer ones with the reason, what is wrong)."""
+    path, passed = Path(config.run.dir) / "ledger.jsonl", list[str]()
+    try:
+        copies = copies_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # the other ranks wait for an answer
+        return None, passed, f"{path} cannot be read ({type(error).__name__}: {error}), which names what was uploaded"
+    try:
+        for step in sorted(copies.own, reverse=True):
+            copy = copies.own[step]
+            manifest = manifest_at(copy.url)
+            if manifest is not None and checksum(manifest) == copy.manifest:
+                return copy.url, passed, None
+            why = "it is gone" if manifest is None else "it is not known to be the one that this run has uploaded"
+            passed.append(f"{copy.url}: {why}")
+    except CheckpointError as error:
+        return None, passed, str(error)
+    if not passed:
+        return None, [], None
+    advice = "name a checkpoint in checkpoint.resume, or set it to none to start anew"
+    return None, passed, f"of the copies that this run has uploaded none can be used ({brief(passed)}): {advice}"
