@@ -1,9 +1,10 @@
 """ledger.jsonl: what happened to a run, in order, never rewritten.
 
 Every line has `event` and `time` (UTC). Events: start, resume, batches (the hash of every step's global batch),
-checkpoint, uploaded (a copy elsewhere that is whole), superseded, spike, rollback, stop, error, end; restart and
-given_up, of the launcher. Where the time of a run has gone is in the entries that have `spent` (see `goodput`), `mark`
-among them. After a resume the same steps may come again: the last entry about a step is the one that the weights saw.
+checkpoint, uploaded (a copy elsewhere that is whole), copies_left, superseded, spike, rollback, stop, error, end;
+restart and given_up, of the launcher. Where the time of a run has gone is in the entries that have `spent` (see
+`goodput`), `mark` among them. After a resume the same steps may come again: the last entry about a step is the one that
+the weights saw.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from megatron.worker.place import StartError
 from .fetch import local_path
 from .retreat import MOST, of_run
 from .upcycle import mapped, upcycle
-from .uploads import or_uploaded
+from .uploads import leave_later, or_uploaded
 from .vocabulary import MEAN, extend, extended
 from .world import World
 
@@ -106,6 +106,8 @@ def find(
         after = found.checkpoint.step if found.checkpoint else -1
         for line in [*(levels.drop(after) if levels else ()), *store.set_aside(after=after)]:
             log(line)
+        if world.is_main:
+            leave_later(config, after)
     if found.checkpoint is not None:
         return _continued(found.checkpoint, found.skipped, config, world, log, copied)
     if config.checkpoint.initialize_from:

@@ -21,7 +21,7 @@ from megatron.report.ledger import Ledger
 from .fetch import local_path
 from .world import World
 
-UPLOADED = "uploaded"  # the ledger's event
+UPLOADED, LEFT = "uploaded", "copies_left"  # events of the ledger
 
 
 def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
@@ -44,12 +44,23 @@ def copies_of(path: Path, ledger: Ledger | None = None) -> Copies:
             told.add(entry["step"], Copy(entry["url"], entry["manifest"]))
         elif event == "checkpoint_written" and entry.get("uploaded"):
             _add_unsigned(told, entry["uploaded"])
-        elif event == "rollback":
+        elif event in ("rollback", LEFT):
             told.go_back(entry["to"])
         elif event in ("start", "resume"):
             told.go_back(entry["step"] if event == "resume" or "checkpoint" in entry else -1)
     copies.own, copies.urls = told.own, told.urls
     return copies
+
+
+def leave_later(config: Config, after: int) -> None:
+    """The run goes back, and may be killed before it has begun there: its next start must not take copies of later
+    steps. Rank 0 calls it when it has put local checkpoints aside."""
+    path = Path(config.run.dir) / "ledger.jsonl"
+    later = [step for step in copies_of(path).own if step > after]
+    if later:
+        ledger = Ledger(path)
+        ledger.write(LEFT, to=after, steps=sorted(later))
+        ledger.close()
 
 
 def _add_unsigned(copies: Copies, url: str) -> None:

@@ -15,7 +15,7 @@ from megatron.checkpoint.fragment import MASTER, FragmentSpec
 from megatron.config import ConfigError, load, to_yaml
 from megatron.report.ledger import read_ledger
 from megatron.testing.runs import run_on_this_rank
-from megatron.training.uploads import copies_of
+from megatron.training.uploads import copies_of, leave_later
 from megatron.worker.place import LaunchError, StartError
 from tests.workers import run as on_ranks
 
@@ -185,7 +185,9 @@ def test_what_a_run_went_back_from_is_not_taken_from_its_copies(tmp_path: Path) 
 
 
 def test_the_account_of_copies(tmp_path: Path) -> None:
-    """A rollback, a start anew, and an older ledger that has names alone."""
+    """A rollback, a start anew, going back without having begun there, and an older ledger that has names alone."""
+    (tmp_path / "tiny.yml").write_text(TINY)
+    config = load([str(tmp_path / "tiny.yml")], [f"run.dir={tmp_path}"], ranks=1).config
 
     def own(*events: dict) -> dict[int, str]:
         path = tmp_path / "ledger.jsonl"
@@ -201,6 +203,10 @@ def test_the_account_of_copies(tmp_path: Path) -> None:
     assert own(*copies, back) == {400: "m400", 500: "m500"}
     assert own(*copies, {"event": "resume", "step": 400, "checkpoint": "c"}) == {400: "m400"}
     assert own(*copies, back, copies[2] | {"manifest": "new"}) == {400: "m400", 500: "m500", 800: "new"}
+    assert own(*copies) and leave_later(config, 450) is None
+    assert [each.get("steps") for each in read_ledger(tmp_path / "ledger.jsonl")][3:] == [[500, 800]]
+    assert copies_of(tmp_path / "ledger.jsonl").own.keys() == {400} and leave_later(config, 450) is None
+    assert len(read_ledger(tmp_path / "ledger.jsonl")) == 4
     assert own(*copies, {"event": "start", "step": 0}) == {} == own({"event": "forked", "step": 400})
     assert own({"event": "checkpoint_written", "uploaded": "memory://b/step_00000400"}) == {400: ""}
 
