@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .sections.layout import ParallelSection
 
 WIRES = ("none", "bf16", "fp16", "int8_block", "top_k")
 FEEDS_BACK = ("int8_block", "top_k")  # what these leave out is added to the next gradients
 BLOCK = 256  # elements with a scale of their own
 LEAST_BLOCK = 16  # elements of a block between pipeline stages
 SHARE = 32  # of so many elements one is sent
+PIPELINE = "parallel.communication.compress.pipeline"
+
+
+def sends_blocks(parallel: ParallelSection) -> bool:
+    """Whether the stream goes from stage to stage in blocks."""
+    return parallel.pipeline > 1 and parallel.communication.compress.pipeline == "int8_block"
 
 
 def part_elements(wire: str, elements: int, ranks: int) -> int:

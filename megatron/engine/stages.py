@@ -135,7 +135,7 @@ class Pipeline(PipelineModule):
         if stage > 0:
             before = self.plan.form_at(self.parts[stage] - 1)
             if wire != "none":
-                stream = unpack_rows(inputs[0], wire, before.sample_width(hidden, cut), self.plan.stream_dtype)
+                stream = unpack_rows(inputs[0], wire, before.common_width(hidden, cut), self.plan.stream_dtype)
                 inputs = (stream if before.channels else stream.unflatten(1, (-1, hidden)), *inputs[1:])
             inputs = before.split(inputs, hidden, cut)
         outputs = super().forward(inputs)
@@ -143,7 +143,7 @@ class Pipeline(PipelineModule):
             return outputs
         after = self.plan.form_at(self.parts[stage + 1] - 1)
         stream, *others = after.join(outputs)
-        return pack_rows(stream, wire, after.sample_width(hidden, cut)), *others
+        return pack_rows(stream, wire, after.common_width(hidden, cut)), *others
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._bounds

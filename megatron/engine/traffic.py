@@ -334,7 +334,10 @@ class _Predictor:
         dtype, elements = "fp32" if model.residual.fp32 else self.config.precision.compute, length * width
         wire = self.config.parallel.communication.compress.pipeline
         if wire == "int8_block":  # bytes that pass as fp32
-            dtype, elements = "fp32", part_bytes(wire, elements, row_block(width)) // 4
+            dtype, elements = (
+                "fp32",
+                part_bytes(wire, elements, row_block(form.common_width(model.hidden_size, cut))) // 4,
+            )
         elif wire != "none":
             dtype = wire
         yield dtype, samples * elements, True

@@ -41,10 +41,11 @@ class Agent:
     Args:
         source, target: descriptors on which the launcher writes and reads.
         index: which host this is, where the specification does not say it.
+        name: the host's, where it is to be found among those of the specification.
     """
 
-    def __init__(self, source: int, target: int, index: int | None = None) -> None:
-        self.link, self.index = MessagePipe(source, target), index
+    def __init__(self, source: int, target: int, index: int | None = None, name: str | None = None) -> None:
+        self.link, self.index, self.name = MessagePipe(source, target), index, name
         self._job: Specification | None = None
         self.ranks: list[RankProcess] = []
         self.seen: RankObserver | None = None
@@ -181,6 +182,8 @@ class Agent:
         if message["index"] is not None:
             self.index = int(message["index"])
         self._job = job = Specification.from_message(message)
+        if self.name is not None:
+            self.index = job.index_of(self.name)
         if self.index is None or not 0 <= self.index < len(job.hosts):
             raise ValueError(f"this host's index {self.index} is not one of the job's {len(job.hosts)} hosts")
         if not Path(job.directory).is_dir():
@@ -469,10 +472,11 @@ def _gap(lost: int) -> bytes:
 
 
 def main(arguments: list[str]) -> int:
-    """`deepy.py --agent [--index N or VARIABLE] [--credentials PATH or VARIABLE]`."""
+    """`deepy.py --agent [--index N or VARIABLE] [--host NAME or VARIABLE] [--credentials PATH or VARIABLE]`."""
     options = dict(zip(arguments[::2], arguments[1::2]))
-    index = options.get("--index")
+    index, host = options.get("--index"), options.get("--host")
     number = None if index is None else int(os.environ.get(index, index))
+    name = None if host is None else os.environ.get(host, host)
     if "--credentials" in options:
         from .credentials import connect
 
@@ -480,7 +484,7 @@ def main(arguments: list[str]) -> int:
         return Agent(link.fileno(), link.fileno(), number).run()
     target = os.dup(1)
     os.dup2(2, 1)  # whatever prints by accident must not mix with our messages
-    return Agent(0, target, number).run()
+    return Agent(0, target, number, name).run()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron import config as configuration
 from megatron.config.arguments import ArgumentError, Arguments, split
-from megatron.config.problems import Problem
+from megatron.config.problems import ConfigError, Problem
 from megatron.config.registry import registry_of
 from megatron.worker.code_version import code_now, code_version
 
@@ -117,6 +117,8 @@ def _plan(
         check_inputs=Path(script).name not in WITHOUT_DATA,
         here=here,
     )
+    if apart := _pairs_over_hosts(resolved, choice):
+        raise ConfigError([*apart, *resolved.warnings])
     resolved = replace(resolved, warnings=(*resolved.warnings, *_over_hosts(resolved, choice)))
     _check_options(script, taken.own, resolved.config)
     launch = resolved.config.launch
@@ -152,6 +154,26 @@ def _over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
             tensor,
             str(resolved.origins[key]),
             fatal=False,
+        )
+    ]
+
+
+def _pairs_over_hosts(resolved: Resolved, choice: RunnerChoice) -> list[Problem]:
+    """A mistake where ranks that the configuration calls a pair would be on two hosts."""
+    options, slots = resolved.config.parallel.communication, [len(host.slots) for host in choice.hosts]
+    # islands are in the place of hosts then, and a rule has looked at them
+    if options.pair is None or options.island is not None or len(slots) == 1:
+        return []
+    if not (wrong := [host for host in choice.hosts if len(host.slots) % options.pair]):
+        return []
+    key = "parallel.communication.pair"
+    return [
+        Problem(
+            key,
+            f"must lie within a host: it must divide the ranks of each, and {wrong[0].name} has {len(wrong[0].slots)}",
+            "give the ranks of a host that share the fastest links, or remove the key",
+            options.pair,
+            str(resolved.origins[key]),
         )
     ]
 

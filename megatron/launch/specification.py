@@ -76,6 +76,18 @@ class Specification:
     def sha256(self) -> str:
         return hashlib.sha256(self.configuration.encode()).hexdigest()
 
+    def index_of(self, name: str) -> int:
+        """Which of the hosts has this name.
+
+        Raises:
+            ValueError: none.
+        """
+        names = [host.name for host in self.hosts]
+        if name not in names:
+            some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"this host is {name} for its scheduler, which must be one of the job's hosts: {some}")
+        return names.index(name)
+
     def first_rank(self, index: int) -> int:
         """The global rank of the first slot of host `index`."""
         return sum(len(host.slots) for host in self.hosts[:index])

@@ -87,8 +87,8 @@ def _elsewhere(plan: JobPlan) -> JobPlan:
     hosts = plan.choice.hosts
     if len(hosts) == 1:
         hosts = tuple(replace(host, slots=(*host.slots[1:], host.slots[0])) for host in hosts)
-    elif plan.settings.master_address or any(each.dials for each in commands(plan)):
-        log("the hosts have a fixed order (launch.master_address, or one that the scheduler gives): no rank moves")
+    elif plan.settings.master_address:
+        log("launch.master_address is that of the first host: no rank moves")
     else:
         hosts = (*hosts[1:], hosts[0])
     return replace(plan, choice=replace(plan.choice, hosts=hosts), job=replace(plan.job, hosts=hosts))

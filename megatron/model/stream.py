@@ -6,6 +6,7 @@ parallelism a part of it), s positions held by this rank (S/t with sequence para
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,6 +170,11 @@ class StreamForm:
     def sample_width(self, hidden_size: int, cut: int) -> int:
         """Floats of a sample for each position that the hidden state has here; arguments as those of `split`."""
         return sum(times * width for times, width in self._shapes(hidden_size, cut))
+
+    def common_width(self, hidden_size: int, cut: int) -> int:
+        """The largest number that divides the floats of each tensor for each position: blocks of so many, or of a
+        divisor, hold values of one tensor alone. Arguments as those of `split`."""
+        return math.gcd(*(times * width for times, width in self._shapes(hidden_size, cut)))
 
     def split(self, tensors: tuple[Tensor, ...], hidden_size: int, cut: int) -> tuple[Tensor, ...]:
         """What `join` joined.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +136,30 @@ def make(fork: Fork, trunk: Path, folder: Path) -> bool:
     """
     from megatron.checkpoint.names import step_of
     from megatron.checkpoint.store import Store
-    from megatron.config.difference import described
     from megatron.training import fork as branches
 
     if (folder / branches.FILE).is_file():
         return True
-    if not (trunk / "config.yml").is_file():
+    try:
+        written = (trunk / "config.yml").stat().st_mtime_ns
+    except FileNotFoundError:
         return False
-    checkpoints = Path(described(str(trunk)).config.checkpoint.dir)
+    checkpoints = _checkpoints(trunk.absolute(), written)
     if fork.at not in {step_of(path) for path in Store(checkpoints).paths()}:
         return False
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is no branch of {trunk}: move it away")
     branches.fork(trunk, fork.at, fork.steps, folder, fork.changes)
     return True
+
+
+@cache
+def _checkpoints(run: Path, written: int) -> Path:
+    """Where a run saves. Reading its configuration takes a second, and every waiting branch asks again and again.
+
+    Args:
+        written: when its config.yml was, in ns: another one is read anew.
+    """
+    from megatron.config.difference import described
+
+    return Path(described(str(run)).config.checkpoint.dir).absolute()

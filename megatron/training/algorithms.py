@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
@@ -28,10 +28,27 @@ def hosts_of(config: Config, world: World) -> list[Hashable]:
     return list(world.communicator.gather(gethostname()))
 
 
-def pairs_of(config: Config, world: World) -> list[Hashable]:
-    """The pair of each rank, where the configuration has pairs."""
+def pairs_of(config: Config, hosts: Sequence[Hashable]) -> list[Hashable]:
+    """The pair of each rank, where the configuration has pairs.
+
+    Args:
+        hosts: of each rank, the same on all ranks.
+
+    Raises:
+        StartError: ranks of a pair are on several hosts.
+    """
     pair = config.parallel.communication.pair
-    return [] if pair is None else [rank // pair for rank in range(world.mesh.layout.world_size)]
+    if pair is None:
+        return []
+    for first in range(0, len(hosts), pair):
+        own = list(dict.fromkeys(hosts[first : first + pair]))
+        if len(own) > 1:
+            raise StartError(
+                f"parallel.communication.pair must lie within a host: with {pair}, ranks {first} to "
+                f"{min(first + pair, len(hosts)) - 1} are one pair, on {', '.join(map(str, own))}; give a number that "
+                "divides the ranks of each host, or remove the key"
+            )
+    return [rank // pair for rank in range(len(hosts))]
 
 
 def device_words(device: torch.device) -> str:
@@ -89,7 +106,7 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
         )
     if table.facts["device"] != device:
         log(f"warning: {key} was measured on {table.facts['device']}, and this is {device}: its choices may be slow")
-    pairs = pairs_of(config, world)
+    pairs = pairs_of(config, hosts)
     router = Router(table, groups_of(world.mesh), hosts, world.mesh.rank, world.mesh.timeout, pairs)
     for line in described(table, router):
         log(line)

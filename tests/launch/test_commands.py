@@ -93,7 +93,7 @@ def test_openmpi():
         "-np",
         "2",
         "--map-by",
-        "ppr:1:node",
+        "seq",
         "--bind-to",
         "none",
         "-x",
@@ -136,8 +136,8 @@ def test_slurm():
     words = list(command.arguments)
     assert words[:6] == ["srun", "-N", "16", "-n", "16", "--ntasks-per-node=1"] and words[-6:] == [
         *AGENT,
-        "--index",
-        "SLURM_NODEID",
+        "--host",
+        "SLURMD_NODENAME",
     ]
     assert command.index is None and not command.dials
     (command,) = build("slurm", 2)

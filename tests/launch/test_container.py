@@ -25,7 +25,7 @@ def arguments(runner: str, **keys) -> list[str]:
 
 
 def test_each_tool_is_told_image_folders_and_command():
-    agent = ["python3", "-u", str(ROOT / "deepy.py"), "--agent", "--index", "SLURM_NODEID"]
+    agent = ["python3", "-u", str(ROOT / "deepy.py"), "--agent", "--host", "SLURMD_NODENAME"]
     code, work = f"{ROOT}:{ROOT}", "/work dir:/work dir"
     found = arguments("slurm", container="apptainer:/i.sif", container_mounts=["/data", "/a:/b"])
     binds = [word for mount in (code, work, "/data:/data", "/a:/b") for word in ("--bind", mount)]

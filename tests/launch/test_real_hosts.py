@@ -26,7 +26,7 @@ RUNNERS = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ope
 @pytest.fixture
 def start(cluster, tmp_path, jobs):
     """Starts a job on the two shared hosts, by default of one rank on each."""
-    return lambda *own, **options: jobs(cluster, tmp_path, looping(tmp_path, *own, **options))
+    return lambda *own, host="login", **options: jobs(cluster, tmp_path, looping(tmp_path, *own, **options), host=host)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,9 @@ def test_a_killed_launcher_leaves_nothing(start, runner):
 
 @pytest.mark.parametrize("runner", [*RUNNERS, pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_and_is_named(cluster, start, runner):
+    """Also where the launcher is on the last host, which mpirun would number first."""
     skip_without(runner)
-    job = start(options=("--runner", runner))
+    job = start(options=("--runner", runner), host="node2" if runner == "openmpi" else "login")
     up = job.up(2)
     assert up[1]["host"] == "node2"
     cluster.run("node2", ["kill", "-9", str(up[1]["pid"])])

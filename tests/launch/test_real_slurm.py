@@ -45,12 +45,16 @@ def test_an_allocation_needs_nothing_else_and_signals_reach_the_ranks(start):
 
 
 @pytest.mark.slow  # through ssh and mpirun it is seen in test_real_hosts.py
-def test_a_killed_rank_is_named(cluster, start):
-    job = start()
+def test_a_killed_rank_is_named(cluster, slurm, tmp_path, jobs):
+    """Also where the job has its hosts in another order than Slurm, as after a spare has taken a place."""
+    words = looping(tmp_path, options=("--runner", "slurm"))
+    (tmp_path / "hosts").write_text("node2 slots=2\nnode1 slots=2\n")
+    job = jobs(cluster, tmp_path, [*ALLOCATE, *words], environment=slurm.environment)
     up = job.up(4)
-    cluster.run("node2", ["kill", "-9", str(up[3]["pid"])])
+    assert [each["host"] for each in up] == ["node2", "node2", "node1", "node1"]
+    cluster.run("node1", ["kill", "-9", str(up[3]["pid"])])
     status, _, error = job.finish()
-    assert status == 137 and "first failure: rank 3 on node2" in error, error
+    assert status == 137 and "first failure: rank 3 on node1" in error, error
     assert job.nothing_left()
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.config.problems import ConfigError
 from megatron.config.sections.layout import LaunchSection
+from megatron.launch.agent import Agent
 from megatron.launch.choose import choose_runner
 from megatron.launch.hosts import HostError
-from megatron.launch.job_plan import JobPlan, make_plan
+from megatron.launch.job_plan import JobPlan, commands, make_plan
 from megatron.launch.launcher import Result
+from megatron.launch.protocol import decode, encode
 from megatron.launch.status import HOST_LOST, Failure
-from megatron.launch.supervisor import _on_hosts_that_are_left
+from megatron.launch.supervisor import _elsewhere, _on_hosts_that_are_left
 from tests.paths import ROOT
 
 from .host_job import DEEPY
@@ -29,9 +35,9 @@ def hostfile(folder: Path, *slots: int) -> str:
     return str(path)
 
 
-def plan_of(folder: Path, *slots: int, spares: int = 1) -> JobPlan:
-    own = [f"launch.hostfile={hostfile(folder, *slots)}", "launch.restarts=3", f"launch.spares={spares}"]
-    words = [str(ROOT / "configs/test/tiny_neox.yml"), "launch.device=cpu", f"run.dir={folder}/run", *own]
+def plan_of(folder: Path, *slots: int, spares: int = 1, own: Sequence[str] = ()) -> JobPlan:
+    hosts = [f"launch.hostfile={hostfile(folder, *slots)}", "launch.restarts=3", f"launch.spares={spares}"]
+    words = [str(ROOT / "configs/test/tiny_neox.yml"), "launch.device=cpu", f"run.dir={folder}/run", *hosts, *own]
     return make_plan(str(ROOT / "train.py"), words, [], {})
 
 
@@ -77,6 +83,50 @@ def test_a_spare_that_is_lost_itself_is_no_help(tmp_path):
     plan = after_losing(plan_of(tmp_path, 2, 2, 2, 2, spares=2), "node2")
     assert names(plan) == ["node1", "node3"]
     assert names(after_losing(plan, "node3")) == ["node1", "node4"], "its agent was not ready in time"
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_agents_that_a_scheduler_starts_follow_the_plan(tmp_path, lost):
+    """srun starts an agent on each host of --nodelist and numbers them as it likes: each takes the place that its name
+    has in the plan, after a spare has come in and after every rank has moved to the next host."""
+    plan = plan_of(tmp_path, 1, 2, 1, 2, spares=1)
+    plan = replace(plan, choice=replace(plan.choice, runner="slurm"))
+    plan = after_losing(plan, "node1") if lost else _elsewhere(plan)
+    order = ["node4", "node2", "node3"] if lost else ["node2", "node3", "node1"]
+    assert names(plan) == order
+    (command,) = commands(plan)
+    assert f"--nodelist={','.join(order)}" in command.arguments and command.index is None
+    option, variable = command.arguments[-2:]
+    assert (option, variable) == ("--host", "SLURMD_NODENAME")
+    for number, name in enumerate(sorted(order)):
+        theirs, ours = os.pipe()
+        answers, said = os.pipe()
+        job = replace(plan.job, directory=str(tmp_path))
+        os.write(ours, encode(job.to_message(command.index)))
+        os.close(ours)
+        agent = Agent(theirs, said, name=name)
+        agent._from_launcher()
+        agent.link.flush()
+        told = [decode(line) for line in os.read(answers, 1 << 16).splitlines()]
+        assert agent.index == order.index(name) and told[-1]["type"] == "ready", (number, told)
+        assert {each["host"] for each in told} == {agent.index}
+        for each in (theirs, answers, said):
+            os.close(each)
+
+
+def test_pairs_of_ranks_are_within_hosts(tmp_path):
+    """Known before a process starts, and again when hosts are lost."""
+    own = ["parallel.communication.pair=4", "training.global_batch_size=48"]
+    with pytest.raises(ConfigError, match=r"(?s)pair = 4.* must lie within a host.*node1 has 6"):
+        plan_of(tmp_path, 6, 6, own=own, spares=0)
+    island = ["parallel.communication.island=12"]
+    assert plan_of(tmp_path, 6, 6, own=own + island, spares=0).choice.ranks == 12
+
+
+def test_a_host_that_the_plan_does_not_know_is_named(tmp_path):
+    job = plan_of(tmp_path, 1, 1, spares=0).job
+    with pytest.raises(ValueError, match="this host is node7 .* one of the job's hosts: node1, node2"):
+        job.index_of("node7")
 
 
 @pytest.mark.hosts

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.wire import BLOCK, FEEDS_BACK, SHARE, WIRES, part_bytes, part_elements, row_block
+from megatron.config.wire import BLOCK, FEEDS_BACK, LEAST_BLOCK, SHARE, WIRES, part_bytes, part_elements, row_block
+from megatron.model.stream import Channel, StreamForm
 from megatron.parallel.account import Recorder
 from megatron.parallel.compression import (
     CompressedSum,
@@ -171,6 +172,26 @@ def test_activations_on_the_tensor_axis(told, wire):
             ("all_gather", "uint8"): (2, second + part_message(wire, 4 * 600, RANKS)),
             ("all_to_all", "uint8"): (2, first + part_message(wire, 600, RANKS)),
         }
+
+
+@pytest.mark.parametrize(("hidden", "state", "cut", "block"), [(96, 32, 1, 32), (64, 16, 1, 16), (64, 8, 2, 16)])
+def test_blocks_hold_values_of_one_tensor(hidden, state, cut, block):
+    """Beside a state a thousand times as large as the hidden state, each is as exact as alone."""
+    form = StreamForm(channels={"state": Channel(state, whole=True)})
+    length, samples = 5, 2
+    tensors = (
+        values(samples * length * hidden, 0, 0).view(samples, length, hidden),
+        1000 * values(samples * length * cut * state, 1, 0).view(samples, length * cut, state),
+    )
+    (joint,) = form.join(tensors)
+    width = form.common_width(hidden, cut)
+    assert row_block(width) == block >= LEAST_BLOCK
+    packed = pack_rows(joint, "int8_block", width)
+    found = form.split((unpack_rows(packed, "int8_block", width, torch.float32),), hidden, cut)
+    for each, exact in zip(found, tensors, strict=True):
+        assert each.shape == exact.shape
+        largest = exact.abs().max()
+        assert ((each - exact).abs() <= 1.01 / 254 * largest).all() and each.abs().max() > 0
 
 
 @pytest.mark.parametrize("wire", FORMS[:-1])

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import load
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config import difference, load, to_yaml
+from megatron.config.difference import described
 from megatron.config.files import split_arguments
 from megatron.report.jsonl import read_lines
 from megatron.suite import Member, Suite, queue, read_suite
+from megatron.suite.forks import make
 from megatron.suite.scaling.gather import points_of
 from megatron.testing.runs import run_on_this_rank
 from tests.workers import run as on_ranks
@@ -138,6 +141,22 @@ def test_trained_compared_and_gone_on_with(folder, started, capsys):
     Path("small.yml").write_text(SUITE.replace("0.34", "0.67"))
     assert main(["small.yml", "launch"]) == 2
     assert "runs/small/w16-from-3 has a run that was made with other values" in capsys.readouterr().err
+
+
+def test_a_waiting_branch_reads_its_trunk_once(folder, monkeypatch):
+    """It asks several times a second whether its checkpoint is there: only the folder is looked at again."""
+    reads, trunk = [], Path("runs/small/w16")
+    monkeypatch.setattr(difference, "described", lambda *args: reads.append(args) or described(*args))
+    branch = next(each for each in read_suite(Path("small.yml")).members if each.name == "w16-from-3")
+    assert branch.fork is not None and not make(branch.fork, trunk, branch.folder) and not reads, "not begun"
+    trunk.mkdir(parents=True)
+    (trunk / "config.yml").write_text(to_yaml(load(["base.yml"], [f"run.dir={trunk}"], ranks=1)))
+    for _ in range(5):
+        assert not make(branch.fork, trunk, branch.folder)
+    assert len(reads) == 1
+    (trunk / "checkpoints" / "step_00000003").mkdir(parents=True)
+    with pytest.raises(CheckpointError):  # it is found, and is no checkpoint
+        make(branch.fork, trunk, branch.folder)
 
 
 def test_jobs_of_slurm_for_branches_come_after_those_of_trunks(folder, started, capsys):

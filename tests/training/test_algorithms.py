@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron.config import load
 from megatron.config.algorithm_table import OPERATIONS, RING, TWO_LEVEL, AlgorithmTable
 from megatron.report.communication import read_accounts
-from megatron.training.algorithms import processor
+from megatron.training.algorithms import pairs_of, processor
 from megatron.worker.place import StartError
 from tests.training.test_run import TINY, job, losses
 from tests.workers import run
@@ -94,6 +95,15 @@ def test_losses_are_those_without_a_table(folder, capsys):
         assert main([str(at)]) == 0 and "to other hosts: " in capsys.readouterr().out
     # two hosts of two: a ring of 4 sends 3/4 over each of two links, two levels one half
     assert 0.6 < bytes_to_others[TWO_LEVEL] / bytes_to_others["plain"] < 0.8
+
+
+@pytest.mark.parametrize(("hosts", "pair", "ranks"), [("aaaaaabbbbbb", 4, "4 to 7"), ("abababab", 2, "0 to 1")])
+def test_pairs_over_hosts_are_refused_before_groups_are_made(folder, hosts, pair, ranks):
+    own = ["training.global_batch_size=48", f"parallel.communication.pair={pair}"]
+    config = load([f"{folder}/tiny.yml"], own, ranks=len(hosts)).config
+    with pytest.raises(StartError, match=f"pair must lie within a host: with {pair}, ranks {ranks} .* on a, b"):
+        pairs_of(config, hosts)
+    assert pairs_of(config, sorted("ab" * 4)) == [rank // pair for rank in range(8)]
 
 
 def test_tables_of_another_job_and_missing_backends_are_refused(folder):

@@ -116,7 +116,7 @@ def tuned(config: Config, world: World, options: argparse.Namespace) -> int:
     chosen = [each for each in options.operations if each in TUNABLE]
     hosts = hosts_of(config, world)
     found = tune(
-        world, hosts, options.least, options.most, options.seconds, options.backends, chosen, pairs_of(config, world)
+        world, hosts, options.least, options.most, options.seconds, options.backends, chosen, pairs_of(config, hosts)
     )
     if not world.is_main:
         return 0

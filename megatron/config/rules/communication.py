@@ -9,7 +9,7 @@ from ..file_access import unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..variants import used_kinds
-from ..wire import LEAST_BLOCK
+from ..wire import LEAST_BLOCK, PIPELINE
 
 TABLE = "parallel.communication.table"
 MAKE = "make one with tools/bench/communication.py --tune on this job's hosts, or remove the key"
@@ -112,7 +112,7 @@ def compressed_activations_get_smaller(context: RuleContext) -> Iterator[Problem
 
 def blocks_of_activations_are_alike(context: RuleContext) -> Iterator[Problem]:
     """A scale for each block of the stream between stages: of neither one number nor of numbers of another kind."""
-    config, key = context.config, "parallel.communication.compress.pipeline"
+    config, key = context.config, PIPELINE
     if config.parallel.communication.compress.pipeline != "int8_block":
         return
     if config.model.hidden_size % LEAST_BLOCK:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.divisors import divisors, multiples, near
 from megatron.config.kind import KindUse
+from megatron.config.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 
 if TYPE_CHECKING:
     from megatron.config.problems import Problem
@@ -223,6 +224,23 @@ def router_states_have_a_first(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def router_states_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
+    """Where the state goes to another stage, in blocks of its own beside the hidden state."""
+    routers = [use for use in context.layers("moe") if use.options.router.network == "mlp"]
+    parallel = context.config.parallel
+    if not routers or not sends_blocks(parallel):
+        return
+    width = routers[0].options.router.width
+    # whole on every tensor parallel rank, also where a rank has a part of the hidden state's positions
+    if width * (parallel.tensor if parallel.sequence else 1) % LEAST_BLOCK:
+        yield routers[0].problem(
+            ".router.width",
+            PIPELINE,
+            rule=f"the state of a router must have a multiple of {LEAST_BLOCK} channels to travel as int8_block",
+            fix=f"use {multiples(width, LEAST_BLOCK)} channels, or compress.pipeline=bf16",
+        )
+
+
 def further_tokens_have_no_router_state(context: RuleContext) -> Iterator[Problem]:
     """A module that predicts further tokens has the stream alone of the layers before it."""
     key, block = "model.multi_token_prediction.block", context.further_block
@@ -421,6 +439,7 @@ STACK_RULES = (
     rows_are_aligned,
     options_that_nothing_reads,
     router_states_have_a_first,
+    router_states_are_whole_blocks,
     further_tokens_have_no_router_state,
     there_are_experts_to_spread,
     experts_are_cut_or_whole,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.kind import LayerKind
 from megatron.config.sections.base import Derivable, Derived, key
+from megatron.config.wire import LEAST_BLOCK, PIPELINE, sends_blocks
 from megatron.kinds.common.rwkv.options import EXCHANGE, RWKVOptions, heads_are_whole, heads_divide_over_tensor_ranks
 
 if TYPE_CHECKING:
     from megatron.config.derive import View
+    from megatron.config.problems import Problem
+    from megatron.config.rule_context import RuleContext
 
 
 def _rank(factor: float) -> Derived:
@@ -36,12 +40,28 @@ class RWKV7Options(RWKVOptions):
     chunk: int = key(32, "Tokens per chunk; changes memory and speed, not the result.", unit="tokens", gt=0, le=128)
 
 
+def first_values_are_whole_blocks(context: RuleContext) -> Iterator[Problem]:
+    """Each tensor parallel rank sends those of its heads to the next stage, in blocks of their own."""
+    parallel = context.config.parallel
+    numbers = context.config.model.hidden_size // (1 if parallel.sequence else parallel.tensor)
+    if context.uses("rwkv7") and sends_blocks(parallel) and numbers % LEAST_BLOCK:
+        yield context.problem(
+            PIPELINE,
+            "model.hidden_size",
+            "parallel.tensor",
+            rule=f"the {numbers} values that a rank has of the first rwkv7 layer must be a multiple of {LEAST_BLOCK} "
+            "to travel as int8_block",
+            fix="use compress.pipeline=bf16, or fewer tensor parallel ranks",
+        )
+
+
 KIND = LayerKind(
     role="mixer",
     options=RWKV7Options,
     about="Options of the rwkv7 mixer (Peng et al. 2025).",
     layer="megatron.kinds.rwkv7.layer:RWKV7",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
+    stack_rules=(first_values_are_whole_blocks,),
     keeps_fp32=True,
     exchange=EXCHANGE,
     context="scans",

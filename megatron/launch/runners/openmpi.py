@@ -21,8 +21,10 @@ PROGRAMS = ("mpirun.openmpi", "mpirun")
 def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     program = next((each for each in PROGRAMS if shutil.which(each)), PROGRAMS[-1])
     number = len(job.hosts)
-    options = ["--host", ",".join(host.name for host in job.hosts)] if launch.hostfile else ["--oversubscribe"]
-    options += ["-np", str(number), "--map-by", "ppr:1:node", "--bind-to", "none", "-x", "JOB_CREDENTIALS"]
+    options, places = ["--oversubscribe"], "ppr:1:node"
+    if launch.hostfile:  # other mappings begin with the host that mpirun is on, wherever it is in the list
+        options, places = ["--host", ",".join(host.name for host in job.hosts)], "seq"
+    options += ["-np", str(number), "--map-by", places, "--bind-to", "none", "-x", "JOB_CREDENTIALS"]
     if launch.interface:
         options += ["--mca", "oob_tcp_if_include", launch.interface]
     ssh = [*launch.ssh_options, *(["-p", str(launch.ssh_port)] if launch.ssh_port else [])]

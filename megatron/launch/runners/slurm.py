@@ -41,7 +41,8 @@ def commands(job: Specification, launch: LaunchSection) -> list[Command]:
     ]
     options.append("--nodelist=" + ",".join(host.name for host in job.hosts))
     options += srun_options(job.directory, launch)
-    agent = agent_command(job, launch, "--index", "SLURM_NODEID")
+    # By name: srun numbers hosts (SLURM_NODEID) in the order of its own table, whatever the order of --nodelist.
+    agent = agent_command(job, launch, "--host", "SLURMD_NODENAME")
     return [Command(("srun", *options, *agent), tuple(range(number)), index=None)]
 
 

@@ -285,6 +285,23 @@ LAYOUT = [
         "int8_block must go with a hidden size that 16 divides",
     ),
     case(
+        "blocks of router states that would not be whole",
+        "parallel: {pipeline: 2, communication: {compress: {pipeline: int8_block}}}\n"
+        "model: {layers: attention/moe@first attention/moe x3, variants: {first: {router: {average: false}}},\n"
+        "  moe: {experts: 4, losses: {balance: 0}, router: {network: mlp, width: 15}}}",
+        "a.yml:4: model.moe.router.width = 15",
+        "must have a multiple of 16 channels to travel as int8_block",
+        "compress.pipeline=bf16",
+    ),
+    case(
+        "blocks of a rank's first values that would not be whole",
+        "parallel: {pipeline: 2, tensor: 8, communication: {compress: {pipeline: int8_block}}}\n"
+        "model: {layers: (rwkv7/mlp) x4, rwkv7: {head_dim: 8}}",
+        "a.yml:2: parallel.communication.compress.pipeline = 'int8_block'",
+        "the 8 values that a rank has of the first rwkv7 layer must be a multiple of 16",
+        ranks=16,
+    ),
+    case(
         "a table that is not there",
         "parallel: {communication: {table: none.yml}}",
         "a.yml:2: parallel.communication.table = 'none.yml'",
