@@ -163,7 +163,7 @@ class OpenModel:
             ids = torch.arange(batch.shape[0])[None]
             batch = StepBatch(0, batch[None], ids, 0)
             if "documents" in self.model.form.optional:
-                raise ValueError("this model's documents do not attend to each other; give a batch of megatron.api.batches")
+                raise ValueError("packed documents do not attend to each other; give a batch of megatron.api.batches")
         mask = batch.loss_mask if batch.loss_mask is not None else torch.ones(batch.labels.shape)
         weights, device = mask.double() / mask.double().sum(), self._device
         named = {"positions": batch.positions, "documents": batch.documents, "samples": batch.sample_ids}
