@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from megatron.parallel.parameters import is_spread, logical_of, shard_index, sha
 from megatron.parallel.traffic import Call
 
 from .deepspeed_options import zero_stage
-from .optimizers import MatrixOptimizer, build_optimizer
+from .optimizers import MatrixOptimizer
 from .optimizers.whole import Held, UnitPart, WholeTensors
 
 ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor, of each rank's part of a group
@@ -34,13 +33,13 @@ def padded(elements: int, ranks: int) -> int:
 
 
 def matrix_messages(
-    config: Config, mesh: Mesh, parameters_at: Callable[[Mesh], list[nn.Parameter]]
+    config: Config, mesh: Mesh, optimizer_at: Callable[[Mesh], MatrixOptimizer]
 ) -> Iterator[tuple[Call, int, int]]:
     """The all-to-alls of an update.
 
     Args:
         mesh: of the rank that sends, described alone.
-        parameters_at: this stage's parameters as another rank of it has them, without values.
+        optimizer_at: that of this stage's parameters as another rank of it has them, without values.
     """
     layout, at = mesh.layout, mesh.at
     places = [
@@ -51,9 +50,8 @@ def matrix_messages(
     if len(places) == 1:
         return
     ranks = tuple(map(layout.rank, places))
-    optimizer: Any = build_optimizer(config, parameters_at(mesh))
-    assert isinstance(optimizer, MatrixOptimizer)
-    held = [_held(config, Mesh.describe(layout, rank), parameters_at) for rank in ranks]
+    optimizer = optimizer_at(mesh)
+    held = [_held(config, Mesh.describe(layout, rank), optimizer_at) for rank in ranks]
     axis = Axis(places.index(at), len(places), None, ranks)
     for own in zip(*held, strict=True):
         wholes = WholeTensors(own, axis)
@@ -73,11 +71,11 @@ def _sent(messages: list[tuple[int, int, UnitPart]], rank: int) -> int:
     return sum(part.count for source, _, part in messages if source == rank)
 
 
-def _held(config: Config, mesh: Mesh, parameters_at: Callable[[Mesh], list[nn.Parameter]]) -> list[list[Held]]:
+def _held(config: Config, mesh: Mesh, optimizer_at: Callable[[Mesh], MatrixOptimizer]) -> list[list[Held]]:
     """What a rank has of the matrices, in as many lists as its optimizer makes steps; see `EngineState.held`."""
     stage = zero_stage(config, mesh.layout)
     found: list[list[Held]] = []
-    for group in build_optimizer(config, parameters_at(mesh)).param_groups:
+    for group in optimizer_at(mesh).param_groups:
         if not group["matrix"]:
             continue
         parameters = group["params"]

@@ -33,6 +33,7 @@ from megatron.parallel.traffic import Call, Tally
 
 from .deepspeed_options import accumulation_steps, zero_stage
 from .matrix_traffic import matrix_messages, padded
+from .optimizers import build_optimizer
 from .optimizers.groups import parameter_groups
 from .optimizers.matrix import MatrixOptimizer
 from .optimizers.named import optimizer_class
@@ -93,7 +94,7 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     found.expert_loads()
     found.further_losses()
     if issubclass(optimizer_class(config), MatrixOptimizer):
-        for entry in matrix_messages(config, mesh, found.parameters_at):
+        for entry in matrix_messages(config, mesh, found.optimizer_at):
             found.step.add(*entry)
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
     return TrafficPrediction(layout, found.step, found.first, settled, frozenset(uneven))
@@ -132,7 +133,7 @@ class _Predictor:
         self.plan = ModelPlan(config, mesh, "meta", values=False)
         self.parameters = list(dict.fromkeys(_layers(self.plan, held).parameters()))
         self.groups = self._groups()
-        self._known = {(mesh.at.tensor, mesh.expert.rank): self.parameters}
+        self._optimizers: dict[tuple[int, int], MatrixOptimizer] = {}
         self.wire = config.parallel.communication.compress.data
         self.offloads = config.zero.offload_optimizer.device != "none"
         self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
@@ -312,13 +313,17 @@ class _Predictor:
             self.add("exchange", "replicas", "all_reduce", "fp32", 1)
         self.add("exchange", "pipeline", "broadcast", "fp32", 2)  # the loss, of this rank's batch and of all
 
-    def parameters_at(self, mesh: Mesh) -> list[nn.Parameter]:
-        """Those of this stage as another rank of it has them, without values."""
+    def optimizer_at(self, mesh: Mesh) -> MatrixOptimizer:
+        """That of this stage's parameters as another rank of it has them, without values: one for each way to cut them,
+        however many replicas there are.
+        """
         key = mesh.at.tensor, mesh.expert.rank
-        if key not in self._known:
+        if key not in self._optimizers:
             layers = _layers(ModelPlan(self.config, mesh, "meta", values=False), self.held)
-            self._known[key] = list(dict.fromkeys(layers.parameters()))
-        return self._known[key]
+            optimizer = build_optimizer(self.config, list(dict.fromkeys(layers.parameters())))
+            assert isinstance(optimizer, MatrixOptimizer)
+            self._optimizers[key] = optimizer
+        return self._optimizers[key]
 
     def _named(self, prefix: str) -> Iterator[nn.Parameter]:
         return (each for each in self.parameters if logical_of(each).name.startswith(f"{prefix}."))
