@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from functools import partial
 
@@ -29,6 +30,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script: tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("COLUMNS", "LINES"):  # xdist gives its workers the size of a terminal, which what they start believes
         os.environ.pop(name, None)
     if "XDG_STATE_HOME" not in os.environ:  # runs of tests teach nobody's predictions
