@@ -1,0 +1,49 @@
+"""The comparison of plans and rehearsals with one device, on a CPU: bytes against those counted, and rows that stay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tools.bench.plan_device import CASES, DEFAULT, configured, main, markdown
+
+CASE = "tiny neox"
+
+
+def test_a_row_is_made_in_parts_and_kept(tmp_path, capsys):
+    rows, asked = tmp_path / "rows.json", ["--cases", CASE, "--gpu", "cpu", "--json", str(tmp_path / "rows.json")]
+    assert main([*asked, "--parts", "planned", "rehearsed"]) == 0
+    assert main([*asked, "--parts", "measured", "--limit", "0.01"]) == 1
+    assert "not done" in json.loads(rows.read_text())[0]["measured"]["error"]
+    assert main([*asked, "--parts", "measured", "--seconds", "0.1"]) == 0
+    (row,) = json.loads(rows.read_text())
+    assert row["case"] == CASE and row["rehearsed"]["tensors"] == pytest.approx(row["measured"]["tensors"], rel=0.05)
+    assert row["measured"]["fastest"] <= row["measured"]["seconds"] <= row["measured"]["slowest"]
+    capsys.readouterr()
+    assert main(asked) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and f"| {CASE} |" in told.out and json.loads(rows.read_text()) == [row]
+
+
+def test_a_row_of_other_overrides_is_made_anew(tmp_path):
+    asked = ["--cases", CASE, "--gpu", "cpu", "--parts", "planned", "--json", str(tmp_path / "rows.json")]
+    assert main(asked) == 0
+    (before,) = json.loads((tmp_path / "rows.json").read_text())
+    assert main([*asked, "--set", "training.activation_checkpointing.mode=full"]) == 0
+    (after,) = json.loads((tmp_path / "rows.json").read_text())
+    assert after["planned"]["parts"]["activations"] < before["planned"]["parts"]["activations"]
+
+
+def test_every_case_is_a_configuration():
+    for name in CASES:
+        training = configured(name, []).training
+        assert training.accumulation == 2 and (training.sequence_length == 2048 or name not in DEFAULT)
+
+
+def test_errors_are_relative_to_what_was_measured():
+    real = {"tensors": 2**31, "process": 2**32, "reserved": 2**31, "seconds": 0.5}
+    plan = {"tensors": 2**30, "total": 2**33, "seconds": 0.6}
+    text = markdown([{"case": "a", "measured": real, "planned": plan}])
+    assert "| a | 2.00 | 1.00 | -50.0% |  |  | 2.00 | 4.00 | 8.00 | +100.0% |" in text
+    assert "| a | 500.0 | 600.0 | +20.0% |" in text and "median error 20.0%" in text
