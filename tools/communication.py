@@ -61,7 +61,7 @@ def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[
     if reasons or not all("predicted" in each.facts for each in chosen.values()):
         return facts | {"unpredicted": "; ".join(sorted(reasons)) or "the run has written none"}, counted, None
     try:
-        predicted = sum((Tally.of_rows(each.facts["predicted"]) for each in chosen.values()), Tally())
+        predicted = sum((each.expected(at) for each in chosen.values()), Tally())
         uneven = sum((Tally.of_rows(each.facts.get("uneven", [])) for each in chosen.values()), Tally())
         layouts = [each.facts.get("layout", {}) for each in chosen.values()]
         several = math.prod(int(layouts[0].get(axis, 1)) for axis in AXES)
@@ -98,7 +98,7 @@ def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[
             found = predict(config, ranks, each)
         except ValueError as error:
             raise UserError(str(error)) from error
-        total += found.step + report_traffic(config, found.layout, each)
+        total += found.step + found.routed.tally(report_traffic(config, found.layout, each))
     return {"ranks": list(chosen)}, total
 
 

@@ -62,6 +62,12 @@ def accumulation_steps(config: Config, layout: Layout) -> int:
     return config.training.global_batch_size // (config.training.micro_batch_size * layout.data)
 
 
+def reduces_once(config: Config, layout: Layout) -> bool:
+    """Whether ZeRO 2 or 3 keeps the gradients of a step's micro-batches whole and reduces their sums."""
+    several = accumulation_steps(config, layout) > 1 and zero_stage(config, layout) > 1
+    return several and config.zero.reduce == "step"
+
+
 def zero_stage(config: Config, layout: Layout) -> int:
     """The stage that DeepSpeed runs, which is `zero.stage` where that makes a difference.
 

@@ -37,7 +37,7 @@ from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
 
 from .adagc import AdaGC
 from .clipping import GlobalClipping, global_limit
-from .deepspeed_options import accumulation_steps, deepspeed_options, zero_stage
+from .deepspeed_options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
 from .expert_load import ExpertLoad
@@ -50,7 +50,7 @@ from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import DIVERGENCE, PASSES, PASSES_BACKWARD, LabelGroups, StepResult
-from .reduction import clear_sums_once, compress_gradients, reduce_nothing, sum_large_gradients_in_place
+from .reduction import clear_sums_once, compress_gradients, reduce_nothing, reduced_once, sum_large_gradients_in_place
 from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
@@ -337,23 +337,37 @@ class PlainEngine(BaseEngine):
         if scale is None:
             return NO_LABELS
         self.losses.scale = scale
+        if not reduces_once(self.config, self.mesh.layout):
+            for _ in self._passes(batch, scale, look):
+                self._update()
+            return self._result()
+        with reduced_once(self.deepspeed):
+            waiting = [self._update for _ in self._passes(batch, scale, look)]
+        for update in waiting:  # DeepSpeed counts micro-batches by these
+            update()
+        return self._result()
+
+    def _passes(self, batch: StepBatch, scale: Tensor | float, look: Look | None) -> Iterator[int]:
+        """Forward and backward of each micro-batch."""
+        count = batch.tokens.shape[0]
         for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further))):
             if look is not None and number:
-                look(number, batch.tokens.shape[0])
-            self.beacon.at(FORWARD, number + 1, batch.tokens.shape[0])
+                look(number, count)
+            self.beacon.at(FORWARD, number + 1, count)
             with phase("forward"):
-                given = (micro.tokens, micro.labels, micro.weights)
+                given, extras = (micro.tokens, micro.labels, micro.weights), known(micro.extras, self.form)
                 taught = None if self.teacher is None else self.teacher.teach(micro)
-                extras = known(micro.extras, self.form)
                 loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
-            self.beacon.at(BACKWARD, number + 1, batch.tokens.shape[0])
+            self.beacon.at(BACKWARD, number + 1, count)
             with phase("backward"):
                 self.deepspeed.backward(loss)
             self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
-            self.beacon.at(OPTIMIZER, number + 1, batch.tokens.shape[0])
-            with phase("update"):
-                self.deepspeed.step()
-        return self._result()
+            self.beacon.at(OPTIMIZER, number + 1, count)
+            yield number
+
+    @phase("update")
+    def _update(self) -> None:
+        self.deepspeed.step()
 
     @phase(EVALUATE)
     @torch.no_grad()

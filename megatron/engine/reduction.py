@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.account import phase
 from megatron.parallel.compression import CompressedSum
 
 
@@ -68,6 +70,32 @@ def compress_gradients(engine: Any, wire: str) -> CompressedSum:
     if hasattr(engine.optimizer, "allreduce_bucket"):
         engine.optimizer.allreduce_bucket = by_optimizer
     return sums
+
+
+@contextlib.contextmanager
+def reduced_once(engine: Any) -> Iterator[None]:
+    """Backward passes inside leave their gradients whole, and at the end their sums are reduced together: at ZeRO 2 and
+    3, where DeepSpeed would reduce and cut each micro-batch's.
+
+    DeepSpeed's own `coalesce_grad_reduction` does the same, but after an error too, where other ranks do not come.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    optimizer, boundary = engine.optimizer, engine._is_gradient_accumulation_boundary
+    engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = True
+    try:
+        yield
+    finally:
+        engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = False
+    engine._is_gradient_accumulation_boundary = True
+    optimizer.set_gradient_accumulation_boundary(True)
+    with phase("backward"):
+        if engine.zero_optimization_stage() == 3:
+            engine._flush_coalesced_reduction_zero3(optimizer)
+        else:
+            engine._flush_coalesced_reduction_zero12(optimizer)
+    engine._is_gradient_accumulation_boundary = boundary
 
 
 def reduce_nothing(engine: Any, stage: int) -> None:

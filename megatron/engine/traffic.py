@@ -8,30 +8,34 @@ that sends something else fails them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
-from megatron.config import Config
-from megatron.config.recurrence import core_of
+from megatron.config import Config, resolve
+from megatron.config.recurrence import Passes, core_of, passes_of_step
+from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
-from megatron.config.wire import part_bytes, row_block
-from megatron.model.exchanges import layer_traffic
+from megatron.config.wire import between_stages
+from megatron.model.exchanges import layer_traffic, reading_exchanges
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
-from megatron.model.traffic import SIZES, NotPredicted, TensorAxis, tensor_traffic
+from megatron.model.traffic import ONCE, NotPredicted, TensorAxis, reading_traffic, tensor_traffic
 from megatron.objectives.named import objective_of
 from megatron.parallel.account import _TYPES, group_name
 from megatron.parallel.compression import sum_messages
 from megatron.parallel.layout import AXES, Layout
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of
-from megatron.parallel.traffic import Call, Tally
+from megatron.parallel.routed_traffic import RoutedTraffic
+from megatron.parallel.routes import Routes, planned_routes
+from megatron.parallel.traffic import SIZES, Call, Messages, Tally
 
-from .deepspeed_options import accumulation_steps, zero_stage
+from .deepspeed_options import accumulation_steps, reduces_once, zero_stage
 from .matrix_traffic import matrix_messages, padded
 from .optimizers import build_optimizer
 from .optimizers.groups import parameter_groups
@@ -45,32 +49,51 @@ META_BYTES = 1024  # of the message that tells the next stage a shape: 256 int32
 
 @dataclass(frozen=True)
 class TrafficPrediction:
-    """One rank's step.
+    """One rank's steps.
 
     Attributes:
-        step: what every step sends.
-        first: what the first one sends besides: stages tell each other shapes.
         layout: of the ranks.
-        uneven: calls whose bytes depend on the data: the prediction is the mean over all ranks.
+        routed: by which algorithms messages go.
+        around: what every step sends beside its layers.
+        layers: what the layers send in a step.
+        first: what the first one sends besides: stages tell each other shapes.
         settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
+        uneven: calls whose bytes depend on the data: the prediction is the mean over all ranks.
+        varies: whether steps differ: it is drawn how often a recurrent core runs.
     """
 
     layout: Layout
-    step: Tally
+    routed: RoutedTraffic
+    around: Tally
+    layers: Callable[[int], Tally]
     first: Tally = field(default_factory=Tally)
     settled: int = 0
     uneven: frozenset[Call] = frozenset()
+    varies: bool = False
+
+    @cached_property
+    def step(self) -> Tally:
+        """What each step sends; where they vary, the one of number 0."""
+        return self.at(0)
+
+    def at(self, step: int) -> Tally:
+        """What the step of this number sends."""
+        return self.around + self.layers(step)
 
     def comparable(self, tally: Tally) -> Tally:
         """An account of this rank without the bytes that are predicted for all ranks together alone."""
         return Tally((call, messages, 0 if call in self.uneven else size) for call, messages, size in tally)
 
 
-def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) -> TrafficPrediction:
+def predict(
+    config: Config, ranks: int, rank: int, *, weighted: bool = False, routes: Routes | None = None
+) -> TrafficPrediction:
     """What a rank sends in a step of a resolved configuration, without the trainer's own sum.
 
     Args:
         weighted: labels have weights, whose sum over the data axis the engine takes.
+        routes: the algorithms of a job; without them those of the configuration's table, on hosts of equal numbers of
+            neighbours.
 
     Raises:
         NotPredicted: the configuration has a part for which there is no formula; the message says which.
@@ -82,10 +105,8 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     held = [place for place, stage in enumerate(stages) if stage == mesh.at.pipeline]
     micro_batches = accumulation_steps(config, layout)
     found = _Predictor(config, mesh, held, micro_batches)
-    tensor = tensor_traffic(config, held, TensorAxis(layout.tensor, layout.sequence, layout.tensor_wire))
-    others, uneven = layer_traffic(config, mesh, held)
-    for call, messages, size in tensor + others:
-        found.step.add(call, messages * micro_batches, size * micro_batches)
+    routed = RoutedTraffic(routes or _planned(config, ranks), layout, rank)
+    uneven = found.teacher()
     if weighted or objective_of(config).weighs:
         found.add("exchange", "data", "all_reduce", "fp64", 1)
     found.gradients()
@@ -95,9 +116,26 @@ def predict(config: Config, ranks: int, rank: int, *, weighted: bool = False) ->
     found.further_losses()
     if issubclass(optimizer_class(config), MatrixOptimizer):
         for entry in matrix_messages(config, mesh, found.optimizer_at):
-            found.step.add(*entry)
+            found.step.add(*entry, split=True)
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
-    return TrafficPrediction(layout, found.step, found.first, settled, frozenset(uneven))
+    core = core_of(config.model.blocks)
+
+    def layers(step: int) -> Tally:
+        drawn = passes_of_step(config.model.recurrence, config.training.seed, step) if core else ONCE
+        return routed.tally(found.layers(drawn)[0])
+
+    uneven |= found.layers(ONCE)[1]
+    varies = bool(core) and layers(0) != Tally() and config.model.recurrence.sampling != "fixed"
+    return TrafficPrediction(
+        layout, routed, routed.tally(found.step), layers, routed.tally(found.first), settled, frozenset(uneven), varies
+    )
+
+
+def _planned(config: Config, ranks: int) -> Routes | None:
+    try:
+        return planned_routes(config.parallel.communication, ranks)
+    except (OSError, ValueError) as error:
+        raise NotPredicted(f"parallel.communication.table says nothing: {error}") from error
 
 
 def _refuse(config: Config, layout: Layout) -> None:
@@ -106,14 +144,11 @@ def _refuse(config: Config, layout: Layout) -> None:
         "fp16": config.precision.compute == "fp16",
         "keys of `deepspeed`": bool(config.deepspeed),
         "clipped attention logits": any(kind.clips_logits(options) for _, kind, options in used_kinds(config.model)),
-        "algorithms that a table chooses": config.parallel.communication.table is not None,
         "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
         "gradients clipped by tensor (spikes.action: adagc)": config.spikes.action == ADAGC,
     }
-    if core_of(config.model.blocks):  # how often it runs is drawn anew in each step
-        sends = layout.tensor > 1 or layout.context > 1 or "final_norm" in copies(config)
-        reasons["a recurrent core that sends something in each pass"] = sends or zero_stage(config, layout) == 3
-    reasons["a teacher"] = objective_of(config).teacher is not None
+    if core_of(config.model.blocks):  # the order of modules is another one in each step
+        reasons["a recurrent core at ZeRO 3"] = zero_stage(config, layout) == 3
     for reason, holds in reasons.items():
         if holds:
             raise NotPredicted(f"there is no formula for {reason}")
@@ -129,7 +164,8 @@ class _Predictor:
     def __init__(self, config: Config, mesh: Mesh, held: list[int], micro_batches: int) -> None:
         self.config, self.mesh, self.layout, self.held = config, mesh, mesh.layout, held
         self.micro_batches = micro_batches
-        self.step, self.first = Tally(), Tally()
+        self.axis = TensorAxis(self.layout.tensor, self.layout.sequence, self.layout.tensor_wire)
+        self.step, self.first = Messages(), Messages()
         self.plan = ModelPlan(config, mesh, "meta", values=False)
         self.parameters = list(dict.fromkeys(_layers(self.plan, held).parameters()))
         self.groups = self._groups()
@@ -151,6 +187,30 @@ class _Predictor:
         if (ranks or size) > 1:
             call = Call(phase, "", name, ranks or size, operation, dtype)
             self.step.add(call, messages, elements * SIZES[dtype])
+
+    def layers(self, core: Passes) -> tuple[Messages, set[Call]]:
+        """What the layers send in a step with so many passes through a recurrent core, and calls that are uneven."""
+        others, uneven = layer_traffic(self.config, self.mesh, self.held, core)
+        return self._of_step(tensor_traffic(self.config, self.held, self.axis, core), others), uneven
+
+    def _of_step(self, *traffic: Messages) -> Messages:
+        """Of all micro-batches."""
+        found = Messages()
+        for call, messages, size, split in (entry for each in traffic for entry in each.each()):
+            count = messages * self.micro_batches
+            found.add(call, count, size * count, split=split)
+        return found
+
+    def teacher(self) -> set[Call]:
+        """The forward pass of the model that the run learns from, and the mean divergence; returns uneven calls."""
+        if objective_of(self.config).teacher is None:
+            return set()
+        own = resolve(on_layout(self.config), ranks=self.layout.world_size)
+        others, uneven = reading_exchanges(own, self.mesh)
+        for call, messages, size, split in self._of_step(reading_traffic(own, self.axis), others).each():
+            self.step.add(call, messages, messages * size, split=split)
+        self.add("exchange", "replicas", "all_reduce", "fp64", 2)
+        return uneven
 
     def _groups(self) -> dict[str, tuple[str, int]]:
         """The name in accounts, and the ranks, of this rank's groups: its axes, the ranks with the same parameters
@@ -196,13 +256,13 @@ class _Predictor:
                 self.add("update", "expert", "all_reduce", "fp32", 1)
             self._model_norm(1)
         else:
-            order = [each for group in groups for each in group]
-            if stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1):
+            order, once = [each for group in groups for each in group], reduces_once(self.config, self.layout)
+            if not once and (stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1)):
                 order = self.parameters[::-1]  # as the backward pass finishes them
-            for _ in range(self.micro_batches if stage == 2 else 1):
+            for _ in range(self.micro_batches if stage == 2 and not once else 1):
                 self._bucketed(order, self.config.zero.bucket_size)
-            once = (self.layout.pipeline > 1 or self.layout.spreads_experts) and not self.offloads
-            norms = 1 if once else len(groups)
+            joined = (self.layout.pipeline > 1 or self.layout.spreads_experts) and not self.offloads
+            norms = 1 if joined else len(groups)
             self.add("update", "replicas", "all_reduce", "fp32", norms, norms)
             self._model_norm(norms)
             self._overflow()
@@ -230,7 +290,8 @@ class _Predictor:
         for dtype in dict.fromkeys(each.dtype for each in away):
             gathered = sum(whole[each] for each in away if each.dtype == dtype)
             self.add("forward", "replicas", "all_gather", _TYPES[dtype], m * gathered, m)
-        self.add("backward", "replicas", "reduce_scatter", reduce, m * sum(whole.values()), m)
+        times = 1 if reduces_once(self.config, self.layout) else m
+        self.add("backward", "replicas", "reduce_scatter", reduce, times * sum(whole.values()), times)
         norms = "fp32" if self.offloads else "fp64"
         self.add("update", "replicas", "all_reduce", norms, groups, groups)
         self._model_norm(groups, norms)
@@ -270,10 +331,10 @@ class _Predictor:
     def _summed(self, messages: list[int], over: str) -> None:
         """Sums of so many elements each."""
         dtype = self.config.precision.reduce if self.config.precision.compute != "fp32" else "fp32"
-        if self.wire == "none":
-            self.add("backward", over, "all_reduce", dtype, sum(messages), len(messages))
-            return
         for elements in messages:
+            if self.wire == "none":
+                self.add("backward", over, "all_reduce", dtype, elements)
+                continue
             exchanged, gathered = sum_messages(self.wire, elements, self.groups[over][1])
             self.add("backward", over, "all_to_all", "uint8", exchanged)
             self.add("backward", over, "all_gather", "uint8", gathered)
@@ -336,15 +397,10 @@ class _Predictor:
         own = training.sequence_length // self.layout.context
         length = own // cut
         width = form.sample_width(model.hidden_size, cut)
-        dtype, elements = "fp32" if model.residual.fp32 else self.config.precision.compute, length * width
+        stream = "fp32" if model.residual.fp32 else self.config.precision.compute
         wire = self.config.parallel.communication.compress.pipeline
-        if wire == "int8_block":  # bytes that pass as fp32
-            dtype, elements = (
-                "fp32",
-                part_bytes(wire, elements, row_block(form.common_width(model.hidden_size, cut))) // 4,
-            )
-        elif wire != "none":
-            dtype = wire
+        common = form.common_width(model.hidden_size, cut)
+        dtype, elements = between_stages(wire, length * width, common, stream)
         yield dtype, samples * elements, True
         sizes = {"positions": own, "documents": own, "samples": 1}
         types = {"positions": "int32", "documents": "int32", "samples": "int64"}
@@ -374,12 +430,14 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
     """This rank's layers, without values."""
     modules = nn.ModuleList()
     shared: dict[str, nn.Module] = {}
-    embedding = plan.embedding() if held[0] == 0 else None
+    embedding, norm = plan.embedding() if held[0] == 0 else None, plan.config.model.recurrence.norm
     for place in held:
         if place == 0 and embedding is not None:
             modules.append(embedding)
         elif place <= len(plan.blocks):
             modules.append(plan.block(place - 1, shared))
+            if place == plan.inside.stop and norm == "head" and held[-1] == len(plan.blocks):
+                modules.append(plan.head_norm())  # of the core's last state; where there is a head, it has the weights
         elif plan.head_embeds:
             modules.append(plan.head(plan.tokens() if embedding is None else embedding.tokens.weight))
         else:

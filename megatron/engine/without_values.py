@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.config.wire import between_stages
 from megatron.model.stack import DTYPES
 
 
@@ -106,13 +107,13 @@ def _expected_stream(self: Any, stage: int) -> tuple[Tensor, ...]:
     form, config, layout = plan.form_at(border - 1), plan.config, plan.mesh.layout
     samples, cut = config.training.micro_batch_size, layout.tensor if layout.sequence else 1
     positions = config.training.sequence_length // layout.context
-    hidden = config.model.hidden_size
-    widths = sum((cut if each.whole else 1) * each.width for each in form.channels.values())
-    shape = [samples, positions // cut, hidden]
-    if form.channels:  # all floats of a sample are one row
-        shape = [samples, positions // cut * (hidden + widths)]
-    dtype = torch.float32 if config.model.residual.fp32 else DTYPES[config.precision.compute]
-    shapes = [(shape, dtype)]
+    hidden, wire = config.model.hidden_size, config.parallel.communication.compress.pipeline
+    compute = "fp32" if config.model.residual.fp32 else config.precision.compute
+    elements = positions // cut * form.sample_width(hidden, cut)
+    dtype, elements = between_stages(wire, elements, form.common_width(hidden, cut), compute)
+    # all floats of a sample are one row where there are channels, or another form of them travels
+    shape = [samples, elements] if form.channels or wire != "none" else [samples, positions // cut, hidden]
+    shapes = [(shape, DTYPES[dtype])]
     for name in form.optional:
         shapes.append(([samples], torch.int64) if name == "samples" else ([samples, positions], torch.int32))
     return tuple(self._allocate_or_extend_buffers(index, *each) for index, each in enumerate(shapes))

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.pattern import Kind
+from megatron.config.recurrence import Passes, core_of
+from megatron.config.sections.model import ModelSection
 from megatron.config.variants import options_of
 from megatron.parallel.account import group_name
 from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Tally
+from megatron.parallel.traffic import SIZES, Call, Messages
 
 from .options import kind_of, layer_class
-from .traffic import SIZES, NotPredicted
+from .traffic import ONCE, NotPredicted
 
 ALWAYS, UNLESS_KEPT, NEVER = "always", "unless kept", "never"
 
@@ -38,6 +40,8 @@ class LayerMessage:
             never.
         shared: a name of what all layers of a stage read; the first one asks for it.
         uneven: the data decide how much of it each rank sends; `elements` is the mean over the ranks of the group.
+        training: it is sent in training alone, not where the layer is one of a teacher.
+        split: an all-to-all whose caller gives the size of each rank's part; tables of algorithms leave it alone.
     """
 
     axis: str
@@ -48,6 +52,8 @@ class LayerMessage:
     again: str = ALWAYS
     shared: str = ""
     uneven: bool = False
+    split: bool = False
+    training: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,8 @@ def from_before(around: Around, elements: int, by: int = 1, dtype: str = "") -> 
         return []
     sent, returned = (elements if there else 0 for there in (rank + by < ranks, rank >= by))
     return [
-        LayerMessage("context", "all_to_all", sent, dtype),
-        LayerMessage("context", "all_to_all", returned, dtype, backward=True),
+        LayerMessage("context", "all_to_all", sent, dtype, split=True),
+        LayerMessage("context", "all_to_all", returned, dtype, backward=True, split=True),
     ]
 
 
@@ -91,10 +97,10 @@ def document_starts(around: Around) -> list[LayerMessage]:
     if around.context.size == 1 or not around.documents:
         return []
     return [LayerMessage("context", "all_to_all", from_before(around, around.samples)[0].elements, "int32",
-                    again=NEVER, shared="document starts")]  # fmt: skip
+                    again=NEVER, shared="document starts", split=True)]  # fmt: skip
 
 
-def layer_traffic(config: Config, mesh: Mesh, layers: Sequence[int]) -> tuple[Tally, set[Call]]:
+def layer_traffic(config: Config, mesh: Mesh, layers: Sequence[int], core: Passes = ONCE) -> tuple[Messages, set[Call]]:
     """What one micro-batch sends on the context, data and expert axes, and which of these calls have bytes that are
     right only in the sum over all ranks.
 
@@ -102,19 +108,51 @@ def layer_traffic(config: Config, mesh: Mesh, layers: Sequence[int]) -> tuple[Ta
         config: resolved.
         mesh: of the rank.
         layers: places in the list [embedding, blocks..., head] that the rank holds.
+        core: how often it goes through a recurrent core.
 
     Raises:
         NotPredicted: a kind does not say what it sends.
     """
-    training, model, tally, uneven = config.training, config.model, Tally(), set()
+    tally, uneven, model = Messages(), set(), config.model
+    held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
+    held += range(len(model.blocks), _count(model)) if len(model.blocks) + 1 in layers else ()
+    for index, layer, message in _asked(config, mesh, held):
+        often = core if index in core_of(model.blocks) and not message.shared else ONCE
+        for call in _calls(config, mesh, layer, message, index):
+            times = int(often.total if call.phase == "forward" else often.backward)
+            tally.add(call, times, times * message.elements * SIZES[call.dtype], split=message.split)
+            uneven |= {call} if message.uneven else set()
+    return tally, uneven
+
+
+def reading_exchanges(config: Config, mesh: Mesh) -> tuple[Messages, set[Call]]:
+    """As `layer_traffic`, of a model that is only asked for the input of its head, and whose layers no account names: a
+    teacher.
+    """
+    tally, uneven, model = Messages(), set(), config.model
+    for index, _, message in _asked(config, mesh, range(len(model.blocks))):
+        if message.backward or message.training:
+            continue
+        times = model.recurrence.evaluation if index in core_of(model.blocks) and not message.shared else 1
+        for call in _calls(config, mesh, "", message, index):
+            if call.phase == "forward":
+                tally.add(call, times, times * message.elements * SIZES[call.dtype], split=message.split)
+                uneven |= {call} if message.uneven else set()
+    return tally, uneven
+
+
+def _count(model: ModelSection) -> int:
+    return len(model.blocks) + len(model.further_blocks)
+
+
+def _asked(config: Config, mesh: Mesh, held: Iterable[int]) -> Iterator[tuple[int, str, LayerMessage]]:
+    """(index of the block, layer, message) of blocks in one pass; what all layers read is asked for once."""
+    training, model = config.training, config.model
     length = training.sequence_length // mesh.layout.context
     around = Around(mesh, ContextGroup.of(mesh), training.micro_batch_size, length, config.data.reset_attention_at_eod)
     asked: set[str] = set()
-    blocks = (*model.blocks, *model.further_blocks)
-    held = [place - 1 for place in layers if 0 < place <= len(model.blocks)]
-    held += range(len(model.blocks), len(blocks)) if len(model.blocks) + 1 in layers else ()
     for index in held:
-        pattern, name = blocks[index], f"layers.{index}"
+        pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
         parts = [(name, kind) for kind in pattern.side]
         parts += [(f"{name}.{kind.name}", kind) for kind in (*pattern.mixers, *([pattern.ffn] if pattern.ffn else []))]
         for layer, kind in parts:
@@ -122,12 +160,9 @@ def layer_traffic(config: Config, mesh: Mesh, layers: Sequence[int]) -> tuple[Ta
                 if message.shared and message.shared in asked:
                     continue
                 asked.add(message.shared)
-                for call in _calls(config, mesh, layer, message, index):
-                    if training.sequence_chunks > 1:
-                        raise NotPredicted("there is no formula for chunks of sequences on the context or expert axis")
-                    tally.add(call, 1, message.elements * SIZES[call.dtype])
-                    uneven |= {call} if message.uneven else set()
-    return tally, uneven
+                if training.sequence_chunks > 1 and getattr(mesh, message.axis).size > 1:
+                    raise NotPredicted("there is no formula for chunks of sequences on the context or expert axis")
+                yield index, layer, message
 
 
 def _messages(config: Config, kind: Kind, around: Around) -> Iterable[LayerMessage]:

@@ -18,15 +18,17 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.pattern import BlockPattern, Kind
+from megatron.config.recurrence import Passes, core_of
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.variants import options_of
+from megatron.objectives.named import objective_of
 from megatron.parallel.compression import part_message, sum_messages
-from megatron.parallel.traffic import Call, Tally
+from megatron.parallel.traffic import SIZES, Call, Messages
 
 from .block import Block, opens_core, reads_stream
 from .options import layer_class
 
-SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "int64": 8, "int32": 4, "uint8": 1}
+ONCE = Passes(0, 1)
 
 
 class NotPredicted(ValueError):
@@ -157,39 +159,73 @@ class CallRecorder:
         return call, 1, self.tokens * width * SIZES[dtype]
 
 
-def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis) -> Tally:
+def tensor_traffic(config: Config, layers: Sequence[int], tensor: TensorAxis, core: Passes = ONCE) -> Messages:
     """What one micro-batch sends on the tensor axis.
 
     Args:
         config: resolved.
         layers: places in the list [embedding, blocks..., head] that a rank holds.
+        core: how often it goes through a recurrent core.
 
     Raises:
         NotPredicted: a kind does not say what it sends.
     """
-    tally = Tally()
+    tally = Messages()
     if tensor.ranks == 1:
         return tally
-    training, model = config.training, config.model
-    chunks = training.sequence_chunks  # each goes through a layer by itself
-    length = training.sequence_length // config.parallel.context // chunks
-    passes = CallRecorder(tensor, training.micro_batch_size * length, config.precision.compute)
+    model, chunks, passes = config.model, config.training.sequence_chunks, _chunk(config, tensor)
     for place in [place for place in layers for _ in range(chunks)]:
         if place == 0:
             _all(tally, passes, "embedding", _embedding(model, tensor))
         elif place == len(model.blocks) + 1:
             _head(tally, passes, config)
         else:
-            _block(tally, passes, config, place - 1)
+            often = core if place - 1 in core_of(model.blocks) else ONCE
+            _block(tally, passes, config, place - 1, often)
+    inside = core_of(model.blocks)
+    if inside and inside.start + 1 in layers and model.recurrence.norm == "head":
+        _all(tally, passes, "", norm(model.norm, model.hidden_size, tensor.sequence))
     return tally
 
 
-def _all(tally: Tally, passes: CallRecorder, layer: str, events: list[Event]) -> None:
-    for entry in (*passes.calls(layer, events), *passes.gradients(layer, events)):
-        tally.add(*entry)
+def reading_traffic(config: Config, tensor: TensorAxis) -> Messages:
+    """What one micro-batch sends on the tensor axis in a model that is only asked for the input of its head, and whose
+    layers no account names: a teacher.
+
+    Raises:
+        NotPredicted: a kind does not say what it sends.
+    """
+    tally, model = Messages(), config.model
+    if tensor.ranks == 1:
+        return tally
+    events, inside = _embedding(model, tensor), core_of(model.blocks)
+    for index, pattern in enumerate(model.blocks):
+        once = [event for _, each in block_sends(model, pattern, tensor, index) for event in each]
+        events += once * (model.recurrence.evaluation if index in inside else 1)
+    for _ in range(config.training.sequence_chunks):
+        for entry in _chunk(config, tensor).calls("", [*events, Enter(model.hidden_size)]):
+            tally.add(*entry)
+    return tally
 
 
-def _head(tally: Tally, passes: CallRecorder, config: Config) -> None:
+def _chunk(config: Config, tensor: TensorAxis) -> CallRecorder:
+    """Each chunk of a sequence goes through a layer by itself."""
+    training = config.training
+    length = training.sequence_length // config.parallel.context // training.sequence_chunks
+    return CallRecorder(tensor, training.micro_batch_size * length, config.precision.compute)
+
+
+def _all(tally: Messages, passes: CallRecorder, layer: str, events: list[Event], often: Passes = ONCE) -> None:
+    _repeat(tally, passes.calls(layer, events), often.total)
+    _repeat(tally, passes.gradients(layer, events), often.backward)
+
+
+def _repeat(tally: Messages, entries: Iterable[tuple[Call, int, int]], times: float) -> None:
+    for call, messages, size in entries:
+        tally.add(call, messages * int(times), size * int(times))
+
+
+def _head(tally: Messages, passes: CallRecorder, config: Config) -> None:
     """The head, with the modules that predict further tokens: what it reads for all of them is one message."""
     model, tensor = config.model, passes.tensor
     H, times = model.hidden_size, 1 + len(model.further_blocks)
@@ -199,11 +235,11 @@ def _head(tally: Tally, passes: CallRecorder, config: Config) -> None:
         _all(tally, passes, "head", joined)
         _block(tally, passes, config, index)
     _all(tally, passes, "head", [*normed, Enter(times * H)])
-    _loss(tally, passes, config.training.loss_chunk, times)
+    _loss(tally, passes, config, times)
     if config.training.sequence_chunks > 1:  # made again, by a function of the head, which no account can name
         for entry in passes.calls("", [Enter(times * H)], "backward"):
             tally.add(*entry)
-        _loss(tally, passes, config.training.loss_chunk, times, ("backward", ""))
+        _loss(tally, passes, config, times, ("backward", ""))
 
 
 def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
@@ -217,13 +253,16 @@ def _embedding(model: ModelSection, tensor: TensorAxis) -> list[Event]:
 
 
 def _loss(
-    tally: Tally, passes: CallRecorder, chunk: int, times: int, at: tuple[str, str] = ("forward", "head")
+    tally: Messages, passes: CallRecorder, config: Config, times: int, at: tuple[str, str] = ("forward", "head")
 ) -> None:
-    """Each chunk of logits of `times` as many tokens: the largest, then two sums, in fp32 per token."""
-    tokens = times * passes.tokens
-    chunks = -(-tokens // (chunk or tokens))
+    """Each chunk of logits of `times` as many tokens, in fp32 per token: the largest, then two sums; beside a teacher's
+    logits the largest of both, then five sums."""
+    tokens, widths = times * passes.tokens, (1, 2) if objective_of(config).teacher is None else (2, 5)
     call = Call(*at, "tensor", passes.tensor.ranks, "all_reduce", "fp32")
-    tally.add(call, 2 * chunks, 3 * tokens * SIZES["fp32"])
+    step = config.training.loss_chunk or tokens
+    for chunks, size in ((tokens // step, step), (1, tokens % step)):
+        for width in widths if size else ():
+            tally.add(call, chunks, chunks * width * size * SIZES["fp32"])
 
 
 def block_sends(
@@ -257,18 +296,17 @@ def _layer(model: ModelSection, kind: Kind, tensor: TensorAxis, index: int) -> l
     return layer.sends(model, options_of(model, kind), tensor, *place)
 
 
-def _block(tally: Tally, passes: CallRecorder, config: Config, index: int) -> None:
+def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, often: Passes = ONCE) -> None:
     model, recompute = config.model, config.training.activation_checkpointing
     pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
     parts = block_sends(model, pattern, passes.tensor, index)
     for part, events in parts:
-        _all(tally, passes, f"{name}.{part}" if part else name, events)
+        _all(tally, passes, f"{name}.{part}" if part else name, events, often)
     left = recompute.mode == "none" or (recompute.mode == "full" and index % recompute.every)
     if left and config.training.sequence_chunks == 1:
         return
     for part, events in _repeated(model, pattern, parts):
-        for entry in passes.calls(f"{name}.{part}" if part else name, events, "recompute"):
-            tally.add(*entry)
+        _repeat(tally, passes.calls(f"{name}.{part}" if part else name, events, "recompute"), often.backward)
 
 
 def _repeated(

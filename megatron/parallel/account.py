@@ -78,6 +78,11 @@ def group_name(ranks: Sequence[int], layout: Layout, at: Coordinates) -> str:
     return "+".join(name for name in AXES if len({getattr(one, name) for one in places}) > 1)
 
 
+def pair_name(here: Coordinates, there: Coordinates) -> str:
+    """The axes on which two ranks differ."""
+    return "+".join(axis for axis in AXES if getattr(here, axis) != getattr(there, axis))
+
+
 class Recorder:
     """Counts into `tally` while it is installed.
 
@@ -194,8 +199,7 @@ class Recorder:
         return self._groups[key]
 
     def _pair(self, peer: int) -> str:
-        here, there = self.mesh.at, self.mesh.layout.coordinates(peer)
-        return "+".join(axis for axis in AXES if getattr(here, axis) != getattr(there, axis))
+        return pair_name(self.mesh.at, self.mesh.layout.coordinates(peer))
 
 
 def _bytes(tensors: Any) -> tuple[int, str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from torch import Tensor
 from megatron.config.algorithm_table import RECURSIVE, TWO_LEVEL
 
 from .account import LEVELS
-from .mesh import ALONE, Axis, new_group
+from .mesh import ALONE, Axis
 
 INSIDE, BETWEEN, PAIR = LEVELS  # descriptions of the groups that are made
+MakeGroup = Callable[..., dist.ProcessGroup | None]  # of ranks, and the keyword arguments of `new_group`
 COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
@@ -74,26 +74,27 @@ class HostGrid:
         ranks: Sequence[int],
         places: tuple[tuple[int, ...], ...],
         rank: int,
-        timeout: timedelta | None,
+        make: MakeGroup,
         hosts: Sequence[Hashable] = (),
     ) -> HostGrid:
         """Make the two groups; all ranks of the group call it, in the same order among other groups.
 
         Args:
+            make: makes a group, or describes it by None.
             hosts: of each rank of the job, where `places` are those of pairs: then there are three levels.
         """
         at = next(host for host in places if rank in (ranks[place] for place in host))
         mine = [ranks[place] for place in at].index(rank)
-        inside = _axis([ranks[place] for place in at], rank, timeout, PAIR if hosts else INSIDE)
+        inside = _axis([ranks[place] for place in at], rank, make, PAIR if hosts else INSIDE)
         line = [ranks[host[mine]] for host in places]
         outer = None
         if hosts:
             further = places_by_host(line, hosts)
             assert further is not None, "pairs are within hosts, and as many in each"
-            outer = cls.build(line, further, rank, timeout)
+            outer = cls.build(line, further, rank, make)
             between = Axis(line.index(rank), len(line), None, tuple(line))
         else:
-            between = _axis(line, rank, timeout, BETWEEN)
+            between = _axis(line, rank, make, BETWEEN)
         flat = [place for host in places for place in host]
         order = torch.tensor([host[place] for place in range(len(at)) for host in places])
         return cls(inside, between, None if flat == list(range(len(ranks))) else order, outer)
@@ -105,10 +106,10 @@ class HostGrid:
         return [axis for axis in (self.inside, self.between, *outer) if axis.group is not None]
 
 
-def _axis(ranks: list[int], rank: int, timeout: timedelta | None, description: str) -> Axis:
+def _axis(ranks: list[int], rank: int, make: MakeGroup, description: str) -> Axis:
     if len(ranks) == 1:
         return ALONE
-    return Axis(ranks.index(rank), len(ranks), new_group(ranks, timeout, description=description), tuple(ranks))
+    return Axis(ranks.index(rank), len(ranks), make(ranks, description=description), tuple(ranks))
 
 
 def all_gather(out: Tensor, part: Tensor, grid: HostGrid, algorithm: str) -> None:

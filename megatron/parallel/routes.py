@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,12 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, THREE, AlgorithmTable
+from megatron.config.algorithm_table import BACKEND, LEVELS, OTHER, THREE, AlgorithmTable, read_table
+from megatron.config.sections.layout import CommunicationOptions
 
 from . import hierarchy
-from .hierarchy import COMBINE, HostGrid, places_by_host
+from .hierarchy import COMBINE, HostGrid, MakeGroup, places_by_host
 from .interception import ROUTES, intercept, release
-from .mesh import Axis, Mesh, new_group
+from .layout import AXES, Coordinates, Layout
+from .mesh import new_group
 
 # Method of a process group -> operation. Arguments: (tensors, options) of an all-reduce, else (result, input, ...).
 METHODS = {
@@ -51,67 +53,106 @@ class Way:
         grid: for algorithms in levels; None where the table has none for such a group.
         pairs: the same in three levels; None where the group has no pairs, and then `grid` does it.
         others: groups of the same ranks, by the name of another backend.
+
+    Groups are None where a way is described alone.
     """
 
     hosts: int
     ranks: int
     grid: HostGrid | None
     pairs: HostGrid | None
-    others: dict[str, ProcessGroup]
+    others: dict[str, ProcessGroup | None]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What a job knows of its ways; the same on all ranks.
+
+    Attributes:
+        table: what is chosen.
+        hosts: of each rank of the job, a name.
+        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest; may be empty.
+    """
+
+    table: AlgorithmTable
+    hosts: Sequence[Hashable]
+    pairs: Sequence[Hashable] = ()
+
+    def way(self, ranks: tuple[int, ...], rank: int, make: MakeGroup) -> Way | None:
+        """How a group's calls may go; None where they go as ever. All its ranks call it.
+
+        Args:
+            rank: one of them.
+            make: makes groups, or describes them by None.
+        """
+        places = places_by_host(ranks, self.hosts)
+        if places is None or len(ranks) == 1:
+            return None
+        wanted = self.table.algorithms(len(places), len(ranks))
+        if not wanted:
+            return None
+        by_pair = places_by_host(ranks, self.pairs) if self.pairs else None
+        pairs = None
+        if by_pair is not None and len(places) < len(by_pair) < len(ranks) and wanted & set(THREE):
+            pairs = HostGrid.build(ranks, by_pair, rank, make, self.hosts)
+        flat = set(LEVELS) if pairs else {*LEVELS, *THREE}
+        grid = HostGrid.build(ranks, places, rank, make) if wanted & flat else None
+        names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
+        others = {name: make(ranks, backend=name) for name in names}
+        return Way(len(places), len(ranks), grid, pairs, others)
+
+    def algorithm(self, operation: str, way: Way, size: int) -> tuple[str, HostGrid | None]:
+        """The algorithm of a call of `size` bytes, and the grid in which one in levels works."""
+        name = self.table.choose(operation, way.hosts, way.ranks, size) if size else BACKEND
+        if name == BACKEND or name.startswith(OTHER):
+            return name, None
+        return THREE.get(name, name), way.pairs if name in THREE and way.pairs else way.grid
+
+
+def planned_routes(options: CommunicationOptions, ranks: int) -> Routes | None:
+    """Those of a job that has not started, on hosts of equal numbers of neighbours; None without a table.
+
+    Raises:
+        OSError, ValueError: the table cannot be read, or is for another number of ranks.
+    """
+    if options.table is None or ranks == 1:
+        return None
+    table = read_table(options.table)
+    if wrong := table.differs({"ranks": ranks}):
+        raise ValueError("; ".join(wrong))
+    own = options.island or -(-ranks // table.facts["hosts"])
+    pairs = [rank // options.pair for rank in range(ranks)] if options.pair else []
+    return Routes(table, [rank // own for rank in range(ranks)], pairs)
 
 
 class Router:
     """Chooses for every call of the groups that it knows.
 
     Args:
-        table: what is chosen.
+        routes: how.
         groups: the ranks of each group that this rank is in, in the same order on all ranks.
-        hosts: of each rank of the job, a name.
         rank: this one.
-        pairs: of each rank of the job, a name of the ranks of a host among which links are the fastest; may be empty.
         timeout: of the groups that are made.
 
     All ranks make it together. As with the mesh, only members of a group meet.
     """
 
     def __init__(
-        self,
-        table: AlgorithmTable,
-        groups: Sequence[tuple[int, ...]],
-        hosts: Sequence[Hashable],
-        rank: int,
-        timeout: timedelta | None = None,
-        pairs: Sequence[Hashable] = (),
+        self, routes: Routes, groups: Sequence[tuple[int, ...]], rank: int, timeout: timedelta | None = None
     ) -> None:
-        self.table, self._pairs = table, pairs
+        self.routes = routes
         self.ways: dict[tuple[int, ...], Way] = {}
         self._known: dict[str, Way | None] = {}  # by the name of a group
         self._own: set[str] = set()
-        for ranks in dict.fromkeys(groups):
-            if (way := self._way(ranks, hosts, rank, timeout)) is not None:
-                self.ways[ranks] = way
 
-    def _way(
-        self, ranks: tuple[int, ...], hosts: Sequence[Hashable], rank: int, timeout: timedelta | None
-    ) -> Way | None:
-        places = places_by_host(ranks, hosts)
-        if places is None or len(ranks) == 1:
-            return None
-        wanted = self.table.algorithms(len(places), len(ranks))
-        if not wanted:
-            return None
-        by_pair = places_by_host(ranks, self._pairs) if self._pairs else None
-        deep = by_pair is not None and len(places) < len(by_pair) < len(ranks)
-        pairs = (
-            HostGrid.build(ranks, by_pair, rank, timeout, hosts) if by_pair and deep and wanted & set(THREE) else None
-        )
-        flat = set(LEVELS) if pairs else {*LEVELS, *THREE}
-        grid = HostGrid.build(ranks, places, rank, timeout) if wanted & flat else None
-        names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
-        others = {name: new_group(ranks, timeout, backend=name) for name in names}
-        made = [axis.group for each in (grid, pairs) if each for axis in each.axes if axis.group]
-        self._own |= {group.group_name for group in (*made, *others.values())}
-        return Way(len(places), len(ranks), grid, pairs, others)
+        def make(ranks: Sequence[int], **words: str) -> ProcessGroup:
+            group = new_group(ranks, timeout, **words)
+            self._own.add(group.group_name)
+            return group
+
+        for ranks in dict.fromkeys(groups):
+            if (way := routes.way(ranks, rank, make)) is not None:
+                self.ways[ranks] = way
 
     def wrap(self, method: str, plain: Callable) -> Callable:
         """A layer over a method of process groups; see `interception`."""
@@ -148,8 +189,8 @@ class Router:
         if op is None:
             return None
         size = max(each.numel() * each.element_size() for each in tensors)
-        algorithm = self.table.choose(operation, way.hosts, way.ranks, size)
-        if algorithm == BACKEND or size == 0:
+        algorithm, grid = self.routes.algorithm(operation, way, size)
+        if algorithm == BACKEND:
             return None
         first, last = tensors[0], tensors[-1]  # result and input, or both in one
         if algorithm.startswith(OTHER):
@@ -160,8 +201,6 @@ class Router:
                 "reduce_scatter": partial(dist.reduce_scatter_tensor, first, last, op=op, group=group),
                 "all_to_all": partial(dist.all_to_all_single, first, last, group=group),
             }[operation]
-        grid = way.pairs if algorithm in THREE and way.pairs else way.grid
-        algorithm = THREE.get(algorithm, algorithm)
         assert grid is not None
         return {
             "all_reduce": partial(hierarchy.all_reduce, first, grid, algorithm, op),
@@ -173,11 +212,22 @@ class Router:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Every call goes through the router until the end of the block."""
+        global _installed
         intercept(ROUTES, METHODS, self.wrap)
+        _installed = self
         try:
             yield
         finally:
             release(ROUTES)
+            _installed = None
+
+
+_installed: Router | None = None
+
+
+def installed_routes() -> Routes | None:
+    """Those by which this process's collectives go now; None where they go as ever."""
+    return None if _installed is None else _installed.routes
 
 
 def _plain(tensor: Any) -> bool:
@@ -192,9 +242,10 @@ def _complete(result: Any) -> dist.Work:
     return work
 
 
-def groups_of(mesh: Mesh) -> list[tuple[int, ...]]:
-    """The ranks of each group of several ranks that this rank is in: its axes, and all ranks."""
-    axes: list[Axis] = [mesh.tensor, mesh.context, mesh.data, mesh.pipeline]
-    axes += [mesh.replicas, mesh.expert, mesh.expert_data, mesh.expert_tensor]
-    found = [axis.ranks for axis in axes if axis.group is not None]
-    return list(dict.fromkeys([*found, tuple(range(mesh.layout.world_size))]))
+def groups_of(layout: Layout, at: Coordinates) -> list[tuple[int, ...]]:
+    """The ranks of each group of several ranks that a rank is in: its axes, and all ranks."""
+    lines = [[replace(at, **{name: place}) for place in range(getattr(layout, name))] for name in AXES]
+    lines += [[layout.at_replica(at, place) for place in range(layout.replicas)]]
+    lines += [layout.all_experts(at), layout.same_experts(at)]
+    found = [tuple(map(layout.rank, line)) for line in lines if len(line) > 1]
+    return list(dict.fromkeys([*found, tuple(range(layout.world_size))]))

@@ -28,6 +28,10 @@ class Call(NamedTuple):
     dtype: str
 
 
+# Bytes of a number, by the names of types in accounts.
+SIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "uint8": 1}
+
+
 class Tally:
     """Messages and bytes by call."""
 
@@ -91,6 +95,39 @@ class Tally:
                 raise ValueError(f"not a row of an account: {row!r}")
             tally.add(Call(*row[:6]), row[6], row[7])
         return tally
+
+
+class Messages:
+    """Messages that are predicted, by call and size: what a table of algorithms chooses by. Iterates as a `Tally` does,
+    with an entry for each size.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[Call, int, bool], int] = {}
+
+    def add(self, call: Call, messages: int, size: int, *, split: bool = False) -> None:
+        """`messages` more calls of `size` bytes in all, each of as many.
+
+        Args:
+            split: the caller gives the size of each rank's part, which may differ.
+
+        Raises:
+            ValueError: they cannot have as many bytes each.
+        """
+        if messages and size % messages:
+            raise ValueError(f"{size} bytes are no {messages} messages of one size: {call}")
+        if messages:
+            key = call, size // messages, split
+            self._counts[key] = self._counts.get(key, 0) + messages
+
+    def __iter__(self) -> Iterator[tuple[Call, int, int]]:
+        for (call, each, _), messages in self._counts.items():
+            yield call, messages, each * messages
+
+    def each(self) -> Iterator[tuple[Call, int, int, bool]]:
+        """(call, messages, bytes of one, whether it is split)."""
+        for (call, each, split), messages in self._counts.items():
+            yield call, messages, each, split
 
 
 # What a rank sends of S bytes with a ring of n ranks (nccl-tests, PERFORMANCE.md).

@@ -98,6 +98,8 @@ def states(config: Config, layout: Layout, weights: RankWeights) -> dict[str, fl
     elif zero == 3:
         result["weights"] = (size * low + 4 * wide) / dense + size * expert / spread
         result["gradients"] = sums * owned
+    if zero > 1 and config.zero.reduce == "step" and (config.training.accumulation or 1) > 1:
+        result["gradients"] += size * weights.total  # whole, until the last micro-batch
     if offload:
         result["states"] = 0.0
     if (

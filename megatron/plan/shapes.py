@@ -6,7 +6,7 @@ however a kind cuts its tensors. Equal layers are built once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -322,9 +322,9 @@ def _saved(config: Config, mode: str) -> list[int]:
     return [each.saved for each in layers(config.model_copy(update={"training": training}))]
 
 
-def _sends(config: Config, place: int, choice: Candidate) -> Tally:
+def _sends(config: Config, place: int, choice: Candidate) -> Iterable[tuple[Call, int, int]]:
     """What a layer sends on the tensor axis; where its kind does not say, two sums each way of the stream."""
-    axis = TensorAxis(choice.tensor, choice.sequence)
+    axis = TensorAxis(choice.tensor, choice.sequence, config.parallel.communication.compress.tensor)
     try:
         return tensor_traffic(config, [place], axis)
     except NotPredicted:

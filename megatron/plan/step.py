@@ -14,7 +14,9 @@ from math import ceil
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.wire import between_stages
 from megatron.model.describe import BYTES
+from megatron.parallel.compression import sum_messages
 from megatron.parallel.layout import Layout
 
 from .candidate import Candidate, layout_of
@@ -219,10 +221,12 @@ class StepEstimator:
         if choice.pipeline == 1:
             return 0.0
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
-        cut = choice.tensor if choice.sequence else 1
-        size = 4 if config.model.residual.fp32 else self.size
+        cut, hidden = choice.tensor if choice.sequence else 1, config.model.hidden_size
+        stream = "fp32" if config.model.residual.fp32 else self.compute
+        wire = config.parallel.communication.compress.pipeline
+        dtype, elements = between_stages(wire, round(tokens * hidden / cut), hidden, stream)
         pair = Group(2, min(2, at["pipeline"].local))
-        return 2 * collective(self.at, pair, "send", tokens * config.model.hidden_size * size / cut)
+        return 2 * collective(self.at, pair, "send", elements * BYTES[dtype])
 
     def _data(
         self,
@@ -236,7 +240,7 @@ class StepEstimator:
         """Sums of gradients and gathered weights that no computation hides."""
         mixed = self.compute != "fp32"
         reduced = BYTES[config.precision.reduce] if mixed else 4
-        bucket = config.zero.bucket_size
+        bucket, wire = config.zero.bucket_size, config.parallel.communication.compress.data
 
         def sums(operation: str, size: float) -> float:
             pairs = (("replicas", weights.dense), ("expert_data", weights.expert))
@@ -244,15 +248,23 @@ class StepEstimator:
                 collective(self.at, at[axis], operation, number * size, ceil(number / bucket)) for axis, number in pairs
             )
 
-        gather = sums("all_gather", self.size)
+        def exchanged() -> float:
+            """Sums in another form: to the owners of parts, and from them to all."""
+            seconds = 0.0
+            for axis, number in (("replicas", weights.dense), ("expert_data", weights.expert)):
+                messages = zip(("all_to_all", "all_gather"), sum_messages(wire, number, at[axis].ranks))
+                seconds += sum(collective(self.at, at[axis], *each, ceil(number / bucket)) for each in messages)
+            return seconds
+
+        gather, times = sums("all_gather", self.size), 1 if config.zero.reduce == "step" else count
         if layout.zero_stage == 3:
             beside = OVERLAP * work.computing if config.zero.overlap else 0.0
-            return count * max(0.0, 2 * gather + sums("reduce_scatter", reduced) - beside)
-        reduce = sums("all_reduce", reduced)
+            return max(0.0, count * 2 * gather + times * sums("reduce_scatter", reduced) - count * beside)
+        reduce = sums("all_reduce", reduced) if wire == "none" else exchanged()
         plain = layout.pipeline == 1 and config.zero.overlap and layout.zero_stage > 0
         hidden = OVERLAP * 2 / 3 * work.computing
         if layout.zero_stage == 2:
-            return count * max(0.0, reduce - (hidden if plain else 0.0)) + gather
+            return times * max(0.0, reduce - (hidden if plain and times == count else 0.0)) + gather
         late = mixed and config.precision.accumulate == "fp32"  # DeepSpeed's bf16 optimizer
         reduce = max(0.0, reduce - hidden) if plain and not late else reduce
         return reduce + (gather if layout.zero_stage else 0.0)

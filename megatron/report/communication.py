@@ -34,10 +34,16 @@ class AccountFile:
         self._last: list | None = None
         self._write({"rank": rank, **facts})
 
-    def step(self, step: int, inside: Tally, outside: Tally, crossing: Tally) -> None:
-        """The account of an update, of what came between the update before and it, and what went to other hosts."""
+    def step(self, step: int, inside: Tally, outside: Tally, crossing: Tally, predicted: Tally | None = None) -> None:
+        """The account of an update, of what came between the update before and it, and what went to other hosts.
+
+        Args:
+            predicted: what it should have sent, where that is not the same in every step.
+        """
         rows = inside.rows()
         record: dict[str, Any] = {"step": step}
+        if predicted is not None:
+            record["predicted"] = predicted.rows()
         if rows != self._last:
             self._last = record["calls"] = rows
             if len(crossing):
@@ -68,6 +74,7 @@ class RankAccount:
         facts: of the last start: the layout, this rank's place, and what a step should send (`predicted`, rows) or why
             nobody knows (`unpredicted`).
         steps: (first step, account of it and of those up to the next entry), in order.
+        predicted: step -> what it should have sent, where steps vary.
         crossing: first step -> what of it went to other hosts, where there are any.
         times: of each timed step.
         outside: sums of what came between steps.
@@ -76,6 +83,7 @@ class RankAccount:
 
     facts: dict[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, Tally]] = field(default_factory=list)
+    predicted: dict[int, Tally] = field(default_factory=dict)
     crossing: dict[int, Tally] = field(default_factory=dict)
     times: dict[int, Durations] = field(default_factory=dict)
     outside: Tally = field(default_factory=Tally)
@@ -88,6 +96,15 @@ class RankAccount:
             ValueError: the file has none of it.
         """
         return self._entry(step)[1]
+
+    def expected(self, step: int) -> Tally:
+        """What an update should have sent.
+
+        Raises:
+            KeyError, ValueError: the run has not said it.
+        """
+        logged = [each for each in self.predicted if each <= step]  # as the account is that of the last logged step
+        return self.predicted[max(logged)] if logged else Tally.of_rows(self.facts["predicted"])
 
     def to_other_hosts(self, step: int) -> Tally:
         """What of it went to other hosts.
@@ -137,6 +154,8 @@ def _take(account: RankAccount, record: dict[str, Any]) -> None:
             account.steps.append((step, Tally.of_rows(record["calls"])))
             account.crossing = {at: each for at, each in account.crossing.items() if at < step}
             account.crossing[step] = Tally.of_rows(record.get("to_other_hosts", ()))
+        if "predicted" in record:
+            account.predicted[step] = Tally.of_rows(record["predicted"])
         if "times" in record:
             account.times = {at: each for at, each in account.times.items() if at < step}
             account.times[step] = Durations.of_rows(record["times"])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.algorithm_table import OTHER, AlgorithmTable, table_of
-from megatron.parallel.routes import Router, groups_of
+from megatron.parallel.routes import Router, Routes, groups_of
 from megatron.worker.place import StartError
 
 from .world import World
@@ -106,8 +106,8 @@ def chosen_algorithms(config: Config, world: World, log: Callable[[str], Any]) -
         )
     if table.facts["device"] != device:
         log(f"warning: {key} was measured on {table.facts['device']}, and this is {device}: its choices may be slow")
-    pairs = pairs_of(config, hosts)
-    router = Router(table, groups_of(world.mesh), hosts, world.mesh.rank, world.mesh.timeout, pairs)
+    mesh, routes = world.mesh, Routes(table, hosts, pairs_of(config, hosts))
+    router = Router(routes, groups_of(mesh.layout, mesh.at), mesh.rank, mesh.timeout)
     for line in described(table, router):
         log(line)
     with router.installed():

@@ -22,7 +22,7 @@ from megatron.engine.protocol import StepResult
 from megatron.parallel.account import group_name, phase
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import Call, Tally
+from megatron.parallel.traffic import Call, Messages
 
 REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "wall time", "save")
 STOPS = REQUESTS[:-1]  # those that end the run
@@ -76,13 +76,14 @@ class StepReport:
         return self._values[2 + _LIMBS + len(REQUESTS)]
 
 
-def report_traffic(config: Config, layout: Layout, rank: int) -> Tally:
+def report_traffic(config: Config, layout: Layout, rank: int) -> Messages:
     """What a rank sends for the report of a step."""
     numbers, call = 2 + _LIMBS + len(REQUESTS) + 1 + judges(config), ("exchange", "")
-    if layout.world_size == 1:
-        return Tally()
-    group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
-    return Tally([(Call(*call, group, layout.world_size, "all_reduce", "fp64"), 1, 8 * numbers)])
+    found = Messages()
+    if layout.world_size > 1:
+        group = group_name(range(layout.world_size), layout, layout.coordinates(rank))
+        found.add(Call(*call, group, layout.world_size, "all_reduce", "fp64"), 1, 8 * numbers)
+    return found
 
 
 class Exchange:

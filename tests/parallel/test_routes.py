@@ -23,7 +23,7 @@ from megatron.parallel.account import METHODS, Recorder
 from megatron.parallel.hierarchy import places_by_host
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.routes import Router, groups_of
+from megatron.parallel.routes import Router, Routes, groups_of
 from megatron.parallel.traffic import crossing_bytes
 from tests.workers import run
 
@@ -87,7 +87,7 @@ def four_ranks() -> dict:
     for name, hosts in HOSTS.items():
         count = len(set(hosts))
         for algorithm in LEVELS:
-            router = Router(table(algorithm, count), groups_of(mesh), hosts, rank)
+            router = Router(Routes(table(algorithm, count), hosts), groups_of(mesh.layout, mesh.at), rank)
             recorder = Recorder(mesh, hosts=hosts)
             recorder.install()  # before the router: what is counted is what it sends
             for dtype in TYPES:
@@ -170,7 +170,7 @@ def eight_ranks() -> dict:
         for algorithm in THREE:
             known = [each for each in OPERATIONS if algorithm in candidates(each, 2)]
             always = AlgorithmTable({}, {(each, 2, EIGHT): ((0, algorithm),) for each in known})
-            router = Router(always, groups_of(mesh), hosts, mesh.rank, pairs=pairs)
+            router = Router(Routes(always, hosts, pairs), groups_of(mesh.layout, mesh.at), mesh.rank)
             recorder = Recorder(mesh, hosts=hosts)
             recorder.install()
             for dtype in (torch.float32, torch.int64):
@@ -235,8 +235,9 @@ def others() -> dict:
     """Calls that no algorithm in levels does, small ones, and a second backend."""
     mesh = Mesh.build(Layout(tensor=2, data=2), None)
     recorder = Recorder(mesh)
-    router = Router(table(TWO_LEVEL, 2, least=1024), groups_of(mesh), "aabb", mesh.rank)
-    again = Router(table("backend:gloo", 2), groups_of(mesh), "aabb", mesh.rank)
+    groups = groups_of(mesh.layout, mesh.at)
+    router = Router(Routes(table(TWO_LEVEL, 2, least=1024), "aabb"), groups, mesh.rank)
+    again = Router(Routes(table("backend:gloo", 2), "aabb"), groups, mesh.rank)
     recorder.install()
     told = {}
     with router.installed():

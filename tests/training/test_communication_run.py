@@ -13,13 +13,15 @@ from unittest import mock
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.config.algorithm_table import RING
 from megatron.parallel.durations import Durations
 from megatron.parallel.traffic import Tally
-from megatron.report.communication import RankAccount, by_group, read_accounts
+from megatron.report.communication import RankAccount, by_group, read_accounts, regular_calls
 from megatron.report.message_trace import read_events
 from megatron.report.tags import tagged
 from megatron.training.exchange import REQUESTS
 from megatron.training.trainer import Trainer
+from tests.engine.test_routed_traffic import table
 from tests.training.test_run import job
 from tests.workers import run
 
@@ -170,6 +172,25 @@ def test_steps_that_repeat_are_written_once(found):
     assert by_group(account.at(2), account.times[2]) == line["communication"]
     with pytest.raises(ValueError, match="step 4"):
         account.at(4)
+
+
+def test_predictions_of_steps_that_vary_by_a_table(tmp_path):
+    """How often a recurrent core runs is drawn in each step, and its sums go by a table, between hosts of one rank."""
+    (tmp_path / "tiny.yml").write_text(CONFIG)
+    file = table(tmp_path / "machine.yml", 2, 2, RING)
+    layers = "model.layers=(attention/mlp) recurrent(attention/mlp)"
+    words = [
+        "parallel.tensor=2",
+        f"parallel.communication={{table: {file}, island: 1}}",
+        "logging.communication=counts",
+    ]
+    run(2, job, str(tmp_path), 2, layers, *words)
+    accounts, sizes = read_accounts(tmp_path / "run"), set()
+    for account in accounts.values():
+        for step in range(4):
+            assert regular_calls(account.at(step)).rows() == account.expected(step).rows()
+            sizes.add(account.at(step).by("group", "operation")["tensor/between", "send"])
+    assert len(sizes) > 1, "steps differ"
 
 
 def test_a_damaged_file_is_named(tmp_path):

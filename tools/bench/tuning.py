@@ -17,7 +17,7 @@ from megatron.config.algorithm_table import BACKEND, OPERATIONS, OTHER, Algorith
 from megatron.parallel.account import Recorder
 from megatron.parallel.hierarchy import places_by_host
 from megatron.parallel.mesh import Axis
-from megatron.parallel.routes import Router
+from megatron.parallel.routes import Router, Routes
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import readable_bytes, table
 from megatron.training.algorithms import job_facts
@@ -169,7 +169,7 @@ def _way(
     if key not in _routers:
         known = (each for each in OPERATIONS if name in candidates(each, form[0]) or name.startswith(OTHER))
         always = AlgorithmTable({}, {(each, *form): ((0, name),) for each in known})
-        _routers[key] = Router(always, [axis.ranks], hosts, world.mesh.rank, world.mesh.timeout, pairs)
+        _routers[key] = Router(Routes(always, hosts, pairs), [axis.ranks], world.mesh.rank, world.mesh.timeout)
     return _routers[key].installed
 
 

@@ -125,13 +125,44 @@ def zero_0_needs_fp32(context: RuleContext) -> Iterator[Problem]:
 
 
 def zero_2_and_3_traffic(context: RuleContext) -> Iterator[Problem]:
-    count = context.config.training.accumulation or 1
-    if context.config.zero.stage >= 2 and count > 1 and context.config.parallel.pipeline == 1 and context.replicas != 1:
+    count, zero = context.config.training.accumulation or 1, context.config.zero
+    several = zero.stage >= 2 and count > 1 and zero.reduce == "micro_batch"
+    if several and context.config.parallel.pipeline == 1 and context.replicas != 1:
         yield context.warning(
             "zero.stage",
             "training.accumulation",
             rule=f"zero.stage must be at most 1 to reduce gradients once per step, here with {count} times the traffic",
-            fix="use zero.stage=1 if memory allows, or a larger micro_batch_size",
+            fix="use zero.stage=1 or zero.reduce=step if memory allows, or a larger micro_batch_size",
+        )
+
+
+def reduced_once_in_full(context: RuleContext) -> Iterator[Problem]:
+    config, key = context.config, "zero.reduce"
+    if config.zero.reduce == "micro_batch":
+        return
+    if config.zero.stage < 2:
+        yield context.warning(
+            key,
+            "zero.stage",
+            rule="must go with zero.stage 2 or 3; the others reduce once per step whatever it says",
+            fix="remove the key, or use zero.stage=2",
+        )
+        return
+    if config.precision.compute != "fp32" and config.precision.accumulate != config.precision.compute:
+        compute = config.precision.compute
+        yield context.problem(
+            key,
+            "precision.accumulate",
+            rule=f"step must go with micro-batches that are summed in the type of the weights ({compute}), in which "
+            "DeepSpeed keeps whole gradients at zero.stage 2 and 3",
+            fix=f"use zero.stage=1, or precision.accumulate={compute}",
+        )
+    if config.zero.offload_optimizer.device != "none":
+        yield context.problem(
+            key,
+            "zero.offload_optimizer.device",
+            rule="step must not go with an offloaded optimizer, which takes the gradients of each micro-batch",
+            fix="use zero.reduce=micro_batch, or keep the optimizer on the device",
         )
 
 
@@ -242,6 +273,7 @@ RULES = (
     zero_2_and_3_without_pipeline,
     zero_0_needs_fp32,
     zero_2_and_3_traffic,
+    reduced_once_in_full,
     selective_recomputation_needs_whole_parameters,
     micro_batches_fill_the_pipeline,
     overlap_needs_the_plain_engine,

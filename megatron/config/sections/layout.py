@@ -120,6 +120,11 @@ class ZeroSection(Section):
     offload_optimizer: OffloadOptions = key(OffloadOptions, "Keep optimizer state off the accelerator.")
     offload_parameters: OffloadOptions = key(OffloadOptions, "Keep parameters off the accelerator (stage 3).")
     bucket_size: int = key(500_000_000, "Elements reduced or gathered in one collective.", unit="elements", gt=0)
+    reduce: Literal["micro_batch", "step"] = key(
+        "micro_batch",
+        "Stages 2 and 3: gradients are reduced after each micro-batch, or once per step, which keeps them whole until "
+        "then. (Stages 0 and 1 always reduce once per step.)",
+    )
     overlap: bool = key(False, "Overlap gradient reduction with the backward pass (stages 1-3 without pipeline).")
     prefetch_size: int = key(50_000_000, "Stage 3: elements gathered ahead of their use.", unit="elements", ge=0)
     persistent_size: int = key(

@@ -41,7 +41,8 @@ def attention_messages(
         kv_heads = math.lcm(kv_heads, u)
         there = tokens * (heads * key_width + kv_heads * (key_width + value_width))
         for elements in (there, tokens * heads * value_width):
-            found += [LayerMessage("context", "all_to_all", elements, backward=backward) for backward in (False, True)]
+            for back in (False, True):
+                found.append(LayerMessage("context", "all_to_all", elements, backward=back, split=True))
     if u < context.size:
         if around.documents:
             raise NotPredicted("there is no formula for keys that pass from rank to rank as documents need them")

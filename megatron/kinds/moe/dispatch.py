@@ -169,6 +169,6 @@ def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> 
     tokens = around.samples * around.length
     own = sum(token * around.tensor // tokens == mesh.at.tensor for token in range(tokens))
     rows = own * options.top_k * hidden_size
-    moved = [LayerMessage("expert", "all_to_all", rows, backward=back, uneven=balanced)
+    moved = [LayerMessage("expert", "all_to_all", rows, backward=back, uneven=balanced, split=True)
              for back in (False, True) for balanced in (False, True)]  # fmt: skip
     return [LayerMessage("expert", "all_to_all", options.experts, "int64", again=NEVER), *moved]

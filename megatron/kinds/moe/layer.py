@@ -165,9 +165,9 @@ class MoE(nn.Module):
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
         """How often experts were chosen, over the ranks that share a sample, and over all for one loss."""
         samples = 1 if options.router.select == "expert_choice" else around.samples
-        found = [LayerMessage("context", "all_reduce", samples * options.experts, "fp32")]
+        found = [LayerMessage("context", "all_reduce", samples * options.experts, "fp32", training=True)]
         if options.losses.balance and options.losses.over == "ranks":
-            found.append(LayerMessage("data", "all_reduce", options.experts, "fp32"))
+            found.append(LayerMessage("data", "all_reduce", options.experts, "fp32", training=True))
         return [*found, *dispatch_messages(model.hidden_size, options, around)]
 
     @staticmethod

@@ -20,6 +20,7 @@ from megatron.parallel.account import Recorder
 from megatron.parallel.durations import Durations
 from megatron.parallel.layout import AXES
 from megatron.parallel.parameters import logical_of
+from megatron.parallel.routes import installed_routes
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import FOLDER, AccountFile, by_group, step_table
 from megatron.report.message_trace import write_events
@@ -45,6 +46,8 @@ def label_layers(recorder: Recorder, module: nn.Module, *, inside: bool = True) 
         elif isinstance(each, Block) and inside:
             place = ".".join(logical_of(next(each.parameters())).name.split(".")[:2])
             recorder.label(each, place)
+            if each.injection is not None:
+                recorder.label(each.injection, f"{place}.injection")
             for part in each.side_layers or ():  # a recomputation calls the parts, not the block
                 recorder.label(part, place)
             for kind, layer in each.layers():
@@ -79,6 +82,7 @@ class CommunicationHook(Hook):
         self._times: MessageTimes | None = None
         self._durations: Durations | None = None  # of the last timed step that was read
         self._heard = -1
+        self._predicted: Callable[[int], Tally] | None = None  # of a step, where not all are alike
 
     @classmethod
     def of(cls, parts: HookContext) -> CommunicationHook | None:
@@ -102,7 +106,8 @@ class CommunicationHook(Hook):
         self._recorder = Recorder(mesh, clock_of(device) if self._timed else None)
         label_layers(self._recorder, trainer.engine.module, inside=self._inside)
         place = {axis: getattr(mesh.at, axis) for axis in AXES if axis != "context" or mesh.context.size > 1}
-        facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **_expected(trainer)}
+        expected, self._predicted = _expected(trainer)
+        facts = {"host": gethostname(), "layout": mesh.layout.sizes, "at": place, **expected}
         self._file = AccountFile(self._folder, mesh.rank, facts)
         self._recorder.install()
         hosts = self._hosts()
@@ -132,7 +137,8 @@ class CommunicationHook(Hook):
         if self._times is not None:
             self._read(step, self._times)
         if step % self._every == 0 or trainer.last:
-            file.step(step, self._last, self._outside, crossing)
+            predicted = self._predicted(step) if self._predicted is not None else None
+            file.step(step, self._last, self._outside, crossing, predicted)
             self._outside = Tally()
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
 
@@ -163,14 +169,17 @@ class CommunicationHook(Hook):
             trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
 
 
-def _expected(trainer: Trainer) -> dict[str, Any]:
-    """What this rank's steps should send, as rows of an account; or why nobody knows."""
+def _expected(trainer: Trainer) -> tuple[dict[str, Any], Callable[[int], Tally] | None]:
+    """What this rank's steps should send, as rows of an account, or why nobody knows; and of which step what, where
+    they vary."""
     layout, rank = trainer.mesh.layout, trainer.mesh.rank
     plan = getattr(trainer.loader, "plan", None)
+    weighted, routes = bool(plan and plan.masked), installed_routes()
     try:
-        found = predict(trainer.config, layout.world_size, rank, weighted=bool(plan and plan.masked))
+        found = predict(trainer.config, layout.world_size, rank, weighted=weighted, routes=routes)
     except NotPredicted as error:
-        return {"unpredicted": str(error)}
-    sent = found.step + report_traffic(trainer.config, layout, rank)
+        return {"unpredicted": str(error)}, None
+    report = found.routed.tally(report_traffic(trainer.config, layout, rank))
     uneven = {"uneven": Tally((call, 0, 0) for call in found.uneven).rows()} if found.uneven else {}
-    return {"predicted": sent.rows(), **uneven}
+    facts = {"predicted": (found.step + report).rows(), **uneven}
+    return facts, (lambda step: found.at(step) + report) if found.varies else None

@@ -265,6 +265,19 @@ LAYOUT = [
         ranks=8,
     ),
     case(
+        "gradients reduced once per step that are summed in another type",
+        "precision: bf16\nzero: {stage: 2, reduce: step}",
+        "a.yml:3: zero.reduce = 'step'",
+        "in which DeepSpeed keeps whole gradients",
+        "use zero.stage=1, or precision.accumulate=bf16",
+    ),
+    case(
+        "gradients reduced once per step for an offloaded optimizer",
+        "zero: {stage: 2, reduce: step, offload_optimizer: {device: cpu}}",
+        "a.yml:2: zero.reduce = 'step'",
+        "must not go with an offloaded optimizer",
+    ),
+    case(
         "compressed gradients at ZeRO 3",
         "parallel: {communication: {compress: {data: int8_block}}}\nzero: {stage: 3}",
         "a.yml:2: parallel.communication.compress.data = 'int8_block'",

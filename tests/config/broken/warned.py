@@ -35,6 +35,12 @@ WARNED = [
         "base_width must go with type: mup or completep; it has no effect here",
     ),
     case(
+        "gradients that are reduced once per step anyway",
+        "zero: {stage: 1, reduce: step}",
+        "a.yml:2: zero.reduce = 'step'",
+        "must go with zero.stage 2 or 3",
+    ),
+    case(
         "compressed gradients of one rank",
         "parallel: {communication: {compress: {data: bf16}}}",
         "a.yml:2: parallel.communication.compress.data = 'bf16'",
