@@ -40,7 +40,8 @@ class View:
     @property
     def data_ranks(self) -> int | None:
         """The data parallel size, if the number of ranks is known and can be cut."""
-        inner = self["parallel.tensor"] * self["parallel.pipeline"] * self["parallel.context"]
+        inner = self["parallel.tensor"] * self["parallel.pipeline"]
+        inner *= self["parallel.context"] or self["parallel.folded"]
         return self.ranks // inner if self.ranks and self.ranks % inner == 0 else None
 
     def uses(self, kind: str) -> bool:

@@ -50,7 +50,7 @@ class GlobalClipping:
         counted = [
             (p, p.grad) for p in self.parameters if p.grad is not None and not getattr(p, "ds_pipe_replicated", False)
         ]
-        whole = self._sum_of_squares([grad for p, grad in counted if logical_of(p).shard is None])
+        whole = self._sum_of_squares([grad for p, grad in counted if logical_of(p).shard is None and not is_spread(p)])
         cut = [grad for p, grad in counted if logical_of(p).shard is not None and not is_spread(p)]
         shards = self._sum_of_squares(cut)
         experts = all_reduce(self._sum_of_squares([grad for p, grad in counted if is_spread(p)]), self.mesh.expert)

@@ -41,6 +41,7 @@ from .optimizers import build_optimizer
 from .optimizers.groups import parameter_groups
 from .optimizers.matrix import MatrixOptimizer
 from .optimizers.named import optimizer_class
+from .row_traffic import row_traffic
 from .spikes import ADAGC
 
 FALLBACK_BUCKET = 500_000_000  # elements; DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
@@ -167,7 +168,8 @@ class _Predictor:
         self.axis = TensorAxis(self.layout.tensor, self.layout.sequence, self.layout.tensor_wire)
         self.step, self.first = Messages(), Messages()
         self.plan = ModelPlan(config, mesh, "meta", values=False)
-        self.parameters = list(dict.fromkeys(_layers(self.plan, held).parameters()))
+        self.modules = _layers(self.plan, held)
+        self.parameters = list(dict.fromkeys(self.modules.parameters()))
         self.groups = self._groups()
         self._optimizers: dict[tuple[int, int], MatrixOptimizer] = {}
         self.wire = config.parallel.communication.compress.data
@@ -191,7 +193,8 @@ class _Predictor:
     def layers(self, core: Passes) -> tuple[Messages, set[Call]]:
         """What the layers send in a step with so many passes through a recurrent core, and calls that are uneven."""
         others, uneven = layer_traffic(self.config, self.mesh, self.held, core)
-        return self._of_step(tensor_traffic(self.config, self.held, self.axis, core), others), uneven
+        rows = row_traffic(self.config, self.mesh, self.modules, core)
+        return self._of_step(tensor_traffic(self.config, self.held, self.axis, core), others, rows), uneven
 
     def _of_step(self, *traffic: Messages) -> Messages:
         """Of all micro-batches."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.config.sections.recipe import TrainingSection
 from megatron.objectives.contract import Objective
-from megatron.parallel.collectives import all_reduce, enter, sum_gradient
+from megatron.parallel.collectives import all_reduce, enter, gather_rows, sum_gradient
 from megatron.parallel.cross_entropy import LossOptions, linear_cross_entropy, logits_of
 from megatron.parallel.distillation import SoftLabels, linear_distillation
 from megatron.parallel.initial import ZEROS
@@ -142,16 +142,20 @@ class Head(nn.Module):
             raise ValueError("a teacher says nothing of further tokens")
         self.norm = norm
         shape = (model.vocab_size, model.hidden_size)
-        head = make.scope("head")
-        self.weight = (
-            tied
-            if tied is not None
-            else head.parameter("weight", shape, role=Role.HEAD, init=init.head(model.vocab_size), shard=Shard(0))
-        )
+        head, self.rows = make.scope("head"), make.row_axis(model.vocab_size)
+        if tied is None:
+            start = init.head(model.vocab_size)
+            tied = head.parameter("weight", shape, role=Role.HEAD, init=start, shard=Shard(0), rows=self.rows)
+        self.weight = tied
         self.bias = None
         if model.head.bias:
             self.bias = head.parameter("bias", shape[:1], role=Role.BIAS, init=ZEROS, shard=Shard(0))
         (self.span,) = Shard(0).spans(model.vocab_size, self.mesh.tensor.rank, self.mesh.tensor.size)
+
+    @property
+    def matrix(self) -> Tensor:
+        """This tensor parallel rank's rows [V/t, H] of the head, of all ranks that share these."""
+        return gather_rows(self.weight, self.rows)
 
     def forward(
         self,
@@ -236,7 +240,7 @@ class Head(nn.Module):
         x_BSH = enter(normed_BsH, self.mesh)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
-            self.weight,
+            self.matrix,
             self.bias,
             labels_BS.flatten(),
             weights_BS.flatten(),
@@ -253,7 +257,7 @@ class Head(nn.Module):
         assert self.teaching is not None
         soft = SoftLabels(
             taught_BSH.flatten(0, 1),
-            teacher.weight,
+            teacher.matrix,
             teacher.bias,
             teacher.options,
             self.teaching.share,
@@ -261,7 +265,7 @@ class Head(nn.Module):
         )
         loss, ce_N, kl_N = linear_distillation(
             enter(self.norm(x_BsH), self.mesh).flatten(0, 1),
-            self.weight,
+            self.matrix,
             self.bias,
             labels_BS.flatten(),
             weights_BS.flatten(),
@@ -290,12 +294,12 @@ class Head(nn.Module):
     def scores(self, x_NH: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability [N] of each label in nats, and the likeliest id [N] in its place; for a `Reader`."""
         return token_scores(
-            x_NH, self.weight, self.bias, labels_N, first=self.span.start, axis=self.mesh.tensor, options=self.options
+            x_NH, self.matrix, self.bias, labels_N, first=self.span.start, axis=self.mesh.tensor, options=self.options
         )
 
     def logits_at(self, x: Tensor) -> Tensor:
         """fp32 logits [..., V] of the whole vocabulary from the head's input [..., H], on every rank."""
-        local = logits_of(x, self.weight, self.bias, self.options)
+        local = logits_of(x, self.matrix, self.bias, self.options)
         if self.mesh.tensor.size == 1:
             return local
         whole = local.new_zeros((*local.shape[:-1], logical_of(self.weight).shape[0]))

@@ -38,7 +38,7 @@ class LayerMessage:
         backward: it is sent in the backward pass.
         again: whether a recomputation sends it once more: always, unless selective recomputation keeps the result, or
             never.
-        shared: a name of what all layers of a stage read; the first one asks for it.
+        shared: a name of what all layers read; the first one asks for it, and with a pipeline that of each block.
         uneven: the data decide how much of it each rank sends; `elements` is the mean over the ranks of the group.
         training: it is sent in training alone, not where the layer is one of a teacher.
         split: an all-to-all whose caller gives the size of each rank's part; tables of algorithms leave it alone.
@@ -153,6 +153,8 @@ def _asked(config: Config, mesh: Mesh, held: Iterable[int]) -> Iterator[tuple[in
     asked: set[str] = set()
     for index in held:
         pattern, name = (*model.blocks, *model.further_blocks)[index], f"layers.{index}"
+        if mesh.layout.pipeline > 1:  # there each block unpacks a stream of its own
+            asked = set()
         parts = [(name, kind) for kind in pattern.side]
         parts += [(f"{name}.{kind.name}", kind) for kind in (*pattern.mixers, *([pattern.ffn] if pattern.ffn else []))]
         for layer, kind in parts:

@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, H hidden; t the tensor parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,3 +176,18 @@ def sum_gradient(parameter: Tensor, axis: Axis) -> Tensor:
 def sum_over(x: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis of a value that every rank then uses: the gradient is summed too."""
     return x if axis.size == 1 else _ReduceBoth.apply(x, axis)
+
+
+def swap(axis: Axis, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
+    """Start to send tensors to the ranks that are so far behind this one on the axis, counted around, and to receive
+    what others send here; none is done before its `wait`, and received tensors are written then. All ranks must call it
+    in the same order."""
+
+    def peer(by: int) -> int:
+        return axis.ranks[(axis.rank + by) % axis.size]
+
+    calls = [
+        *(dist.P2POp(dist.isend, each, peer(by), group=axis.group) for by, each in sent),
+        *(dist.P2POp(dist.irecv, each, peer(by), group=axis.group) for by, each in received),
+    ]
+    return dist.batch_isend_irecv(calls) if calls else []

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_reduce, exchange, gather_sequence
+from .collectives import all_reduce, exchange, gather_sequence, swap
 from .mesh import ALONE, Axis, Mesh
 
 
@@ -210,11 +210,7 @@ class ContextGroup:
     def swap(self, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         """Start to send tensors to ranks of the axis, and to receive what others send here; none is done before its
         `wait`, and received tensors are written then. All ranks must call it in the same order."""
-        calls = [
-            *(dist.P2POp(dist.isend, each, self.axis.ranks[to], group=self.axis.group) for to, each in sent),
-            *(
-                dist.P2POp(dist.irecv, each, self.axis.ranks[source], group=self.axis.group)
-                for source, each in received
-            ),
-        ]
-        return dist.batch_isend_irecv(calls) if calls else []
+        here = self.rank
+        return swap(
+            self.axis, [(to - here, each) for to, each in sent], [(source - here, each) for source, each in received]
+        )

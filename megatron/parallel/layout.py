@@ -36,6 +36,9 @@ class Layout:
     `expert`-th rank holds the same ones. Tensor parallel ranks then have slices of each expert. Where experts are
     `folded`
     over the tensor axis, no rank has a slice: both axes together are one line of ranks with whole experts.
+
+    Ranks that share sequences may share the rows of matrices, too (`shares_rows`). To all that knows of gradients,
+    states and checkpoints such a matrix is a stack of experts, one per row, spread over these ranks.
     """
 
     tensor: int = 1
@@ -49,6 +52,7 @@ class Layout:
     context_method: str = "auto"
     context_ulysses: int | None = None
     zigzag: bool = False
+    shares_rows: bool = False
     tensor_wire: str = "none"  # form in which activations travel on the tensor axis; see `megatron.config.wire`
 
     @property
@@ -81,7 +85,9 @@ class Layout:
         sizes = {name: getattr(self, name) for name in ("tensor", "data", "pipeline", "zero_stage")}
         if self.context > 1:
             sizes |= {"context": self.context}
-        if self.spreads_experts:
+        if self.shares_rows:
+            sizes |= {"folded": self.context}
+        elif self.spreads_experts:
             sizes |= {"expert": self.expert, "expert_tensor": 1 if self.folded else self.tensor}
         return sizes
 
@@ -105,12 +111,13 @@ class Layout:
             pipeline=parallel.pipeline,
             sequence=parallel.sequence and parallel.tensor > 1,
             zero_stage=config.zero.stage,
-            expert=parallel.expert,
+            expert=max(parallel.expert, parallel.folded),
             folded=parallel.expert_tensor < parallel.tensor,
             context=parallel.context,
             context_method=parallel.context_method,
             context_ulysses=parallel.context_ulysses,
             tensor_wire=parallel.communication.compress.tensor,
+            shares_rows=parallel.folded > 1,
             zigzag=parallel.context > 1 and choose_cut(config)[0] == "zigzag",
         )
         if layout.expert_line % layout.expert:

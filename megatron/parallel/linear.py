@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .collectives import leave, sum_gradient
+from .folded import embedding_of_rows, linear_of_rows
 from .initial import ZEROS, Init
-from .mesh import Mesh
+from .mesh import ALONE, Mesh
 from .parameters import ParameterFactory
 from .shard import Growth, Role, Shard
 
@@ -21,6 +22,7 @@ class ColumnLinear(nn.Module):
         heads: what each part gives, "query", "key" or "value", where it gives heads of `unit` outputs.
         shard: False keeps the whole matrix on every rank; then each rank may use only part of the result, and
             the gradient is summed over the ranks (key/value heads fewer than ranks).
+        folds: whether ranks that share sequences may share the rows of the matrix.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class ColumnLinear(nn.Module):
         shard: bool = True,
         growth: Growth | None = None,
         heads: tuple[str, ...] | None = None,
+        folds: bool = True,
     ):
         super().__init__()
         self.axis = make.mesh.tensor
         self.shard = shard
         cut = Shard(0, parts, unit) if shard else None
         outputs = sum(parts)
+        self.rows = make.row_axis(outputs) if folds else ALONE
         self.weight = make.parameter(
             "weight",
             (outputs, inputs),
@@ -51,10 +55,13 @@ class ColumnLinear(nn.Module):
             matrices=parts,
             growth=growth,
             heads=None if heads is None else tuple((each, unit) for each in heads),
+            rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS, shard=cut) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.shard:
             return F.linear(x, self.weight, self.bias)
         bias = None if self.bias is None else sum_gradient(self.bias, self.axis)
@@ -79,13 +86,21 @@ class RowLinear(nn.Module):
         unit: int = 1,
     ):
         super().__init__()
-        self.mesh = make.mesh
+        self.mesh, self.rows = make.mesh, make.row_axis(outputs)
         self.weight = make.parameter(
-            "weight", (outputs, inputs), role=role, init=init, shard=Shard(1, None, unit), matrices=(outputs,)
+            "weight",
+            (outputs, inputs),
+            role=role,
+            init=init,
+            shard=Shard(1, None, unit),
+            matrices=(outputs,),
+            rows=self.rows,
         )
         self.bias = make.parameter("bias", (outputs,), role=Role.BIAS, init=ZEROS) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, self.bias, self.rows)
         if self.mesh.tensor.size == 1:
             return F.linear(x, self.weight, self.bias)
         y = leave(F.linear(x, self.weight), self.mesh)
@@ -104,9 +119,12 @@ class WholeLinear(nn.Module):
     def __init__(self, make: ParameterFactory, inputs: int, outputs: int, *, init: Init, role: Role = Role.OUTPUT):
         super().__init__()
         self.axis = make.mesh.tensor if make.mesh.layout.sequence else None
-        self.weight = make.parameter("weight", (outputs, inputs), role=role, init=init, matrices=(outputs,))
+        self.rows, shape = make.row_axis(outputs), (outputs, inputs)
+        self.weight = make.parameter("weight", shape, role=role, init=init, matrices=(outputs,), rows=self.rows)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return linear_of_rows(x, self.weight, None, self.rows)
         return F.linear(x, self.weight if self.axis is None else sum_gradient(self.weight, self.axis))
 
 
@@ -118,13 +136,15 @@ class VocabEmbedding(nn.Module):
     ):
         """`weight`: that of another embedding, which this one shares."""
         super().__init__()
-        self.mesh = make.mesh
+        self.mesh, self.rows, shape = make.mesh, make.row_axis(vocab), (vocab, hidden)
         if weight is None:
-            weight = make.parameter("weight", (vocab, hidden), role=Role.EMBEDDING, init=init, shard=Shard(0))
+            weight = make.parameter("weight", shape, role=Role.EMBEDDING, init=init, shard=Shard(0), rows=self.rows)
         self.weight = weight
         (self.span,) = Shard(0).spans(vocab, self.mesh.tensor.rank, self.mesh.tensor.size)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
+        if self.rows.size > 1:
+            return embedding_of_rows(tokens_BS, self.weight, self.rows)
         if self.mesh.tensor.size == 1:
             return F.embedding(tokens_BS, self.weight)
         local_BS = tokens_BS - self.span.start

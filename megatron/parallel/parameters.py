@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .context import ContextGroup
 from .initial import Init, initial_values
-from .mesh import Mesh
+from .mesh import ALONE, Axis, Mesh
 from .precision import wide_type
 from .shard import UNSCALED, Growth, LogicalTensor, Role, Scales, Shard, Span, growth_of
 
@@ -43,6 +43,11 @@ class ParameterFactory:
         """The ranks that share each sample's tokens with this one."""
         return ContextGroup.of(self.mesh)
 
+    def row_axis(self, rows: int) -> Axis:
+        """The ranks that share a matrix of so many rows: where they fold, those of a sequence, if they divide them."""
+        axis = self.mesh.context
+        return axis if self.mesh.layout.shares_rows and rows % axis.size == 0 else ALONE
+
     def scope(self, name: str) -> ParameterFactory:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
@@ -59,6 +64,7 @@ class ParameterFactory:
         experts: bool = False,
         growth: Growth | None = None,
         heads: tuple[tuple[str, int], ...] | None = None,
+        rows: Axis = ALONE,
     ) -> nn.Parameter:
         """This rank's shard of the logical tensor `<prefix>.<name>` of (whole) `shape`.
 
@@ -68,13 +74,17 @@ class ParameterFactory:
                 the tensor axis, `shard` cuts nothing.
             growth: how its fans grow with the model's width, where that does not follow from its role.
             heads: see `LogicalTensor`.
+            rows: ranks that have equal runs of its rows (`row_axis`).
         """
         scales = self.scales(growth or growth_of(role))
         logical = LogicalTensor(
             f"{self.prefix}.{name}" if self.prefix else name, shape, role, shard, keep_fp32, matrices, scales, heads
         )
         dtype = wide_type(self.dtype) if keep_fp32 else self.dtype
-        at, run = (self.mesh.expert_tensor, _run(shape[0], self.mesh)) if experts else (self.mesh.tensor, None)
+        at, run = self.mesh.tensor, _run(shape[0], rows) if rows.size > 1 else None
+        if experts:
+            at, run = self.mesh.expert_tensor, _run(shape[0], self.mesh.expert)
+            run = run if self.mesh.layout.spreads_experts else None
         if not self.values or torch.device(self.device).type == "meta":
             local = torch.empty(logical.local_shape(at.rank, at.size, run), dtype=dtype, device=self.device)
         else:
@@ -87,7 +97,7 @@ class ParameterFactory:
             # DeepSpeed counts parameters without this mark once per tensor parallel group in the gradient norm.
             marks.model_parallel = marks.tensor_model_parallel = True
         if run is not None:
-            marks.experts = run
+            marks.run, marks.shares_rows = run, not experts
         return parameter
 
     def buffer(self, name: str, shape: tuple[int, ...], *, role: Role) -> Tensor:
@@ -98,10 +108,9 @@ class ParameterFactory:
         return tensor
 
 
-def _run(experts: int, mesh: Mesh) -> Span | None:
-    """This rank's share of the experts; None where all data parallel ranks have all (or slices of all)."""
-    axis = mesh.expert
-    return Span(axis.rank * (experts // axis.size), experts // axis.size, 0) if mesh.layout.spreads_experts else None
+def _run(size: int, axis: Axis) -> Span:
+    """This rank's share of a dimension that the ranks of an axis divide."""
+    return Span(axis.rank * (size // axis.size), size // axis.size, 0)
 
 
 def logical_of(tensor: Tensor) -> LogicalTensor:
@@ -116,21 +125,24 @@ def shard_index(parameter: Tensor) -> tuple[int, int]:
     return marks.cut
 
 
-def experts_of(parameter: Tensor) -> Span | None:
-    """This rank's run of experts; None where all ranks of the data axis have all."""
-    return getattr(parameter, "experts", None)
+def run_of(parameter: Tensor) -> Span | None:
+    """This rank's run of experts, or of a matrix's rows; None where all ranks of the replicas have all."""
+    return getattr(parameter, "run", None)
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether it has experts that others than the ranks of the data axis hold too: its gradient is summed over
-    those.
-    """
-    return experts_of(parameter) is not None
+    """Whether it is such a run: its gradient is summed over the ranks that hold the same one."""
+    return run_of(parameter) is not None
+
+
+def shares_rows(parameter: Tensor) -> bool:
+    """Whether it is a run of a matrix's rows."""
+    return getattr(parameter, "shares_rows", False)
 
 
 def shard_start(parameter: Tensor) -> int:
     """Where the parameter begins in the flattened shard (`shard_index`) of the logical tensor."""
-    run = experts_of(parameter)
+    run = run_of(parameter)
     return 0 if run is None else run.start * (parameter.numel() // run.length)
 
 

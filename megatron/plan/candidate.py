@@ -21,6 +21,7 @@ class Candidate:
     Attributes:
         micro_batch: `training.micro_batch_size`.
         recompute: `training.activation_checkpointing.mode`.
+        folded: `parallel.folded`: 1, or `context` where these ranks share matrices too. No search proposes it.
     """
 
     tensor: int = 1
@@ -31,6 +32,7 @@ class Candidate:
     micro_batch: int = 1
     recompute: str = "none"
     sequence: bool = False
+    folded: int = 1
 
     @property
     def inner(self) -> int:
@@ -41,6 +43,7 @@ class Candidate:
         """As nested values of a configuration."""
         parallel: dict[str, Any] = {"tensor": self.tensor, "pipeline": self.pipeline}
         parallel |= {"context": self.context, "expert": self.expert, "sequence": self.sequence}
+        parallel["folded"] = self.folded
         every = {"every": 1} if self.recompute == "full" else {"every": None}
         return {
             "parallel": parallel,
@@ -59,7 +62,7 @@ class Candidate:
             precision: where the run's own files do not say it.
             global_batch: likewise.
         """
-        parallel = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "expert")}
+        parallel = {name: getattr(self, name) for name in ("tensor", "pipeline", "context", "expert", "folded")}
         parallel = {name: size for name, size in parallel.items() if size > 1}
         if self.sequence:
             parallel["sequence"] = True
@@ -77,7 +80,7 @@ class Candidate:
         )
 
     def __str__(self) -> str:
-        axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert}
+        axes = {"t": self.tensor, "p": self.pipeline, "c": self.context, "e": self.expert, "f": self.folded}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1 or name in "tp"]
         return " ".join([*words, f"zero{self.zero}", f"mb{self.micro_batch}", self.recompute])
 
@@ -116,6 +119,7 @@ def apply(config: Config, choice: Candidate, ranks: int) -> Config:
             "pipeline": choice.pipeline,
             "context": choice.context,
             "expert": choice.expert,
+            "folded": choice.folded,
             "expert_tensor": choice.tensor,
             "sequence": choice.sequence,
         }
@@ -147,6 +151,7 @@ def layout_of(choice: Candidate, ranks: int) -> Layout:
         pipeline=choice.pipeline,
         sequence=choice.sequence and choice.tensor > 1,
         zero_stage=choice.zero,
-        expert=choice.expert,
+        expert=max(choice.expert, choice.folded),
         context=choice.context,
+        shares_rows=choice.folded > 1,
     )

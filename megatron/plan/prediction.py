@@ -142,6 +142,7 @@ def choice_of(config: Config) -> Candidate:
         config.training.micro_batch_size or 1,
         config.training.activation_checkpointing.mode,
         parallel.sequence,
+        parallel.folded,
     )
 
 

@@ -85,6 +85,25 @@ def exchanges(config: Config, kind: Kind, choice: Candidate, state: float = 0.0)
     return found
 
 
+def rows_around(config: Config, choice: Candidate, rows: int, repeated: bool) -> list[SequenceMessages]:
+    """What a layer sends of matrices whose rows ranks share (`megatron.parallel.folded`).
+
+    Args:
+        rows: elements of a rank's own runs.
+        repeated: whether the forward pass runs again.
+    """
+    hops, size = choice.folded - 1, float(BYTES[config.precision.compute])
+    if not hops or not rows:
+        return []
+    sent, fp32 = hops * rows, max(4.0, size)
+    back = (1 + repeated) * hops
+    return [
+        SequenceMessages("send", choice.folded, sent * size, hops, False, True),
+        SequenceMessages("send", choice.folded, back * rows * size, back, True, True),
+        SequenceMessages("send", choice.folded, sent * fp32, hops, True, True),
+    ]
+
+
 def widths(options: Any) -> tuple[int, int]:
     """Channels of a head's key and of its value."""
     head = getattr(options, "head_dim", None)

@@ -28,7 +28,7 @@ from megatron.model.stack import ModelPlan
 from megatron.model.traffic import NotPredicted, TensorAxis, tensor_traffic
 from megatron.objectives.named import objective_of
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameters import is_spread, logical_of
+from megatron.parallel.parameters import is_spread, logical_of, shares_rows
 from megatron.parallel.shard import Role
 from megatron.parallel.traffic import Call, Tally
 
@@ -60,7 +60,7 @@ class RankWeights:
     Attributes:
         low: in the compute type.
         wide: in fp32 in every precision.
-        expert: of experts that are spread over ranks, in the compute type.
+        expert: of experts that are spread over ranks, and of matrices whose rows ranks share; in the compute type.
     """
 
     low: int = 0
@@ -108,6 +108,7 @@ class RankLayer:
         whole: bytes that exist per token while the layer is computed.
         expert_rows: bytes per token of the rows that are sent to experts and back, each way; 0 without them.
         state: numbers per sample that a recurrence carries, for context parallelism.
+        rows: elements of the matrices whose rows ranks share, of which this one has its part.
     """
 
     own: RankWeights
@@ -119,6 +120,7 @@ class RankLayer:
     whole: float
     expert_rows: float = 0.0
     state: float = 0.0
+    rows: int = 0
 
 
 class Shapes:
@@ -184,7 +186,8 @@ class Shapes:
 
     def layer(self, place: int, choice: Candidate) -> RankLayer:
         """The layer at a place of [embedding, blocks..., head], as a rank of the candidate's layout has it."""
-        key = (self._classes[place], choice.tensor, choice.expert, choice.sequence, place == 0 and choice.pipeline > 1)
+        cuts = (choice.tensor, choice.expert, choice.sequence, choice.folded)
+        key = (self._classes[place], *cuts, place == 0 and choice.pipeline > 1)
         if key not in self._layers:
             self._layers[key] = self._build(place, choice)
         return self._layers[key]
@@ -235,6 +238,7 @@ class Shapes:
             whole=(parts.cut / cut + parts.whole + parts.around) * size,
             expert_rows=top_k * model.hidden_size * size if experts else 0.0,
             state=counts.memory / cut,
+            rows=sum(each.numel() for each in module.parameters() if shares_rows(each)),
         )
 
     def experts(self, place: int) -> tuple[int, int]:
@@ -273,7 +277,8 @@ class Shapes:
                 matrices.append(Matrix(each.shape[1], each.shape[2], each.shape[0], top_k * spread / experts))
                 used += prod(logical.shape) * top_k / experts
             else:
-                rows, columns = each.shape[0], count // each.shape[0]
+                rows = logical.shape[0] if shares_rows(each) else each.shape[0]
+                columns = count // each.shape[0]
                 matrices.append(Matrix(rows, columns))
                 used += prod(logical.shape)
         return own, shared, tuple(matrices), used

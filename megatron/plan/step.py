@@ -23,7 +23,7 @@ from .candidate import Candidate, layout_of
 from .devices import Cluster, Device
 from .memory import stage_weights
 from .network import Group, collective, groups
-from .sequence import exchanges
+from .sequence import exchanges, rows_around
 from .shapes import Matrix, RankLayer, RankWeights, Shapes
 
 # Tiles of a matrix product, and the share of the best tile's rate that each reaches once all units have one.
@@ -183,6 +183,7 @@ class StepEstimator:
         passes = 4 if choice.recompute == "none" else 6
         expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
         context = self._context(config, choice, place, at["context"], layer.state, attention)
+        context += self._rows(config, choice, place, at["context"], layer.rows, forward + backward)
         return MicroBatchTime(
             forward + backward, attention * (1 + BACKWARD_ATTENTION), 3 * moved, again, tensor, expert, context
         )
@@ -201,6 +202,14 @@ class StepEstimator:
             seconds = collective(self.at, members, each.operation, each.size, each.messages)
             exposed, hidden = (exposed, hidden + seconds) if each.hidden else (exposed + seconds, hidden)
         return exposed + max(0.0, hidden - OVERLAP * attention * (1 + BACKWARD_ATTENTION))
+
+    def _rows(self, config: Config, choice: Candidate, place: int, group: Group, rows: int, computing: float) -> float:
+        """Rows of matrices that travel while products with others are computed."""
+        repeated = choice.recompute == "full" and 0 < place < self.shapes.places - 1
+        members = Group(2, 2 if group.hosts == 1 else 1)
+        sent = rows_around(config, choice, rows, repeated)
+        seconds = sum(collective(self.at, members, each.operation, each.size, each.messages) for each in sent)
+        return max(0.0, seconds - OVERLAP * computing)
 
     def _product(self, tokens: float, each: Matrix) -> float:
         return product_time(self.device, self.peak, self.size, tokens * each.share, each.rows, each.columns, each.count)

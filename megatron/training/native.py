@@ -51,6 +51,12 @@ def write_native(config: Config, world: World, log: Callable[[str], None]) -> Pa
             f"native files of DeepSpeed would have the weights at which {config.optimizer.type} takes gradients, not "
             "those that it evaluates; use to_deepspeed.py, or take the weights by to_hf.py",
         )
+    if layout.shares_rows:
+        raise CheckpointError(
+            target,
+            "native files of DeepSpeed do not say whose rows of a matrix they have; use parallel.folded=1, or "
+            "to_deepspeed.py",
+        )
     if layout.spreads_experts:
         raise CheckpointError(
             target,

@@ -154,10 +154,11 @@ def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> 
     """What is trained, on what and by which kernels."""
     layout = world.mesh.layout
     ranks = "rank" if layout.world_size == 1 else "ranks"
+    context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
     log(
         f"{totals(config).parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
-        f"{layout.pipeline}, {f'context {layout.context}, ' if layout.context > 1 else ''}"
-        f"data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, {world.device.type}"
+        f"{layout.pipeline}, {context}data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, "
+        f"{world.device.type}"
     )
     if config.parallel.communication.compress.data != "none" and world.mesh.replicas.size > 1:
         log(describe_wire(config.parallel.communication.compress.data))

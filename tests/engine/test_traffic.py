@@ -33,13 +33,16 @@ OFTEN = {
     "fp32: state space on cp2, ZeRO 0",
     "fp32: mqa on cp4 nested, ZeRO 2, recomputation",
     "fp32: moe on dp2 · ep2, ZeRO 1, four micro-batches",
+    "fp32: even vocabulary on fold2 by gathering, ZeRO 1, recomputation",
+    "fp32: zamba2 on fold2, ZeRO 0",
+    "fp32: documents on pp2 · cp2 by gathering, ZeRO 1, recomputation",
     "Muon: llama on dp2, ZeRO 1, four micro-batches",
     "fp32: recurrent depth on tp2, sequence parallel, selective recomputation",
 }
 # What has no formula: how many runs of the matrix, by the reason that is given.
 UNPREDICTED = {
     "there is no formula for a recurrent core at ZeRO 3": 2,
-    "there is no formula for keys that pass from rank to rank as documents need them": 11,
+    "there is no formula for keys that pass from rank to rank as documents need them": 14,
     "there is no formula for slices of spread experts (they gather as many rows as the tokens say)": 6,
 }
 

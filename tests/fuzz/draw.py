@@ -57,6 +57,27 @@ def layout(draw: random.Random, values: dict[str, Any], stepped: bool = False) -
     return {"zero": {"stage": 1}}, 1
 
 
+def folded_layout(draw: random.Random, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """A legal layout of two to four ranks that share the rows of matrices."""
+    for _ in range(200):
+        ranks, folded = draw.choice([2, 4, 4]), draw.choice([2, 2, 4])
+        parallel = {"folded": folded, "pipeline": draw.choice([1, 1, 2])}
+        parallel["context_method"] = draw.choice(["auto", "ring", "gather"])
+        if "moe" in values["model"]["layers"]:
+            parallel["expert"] = folded
+        cut = {
+            "parallel": parallel,
+            "zero": {"stage": draw.choice([0, 1, 2]), "bucket_size": draw.choice([1000, 500_000_000])},
+            "training": {
+                "micro_batch_size": draw.choice([1, 2, 4]),
+                "activation_checkpointing": {"mode": draw.choice(["none", "full"])},
+            },
+        }
+        if refused(merged(values, cut), ranks) is None:
+            return cut, ranks
+    return {"zero": {"stage": 1}}, 1
+
+
 def mutation(draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
     """The configuration with one number or word replaced by another that may or may not be allowed there."""
     places = [path for path in _leaves(values) if path[0] in ("model", "training", "optimizer")]

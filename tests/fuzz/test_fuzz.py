@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzz.draw import STEPS, configuration, layout, mutation, refused
+from tests.fuzz.draw import STEPS, configuration, folded_layout, layout, mutation, refused
 from tests.margins import Measured
 from tests.training import runs
 from tests.training.matrix import merged
@@ -25,6 +25,8 @@ from tests.training.test_resume_layouts import identical, together
 from tests.workers import run
 
 QUICK, ALL = 20, 200
+FOLDED = 40  # pairs that begin or end on ranks that share the rows of matrices
+Cut = tuple[dict[str, Any], int]  # a layout, and how many ranks it has
 SHAKEN = 6  # runs of one process with weights that differ in their last digit
 LOSS = NORM = 1e-5  # beside ten times what rounding does to one process
 
@@ -54,8 +56,23 @@ def within_the_spread(values: dict[str, Any], one, exact, losses, norms) -> bool
 def test_pair(seed: int, tmp_path: Path):
     """Begun on one layout, ended on another from a random step on; the start and what is handed over bit for bit."""
     draw, values = random.Random(seed), configuration(seed)
-    (first_cut, first_ranks), (second_cut, second_ranks) = (layout(draw, values) for _ in range(2))
-    between = draw.randint(1, STEPS - 1)
+    first, second = (layout(draw, values) for _ in range(2))
+    check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(each, marks=[pytest.mark.slow] * (each > 1)) for each in range(FOLDED)])
+def test_pair_with_shared_rows(seed: int, tmp_path: Path):
+    """Begun (or ended) where ranks share rows, and ended (or begun) on any layout."""
+    values, draw = configuration(2000 + seed), random.Random(2000 + seed)
+    first, second = folded_layout(draw, values), layout(draw, values)
+    if seed % 2:
+        first, second = second, first
+    check(values, first, second, draw.randint(1, STEPS - 1), tmp_path)
+
+
+def check(values: dict[str, Any], first_layout: Cut, second_layout: Cut, between: int, tmp_path: Path) -> None:
+    """Train some steps on one layout and the rest on the other, and compare with one process."""
+    (first_cut, first_ranks), (second_cut, second_ranks) = first_layout, second_layout
     told = f"\n{values}\n{between} steps on {first_ranks}: {first_cut}\nthen on {second_ranks}: {second_cut}"
 
     first = together(merged(values, first_cut), first_ranks, between, None, tmp_path)

@@ -22,9 +22,9 @@ from tests.training.matrix import Case, cases, part
 def mechanisms(case: Case) -> list[str]:
     """What a case goes through, beside its architecture."""
     parallel, training, zero = (case.values.get(name, {}) for name in ("parallel", "training", "zero"))
-    axes = [axis for axis in ("tensor", "pipeline", "context", "expert") if parallel.get(axis, 1) > 1]
+    axes = [axis for axis in ("tensor", "pipeline", "context", "folded", "expert") if parallel.get(axis, 1) > 1]
     data = case.ranks
-    for axis in ("tensor", "pipeline", "context"):
+    for axis in ("tensor", "pipeline", "context", "folded"):
         data //= parallel.get(axis, 1)
     several = training["global_batch_size"] // data > training["micro_batch_size"]
     return [

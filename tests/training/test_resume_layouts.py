@@ -48,6 +48,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
     "cp2 ZeRO 1": {"ranks": 2, "parallel": {"context": 2}},
     "cp4 ZeRO 3": {"ranks": 4, "parallel": {"context": 4}, "zero": {"stage": 3, "persistent_size": 0}},
+    "fold2 ZeRO 0": {"ranks": 2, "parallel": {"folded": 2}, "zero": {"stage": 0}},
+    "fold2 dp2 ZeRO 1": {"ranks": 4, "parallel": {"folded": 2}},
+    "fold2 pp2": {"ranks": 4, "parallel": {"folded": 2, "pipeline": 2}},
+    "fold4 ZeRO 2": {"ranks": 4, "parallel": {"folded": 4}, "zero": {"stage": 2}},
+    "fold2 ep2": {"ranks": 4, "parallel": {"folded": 2, "expert": 2}},
     "cp2 ep2 by ring": {"ranks": 2, "parallel": {"context": 2, "context_method": "ring", "expert": 2}},
 }
 ADAMW = {"optimizer": {"type": "adamw", "lr": 0.01, "epsilon": 1e-3}}
@@ -102,6 +107,12 @@ PAIRS = [
     *[("state space", merged(ADAMW, MAMBA), "cp2 ZeRO 1", to, 1e-5) for to in ("cp4 ZeRO 3", "one", "tp2 pp2")],
     ("rwkv7", merged(ADAMW, RWKV7), "one", "cp2 ZeRO 1", 1e-5),
     ("rwkv7", merged(ADAMW, RWKV7), "cp4 ZeRO 3", "dp2 ZeRO 1", 1e-5),
+    *[("even vocabulary", ADAMW, "fold2 dp2 ZeRO 1", to, 1e-5) for to in ("one", "tp2 pp2", "fold4 ZeRO 2")],
+    ("even vocabulary", merged(ADAMW, BF16), "fold2 dp2 ZeRO 1", "dp2 ZeRO 3", 1e-2),
+    ("even vocabulary", MUON, "fold2 pp2", "fold2 ZeRO 0", 1e-5),
+    ("even vocabulary, tied", ADAMW, "tp2 dp2 ZeRO 3", "fold2 pp2", 1e-5),
+    ("rwkv7", merged(ADAMW, RWKV7), "fold4 ZeRO 2", "cp2 ZeRO 1", 1e-5),
+    ("moe, even vocabulary", merged(ADAMW, MOE), "fold2 ep2", "tp2 ep4 folded", 1e-5),
     *[("moe", merged(ADAMW, MOE), "cp2 ep2 by ring", to, 1e-5) for to in ("dp4 ep4 ZeRO 2", "cp2 ZeRO 1")],
 ]
 # From each of these to each of these.
@@ -273,6 +284,8 @@ OFTEN = {
     "moe muon fp32, dp4 ep2 ZeRO 1 to dp2 ep2 ZeRO 0",
     "state space adamw fp32, cp2 ZeRO 1 to cp4 ZeRO 3",
     "moe adamw fp32, cp2 ep2 by ring to cp2 ZeRO 1",
+    "even vocabulary adamw fp32, fold2 dp2 ZeRO 1 to fold4 ZeRO 2",
+    "even vocabulary, tied adamw fp32, tp2 dp2 ZeRO 3 to fold2 pp2",
     "moe adamw fp32, dp4 ep4 ZeRO 2 to dp2 ZeRO 3",
     "moe, even vocabulary adamw fp32, tp2 ep4 folded to tp2 ep2 folded ZeRO 2",
     "moe, even vocabulary adamw bf16, dp2 ep2 ZeRO 1 to tp2 ep4 folded",

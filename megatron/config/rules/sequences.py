@@ -9,6 +9,8 @@ from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sequences import choose_cut, choose_method, kinds_needing_neighbours
 
+FOLDED = "parallel.folded"
+
 
 def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
     """With context parallelism a layer has part of a sequence; one that looks beyond a token must ask for the rest.
@@ -131,7 +133,69 @@ def cuts_fit_lengths_and_layers(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def folded_ranks_share_sequences(context: RuleContext) -> Iterator[Problem]:
+    """The ranks that share a sequence are those that share rows; what else cuts or gathers matrices has no place."""
+    parallel, zero = context.config.parallel, context.config.zero.stage
+    if parallel.folded == 1:
+        return
+    if parallel.context != parallel.folded:
+        yield context.problem(
+            "parallel.context",
+            FOLDED,
+            rule=f"must be parallel.folded = {parallel.folded}: the ranks that share sequences share rows of matrices",
+            fix="leave context out, or use parallel.folded=1",
+        )
+    if parallel.tensor > 1:
+        yield context.problem(
+            "parallel.tensor",
+            FOLDED,
+            rule="must be 1 with parallel.folded, whose ranks share matrices as tensor parallel ones do",
+            fix=f"use parallel.tensor=1 parallel.folded={parallel.tensor * parallel.folded}, or parallel.folded=1",
+        )
+    if zero == 3:
+        yield context.problem(
+            "zero.stage",
+            FOLDED,
+            rule="must be below 3: ZeRO 3 partitions every parameter over all data parallel ranks, and ranks that "
+            "share rows have different ones",
+            fix="use zero.stage=1 or 2, or parallel.context in place of folded",
+        )
+
+
+def layers_compute_with_rows_that_pass(context: RuleContext) -> Iterator[Problem]:
+    config = context.config
+    if config.parallel.folded == 1:
+        return
+    waiting = [use.kind for use in context.used if context.kinds[use.kind].context == "states"]
+    if waiting:
+        yield context.problem(
+            FOLDED,
+            "model.layers",
+            rule=f"must be 1 with {', '.join(dict.fromkeys(waiting))} layers: these run on one rank after the other, "
+            "and rows pass between ranks that compute together",
+            fix="use parallel.context",
+        )
+    if config.training.activation_checkpointing.mode == "selective":
+        yield context.problem(
+            "training.activation_checkpointing.mode",
+            FOLDED,
+            rule="must be none or full with parallel.folded: selective keeps products, and those of rows that have "
+            "passed would be made again",
+            fix="use mode: full",
+        )
+    vocabulary, ranks = config.model.vocab_size, config.parallel.folded
+    if vocabulary and vocabulary % ranks:
+        yield context.warning(
+            "model.vocab_size",
+            FOLDED,
+            rule=f"should be a multiple of parallel.folded = {ranks}: embedding and head stay whole on every rank",
+            fix=f"use model.vocab_multiple={ranks}",
+        )
+
+
 RULES = (
+    folded_ranks_share_sequences,
+    layers_compute_with_rows_that_pass,
     layers_share_sequences,
     sequence_divides_over_context_ranks,
     context_keys_have_ranks,

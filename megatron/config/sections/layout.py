@@ -12,6 +12,10 @@ def _expert_tensor(own: dict[str, Any], at: Any) -> int | None:
     return own["tensor"]
 
 
+def _context(own: dict[str, Any], at: Any) -> int | None:
+    return own["folded"]
+
+
 class CompressOptions(Section):
     data: Literal["none", "bf16", "fp16", "int8_block", "top_k"] = key(
         "none",
@@ -54,10 +58,18 @@ class CommunicationOptions(Section):
 class ParallelSection(Section):
     tensor: int = key(1, "Tensor parallel size: ranks that share each matrix.", unit="ranks", gt=0)
     pipeline: int = key(1, "Pipeline parallel size: stages that share the layers.", unit="stages", gt=0)
-    context: int = key(
-        1,
+    context: Derivable[int] = key(
+        None,
         "Context parallel size: ranks that share the tokens of each sequence. Like data parallel ranks, they hold the "
-        "same parameters.",
+        "same parameters, but for folded.",
+        unit="ranks",
+        derived=Derived("parallel.folded", _context, ("parallel.folded",)),
+        gt=0,
+    )
+    folded: int = key(
+        1,
+        "Folded tensor and sequence parallel size: context parallel ranks that share the rows of each matrix too. "
+        "Tokens stay where they are, and rows go from rank to rank.",
         unit="ranks",
         gt=0,
     )

@@ -83,7 +83,7 @@ class Mamba(nn.Module):
             shard=Shard(1),
             matrices=(R, N, N),
         )
-        self.dt = TimeSteps(make.scope("dt"), R, (inner,), init=Init("uniform", R**-0.5))
+        self.dt = TimeSteps(make.scope("dt"), R, (inner,), init=Init("uniform", R**-0.5), folds=False)
         self.norms = None
         if options.inner_norms:  # every rank uses them for its own channels
             kind, sizes = inner_norm(model), {"dt_norm": R, "B_norm": N, "C_norm": N}

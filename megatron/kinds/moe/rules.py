@@ -364,6 +364,18 @@ def expert_ranks_divide_their_line(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def experts_are_where_rows_are(context: RuleContext) -> Iterator[Problem]:
+    """To gradients and states, matrices whose rows ranks share are experts that are spread."""
+    parallel = context.config.parallel
+    if context.uses("moe") and 1 < parallel.folded != parallel.expert:
+        yield context.problem(
+            "parallel.expert",
+            "parallel.folded",
+            rule=f"must be parallel.folded = {parallel.folded} in stacks with experts, which the same ranks share",
+            fix=f"use parallel.expert={parallel.folded}",
+        )
+
+
 def spread_experts_fit_the_stage(context: RuleContext) -> Iterator[Problem]:
     if _spreads(context) and context.config.zero.stage == 3:
         key = "parallel.expert_tensor" if _folds(context) else "parallel.expert"
@@ -444,6 +456,7 @@ STACK_RULES = (
     there_are_experts_to_spread,
     experts_are_cut_or_whole,
     expert_ranks_divide_their_line,
+    experts_are_where_rows_are,
     spread_experts_fit_the_stage,
     folded_experts_want_equal_shards,
 )

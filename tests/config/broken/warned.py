@@ -145,4 +145,11 @@ WARNED = [
         "a.yml:2: spikes.window = 500",
         "half a window, 250 steps, must have passed",
     ),
+    case(
+        "a vocabulary that ranks do not divide",
+        "model: {vocab_size: 99}\nparallel: {folded: 2}",
+        "a.yml:2: model.vocab_size = 99",
+        "should be a multiple of parallel.folded = 2",
+        ranks=2,
+    ),
 ]
