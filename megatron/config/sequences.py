@@ -74,6 +74,8 @@ def choose_cut(config: Any) -> tuple[Cut, str]:
     asked: Cut | Literal["auto"] = parallel.context_cut
     if asked != "auto":
         return asked, f"parallel.context_cut: {asked}"
+    if config.training.sequence_chunks > 1:
+        return "contiguous", "all ranks work on one chunk at a time"
     if names := kinds_needing_neighbours(config):
         return "contiguous", f"{', '.join(names)} layers go on from the token before"
     passing = [(options, how) for options, how in _attending(config) if how.name != "ulysses"]

@@ -17,7 +17,7 @@ from megatron.config import Config
 from megatron.config.recurrence import Passes, core_of
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding, Head
-from megatron.model.traffic import ONCE, SIZES
+from megatron.model.traffic import ONCE, SIZES, NotPredicted
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Call, Messages
@@ -46,10 +46,15 @@ def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ON
     Args:
         layers: this rank's, as modules without values.
         core: how often it goes through a recurrent core.
+
+    Raises:
+        NotPredicted: layers work on sequences in chunks.
     """
     tally, ranks = Messages(), mesh.context.size
     if not mesh.layout.shares_rows:
         return tally
+    if config.training.sequence_chunks > 1:
+        raise NotPredicted("there is no formula for chunks of sequences on the context or expert axis")
     dtype, recompute = config.precision.compute, config.training.activation_checkpointing
     for module in layers.children():
         for each in _matrices(module):
@@ -76,6 +81,8 @@ def _matrices(module: nn.Module) -> Iterator[RowMatrix]:
     elif isinstance(module, Block):
         name = ".".join(logical_of(next(module.parameters())).name.split(".")[:2])
         index = int(name.split(".")[1])
+        if module.injection is not None:
+            yield from (RowMatrix(f"{name}.injection", size, index) for size in _sizes(module.injection))
         for kind, layer in module.layers():
             yield from (RowMatrix(f"{name}.{kind.name}", size, index) for size in _sizes(layer))
         for layer in module.side_layers or ():

@@ -132,7 +132,8 @@ class Head(nn.Module):
         further: MultiTokenPrediction | None = None,
     ):
         super().__init__()
-        self.mesh, self.context, self.chunks, self.further = make.mesh, make.context, chunks, further
+        self.mesh, self.chunks, self.further = make.mesh, chunks, further
+        self.context = replace(make.context, chunk=chunks.tokens)
         multiplier = model.head.multiplier * init.factors.head
         compiled = training.compile != "off" and torch.device(make.device).type == "cuda"
         cost = objective.cost if objective.costs else None

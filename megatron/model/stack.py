@@ -91,7 +91,7 @@ class ModelPlan:
     @property
     def context(self) -> ContextGroup:
         """The ranks that share each sample's tokens with this one."""
-        return ContextGroup.of(self.mesh)
+        return ContextGroup.of(self.mesh, self.chunks.tokens)
 
     @cached_property
     def live_channels(self) -> list[dict[str, Channel]]:

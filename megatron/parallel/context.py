@@ -2,7 +2,8 @@
 
 A layer that looks beyond a token asks this object for what other ranks have, and knows nothing else of the layout.
 Which rank has which tokens is decided here alone. Of a contiguous cut, rank r of c has the r-th of c equal runs; of a
-zigzag cut the r-th run and the r-th from the end of 2 c, so that causal attention is the same work for all.
+zigzag cut the r-th run and the r-th from the end of 2 c, so that causal attention is the same work for all. Of a
+sequence that layers work on in chunks, it has the r-th run of every chunk.
 
 Shapes: B samples, S positions of the whole sequence, s = S / c positions of this rank.
 """
@@ -47,7 +48,12 @@ class TokenRun:
 
 
 @lru_cache(maxsize=64)
-def _runs(cut: str, rank: int, ranks: int, length: int) -> tuple[TokenRun, ...]:
+def _runs(cut: str, rank: int, ranks: int, length: int, chunk: int) -> tuple[TokenRun, ...]:
+    if chunk:
+        whole = range(0, length * ranks, chunk)
+        sizes = [min(chunk, length * ranks - first) // ranks for first in whole]
+        begins = [first // ranks for first in whole]
+        return tuple(TokenRun(at, first + rank * size, size) for at, first, size in zip(begins, whole, sizes))
     if cut == "contiguous":
         return (TokenRun(0, rank * length, length),)
     half = length // 2
@@ -58,14 +64,14 @@ def _runs(cut: str, rank: int, ranks: int, length: int) -> tuple[TokenRun, ...]:
 
 @lru_cache(maxsize=64)
 def _joined(
-    cut: str, first: int, count: int, ranks: int, length: int
+    cut: str, first: int, count: int, ranks: int, length: int, chunk: int
 ) -> tuple[tuple[TokenRun, ...], tuple[TokenRun, ...]]:
     """The runs of neighbouring ranks, as they have them one after the other and in the order of the sequence. Of the
     latter, runs that follow each other are one."""
     pieces = [
         TokenRun(place * length + run.begin, run.first, run.length)
         for place in range(count)
-        for run in _runs(cut, first + place, ranks, length)
+        for run in _runs(cut, first + place, ranks, length, chunk)
     ]
     pieces.sort(key=lambda run: run.first)
     merged: list[TokenRun] = []
@@ -88,17 +94,20 @@ class ContextGroup:
         method: how attention is to be computed, as `parallel.context_method` has it.
         together: neighbours that exchange heads in nested attention; None leaves it to the heads.
         zigzag: whether the cut is zigzag.
+        chunk: tokens of a chunk, on all ranks, each of which has a run of every chunk; 0 where there are no chunks, and
+            for layers, which have one chunk at a time.
     """
 
     axis: Axis = ALONE
     method: str = "auto"
     together: int | None = None
     zigzag: bool = False
+    chunk: int = 0
 
     @classmethod
-    def of(cls, mesh: Mesh) -> ContextGroup:
+    def of(cls, mesh: Mesh, chunk: int = 0) -> ContextGroup:
         layout = mesh.layout
-        return cls(mesh.context, layout.context_method, layout.context_ulysses, layout.zigzag)
+        return cls(mesh.context, layout.context_method, layout.context_ulysses, layout.zigzag, chunk)
 
     @property
     def rank(self) -> int:
@@ -117,12 +126,12 @@ class ContextGroup:
 
         They are in the order of the sequence, too.
         """
-        return _runs(self.cut_name, self.rank, self.size, length)
+        return _runs(self.cut_name, self.rank, self.size, length, self.chunk if self.size > 1 else 0)
 
     def runs_together(self, first: int, count: int, length: int) -> tuple[TokenRun, ...]:
         """The runs that ranks `first` to `first + count - 1` have together, in the order of the sequence, where each
         has `length` tokens. `begin` counts the tokens of all."""
-        return _joined(self.cut_name, first, count, self.size, length)[1]
+        return _joined(self.cut_name, first, count, self.size, length, self.chunk)[1]
 
     def places(self, length: int, device: torch.device | str = "cpu") -> Tensor:
         """int64 [length], the place in the sequence of each of this rank's `length` tokens."""
@@ -171,9 +180,9 @@ class ContextGroup:
 
     def _ordered(self, x_BT: Tensor, first: int, count: int, back: bool = False) -> Tensor:
         """The tokens of `count` ranks, one after the other, in the order of the sequence; or `back`."""
-        if self.cut_name == "contiguous":
+        if self.cut_name == "contiguous" and not self.chunk:
             return x_BT
-        pieces, _ = _joined(self.cut_name, first, count, self.size, x_BT.shape[1] // count)
+        pieces, _ = _joined(self.cut_name, first, count, self.size, x_BT.shape[1] // count, self.chunk)
         if back:
             begins = [0]
             for piece in pieces:
@@ -191,6 +200,18 @@ class ContextGroup:
         received = [int(rank == self.rank - by) for rank in range(self.size)]
         rows = exchange(rows[: sum(sent)], sent, received, self.axis)
         if self.rank < by:  # of the exchanged rows too, so that all ranks take part in the backward pass
+            rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
+        return rows.view(x.shape)
+
+    def to_first(self, x: Tensor) -> Tensor:
+        """What the last rank has given as `x`, on the first; zeros on others. All have one shape, and gradients."""
+        if self.size == 1:
+            return x
+        rows, last = x.reshape(1, -1), self.size - 1
+        sent = [int(self.rank == last and rank == 0) for rank in range(self.size)]
+        received = [int(self.rank == 0 and rank == last) for rank in range(self.size)]
+        rows = exchange(rows[: sum(sent)], sent, received, self.axis)
+        if self.rank:
             rows = torch.cat([rows, x.new_zeros((1, x.numel()))])
         return rows.view(x.shape)
 

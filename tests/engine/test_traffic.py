@@ -43,6 +43,7 @@ OFTEN = {
 UNPREDICTED = {
     "there is no formula for a recurrent core at ZeRO 3": 2,
     "there is no formula for keys that pass from rank to rank as documents need them": 14,
+    "there is no formula for chunks of sequences on the context or expert axis": 38,
     "there is no formula for slices of spread experts (they gather as many rows as the tokens say)": 6,
 }
 

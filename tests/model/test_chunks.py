@@ -16,8 +16,12 @@ from megatron.kinds.common.attention_pattern import Dropped, Pattern
 from megatron.kinds.common.chunked_keys import ChunkedKeys
 from megatron.model.stack import Model, build_model
 from megatron.model.stream import Chunk
+from megatron.parallel.context import ContextGroup
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Axis, Mesh
 from tests.float64 import DOUBLE, EXACT
 from tests.model.parity import named
+from tests.workers import run
 
 B, S = 2, 48
 # One architecture for each way in which a layer goes on from a chunk: cached keys (windows, sinks, latents, shared,
@@ -37,8 +41,12 @@ NAMES = [
 ]
 
 
-def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBLE, **more) -> Model:
-    """With parameters off their initial values, of which some are zero and hide what is behind them."""
+def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBLE, ranks: int = 1, **more) -> Model:
+    """With parameters off their initial values, of which some are zero and hide what is behind them.
+
+    Args:
+        ranks: that share the sequence; the process is one of them.
+    """
     values = {
         "training.sequence_length": length,
         "training.sequence_chunks": chunks,
@@ -46,7 +54,8 @@ def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBL
         "schedule.warmup_steps": 0,
         "checkpoint.every": None,
     }
-    model = build_model(api.resolve(name, values | more).config, dtype=dtype)
+    config = api.resolve(name, values | more | {"parallel.context": ranks}, ranks=ranks).config
+    model = build_model(config, Mesh.build(Layout.of(config, ranks)), dtype=dtype)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -54,10 +63,18 @@ def model_of(name: str, chunks: int, length: int = S, dtype: torch.dtype = DOUBL
     return model
 
 
-def numbers(name: str, chunks: int, documents: bool, length: int = S, **more) -> dict[str, torch.Tensor]:
-    """Loss, cross-entropies and gradients of one sample more than a sample, with weights of labels."""
+def numbers(
+    name: str, chunks: int, documents: bool, length: int = S, ranks: int = 1, **more
+) -> dict[str, torch.Tensor]:
+    """Loss, cross-entropies and gradients of one sample more than a sample, with weights of labels; where ranks share
+    sequences, of this rank's tokens, so that the means over the ranks are those of all.
+    """
     model = model_of(
-        name, chunks, **{"data.reset_attention_at_eod": documents, "model.dropout": 0.1 * documents}, **more
+        name,
+        chunks,
+        ranks=ranks,
+        **{"data.reset_attention_at_eod": documents, "model.dropout": 0.1 * documents},
+        **more,
     )
     draw = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(model.plan.config.model.vocab_size, (2, B, length), generator=draw)
@@ -65,7 +82,12 @@ def numbers(name: str, chunks: int, documents: bool, length: int = S, **more) ->
     if documents:
         place = torch.arange(length).expand(B, length)
         extra |= {"documents": place // 20, "positions": place % 20}
-    loss, each = model(tokens, labels, torch.rand(B, length, generator=draw), **extra)
+    weights = torch.rand(B, length, generator=draw) * ranks
+    if ranks > 1:
+        extra.setdefault("positions", torch.arange(length).expand(B, length))
+    cut = model.plan.context.cut
+    own = {key: value if key == "samples" else cut(value, 1) for key, value in extra.items()}
+    loss, each = model(*(cut(part, 1) for part in (tokens, labels, weights)), **own)
     loss.backward()
     return {"loss": loss.detach(), "each": each} | {key: p.grad for key, p in named(model).items()}
 
@@ -80,6 +102,24 @@ def compare(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bou
 def test_chunks_change_no_number(name: str, documents: bool):
     name = f"test/tiny_{name}"
     compare(numbers(name, 3, documents), numbers(name, 1, documents))
+
+
+# A layer of each way of handing on what a chunk leaves, from the last rank to the first; of experts their losses.
+SHARED = ["gpt2", "deepseek_v2", "falcon_h1", "gated_delta", "jamba", "rwkv4", "rwkv6", "rwkv7", "zamba2", "zaya"]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_chunks_change_no_number(name: str):
+    """Float64; dropout, documents that end within chunks, at their ends and at those of a rank's part."""
+    name, ranks = f"test/tiny_{name}", 2
+    wanted = numbers(name, 1, True)
+    found = run(ranks, numbers, name, 3, True, S, ranks)
+    places = [ContextGroup(Axis(rank, ranks), chunk=S // 3).places(S // ranks) for rank in range(ranks)]
+    each = torch.empty_like(wanted["each"])
+    for own, at in zip(found, places):
+        each[:, at] = own.pop("each")
+    together = {key: sum(own[key] for own in found) / ranks for key in found[0]}
+    compare(together | {"each": each}, wanted)
 
 
 def test_a_shorter_sequence_has_fewer_chunks():

@@ -170,6 +170,43 @@ def test_a_rank_has_a_run_of_the_sequence():
     assert context.cut(whole, 0).equal(context.places(4)) and context.places(4).tolist() == [4, 5, 6, 7]
 
 
+def of_chunks(chunk: int, length: int) -> tuple[list[int], list[int], torch.Tensor]:
+    """The places of this rank's tokens, all of them gathered, and the gradient of the gathering."""
+    context = ContextGroup.of(Mesh.build(Layout(context=RANKS)), chunk)
+    x = context.cut(torch.arange(float(length)).view(1, length), 1).clone().requires_grad_()
+    whole = context.gather(x)
+    (whole * torch.arange(float(length))).sum().backward()
+    return context.places(length // RANKS).tolist(), whole[0].long().tolist(), x.grad[0]
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(8, 24), (16, 24), (24, 24)])
+def test_ranks_have_a_part_of_every_chunk(chunk: int, length: int):
+    """The last chunk may be shorter."""
+    answers, wanted = run(RANKS, of_chunks, chunk, length), [[] for _ in range(RANKS)]
+    for first in range(0, length, chunk):
+        size = min(chunk, length - first) // RANKS
+        for rank, own in enumerate(wanted):
+            own += range(first + rank * size, first + (rank + 1) * size)
+    assert [each[0] for each in answers] == wanted
+    assert all(each[1] == list(range(length)) for each in answers)
+    assert all((RANKS * torch.tensor(own).float()).equal(each[2]) for own, each in zip(wanted, answers))
+
+
+def returned() -> tuple[torch.Tensor, torch.Tensor]:
+    """What the last rank has, on the first, and the gradient of it."""
+    context = ContextGroup.of(Mesh.build(Layout(context=RANKS)))
+    x = torch.full((2, 3), float(context.rank + 1), requires_grad=True)
+    found = context.to_first(x)
+    (found * 5).sum().backward()
+    return found.detach(), x.grad
+
+
+def test_what_the_last_rank_leaves_goes_to_the_first():
+    answers = run(RANKS, returned)
+    assert [each[0].unique().tolist() for each in answers] == [[RANKS], [0], [0], [0]]
+    assert [each[1].unique().tolist() for each in answers] == [[0], [0], [0], [5]]
+
+
 def test_the_method_follows_from_the_heads():
     found = [choose_method(*asked) for asked in (("auto", 8, 4), ("auto", 6, 4), ("auto", 3, 4), ("gather", 8, 4))]
     assert [(each.name, each.together) for each in found] == [("ulysses", 4), ("nested", 2), ("ring", 1), ("gather", 1)]

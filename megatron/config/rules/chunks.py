@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from ..divisors import multiples
+from ..divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
+from ..sequences import choose_cut, choose_method
 
 KEY = "training.sequence_chunks"
 
 
 def chunks_are_equal(context: RuleContext) -> Iterator[Problem]:
     training, parallel = context.config.training, context.config.parallel
-    unit = training.sequence_chunks * (parallel.tensor if parallel.sequence else 1)
+    cuts = {"parallel.context": parallel.context, "parallel.tensor": parallel.tensor if parallel.sequence else 1}
+    cuts = {name: ranks for name, ranks in cuts.items() if ranks > 1}
+    unit = training.sequence_chunks * math.prod(cuts.values())
     if training.sequence_chunks > 1 and training.sequence_length % unit:
-        also = ("parallel.tensor", "parallel.sequence") if parallel.sequence and parallel.tensor > 1 else ()
-        times = " * parallel.tensor" if also else ""
+        also = (*cuts, "parallel.sequence") if "parallel.tensor" in cuts else tuple(cuts)
         yield context.problem(
             "training.sequence_length",
             KEY,
             *also,
-            rule=f"must be a multiple of training.sequence_chunks{times} = {unit}: chunks have equally many tokens",
+            rule=f"must be a multiple of {' * '.join((KEY, *cuts))} = {unit}: chunks have equally many tokens",
             fix=f"use {multiples(training.sequence_length, unit)} tokens, or another number of chunks",
         )
 
@@ -46,12 +49,45 @@ def layers_go_on_from_chunks(context: RuleContext) -> Iterator[Problem]:
             rule="must be 1 with a recurrent(...) group, whose blocks run several times over the same tokens",
             fix="leave sequence_chunks out, and use training.activation_checkpointing.mode: full",
         )
-    if config.parallel.context > 1:
+
+
+def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
+    """Ranks that share sequences work on one chunk together, and then on the next."""
+    config, parallel = context.config, context.config.parallel
+    if config.training.sequence_chunks == 1 or parallel.context == 1:
+        return
+    for use in context.used:
+        heads, about = getattr(use.options, "heads", None), context.kinds[use.kind]
+        if about.context == "states":
+            yield context.problem(
+                KEY,
+                "parallel.context",
+                "model.layers",
+                rule=f"must be 1 with {use.kind} layers where ranks share sequences: these run on one rank after the "
+                "other, and a chunk would begin on the first one while the last has not finished the one before",
+                fix="use one of both",
+            )
+        if about.context != "attends" or not heads or heads % parallel.tensor:
+            continue
+        own = heads // parallel.tensor
+        method = choose_method(parallel.context_method, own, parallel.context, parallel.context_ulysses)
+        if method.name != "ulysses" or own % parallel.context:
+            yield context.problem(
+                "parallel.context",
+                KEY,
+                use.key(".heads"),
+                "parallel.context_method",
+                rule=f"must divide the {own} query heads of {use.kind} on each rank with sequence_chunks, and "
+                "context_method be ulysses: keys of earlier chunks are kept by heads",
+                fix=f"use parallel.context = {near(parallel.context, divisors(own))} and context_method: auto, or "
+                "sequence_chunks: 1",
+            )
+    if choose_cut(config)[0] == "zigzag":
         yield context.problem(
+            "parallel.context_cut",
             KEY,
-            "parallel.context",
-            rule="must be 1 where ranks share sequences: each has one part of a sequence, and no part of each chunk",
-            fix="use one of both",
+            rule="must be contiguous with sequence_chunks: all ranks work on one chunk at a time",
+            fix="leave context_cut out",
         )
 
 
@@ -79,4 +115,4 @@ def chunks_are_recomputed(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (chunks_are_equal, layers_go_on_from_chunks, chunks_are_recomputed)
+RULES = (chunks_are_equal, layers_go_on_from_chunks, ranks_share_chunks, chunks_are_recomputed)

@@ -20,7 +20,8 @@ from megatron.kinds.common.angles import stream_angles
 from megatron.kinds.common.attend_across import attend_in
 from megatron.kinds.common.attention_entropy import AttentionEntropy
 from megatron.kinds.common.attention_pattern import Pattern
-from megatron.kinds.common.convolution import last_taps, with_past
+from megatron.kinds.common.carried import handed, taps_after, taps_before, token_before
+from megatron.kinds.common.convolution import with_past
 from megatron.kinds.common.documents import piece_starts, shared_starts
 from megatron.kinds.common.exchanged import attention_messages, scan_messages
 from megatron.kinds.common.key_value_cache import Keys, KeyValueCache
@@ -128,8 +129,8 @@ class CCA(nn.Module):
         x_BSH = enter(x, self.mesh)
         projected, value = self.query_key(x_BSH), self.value(x_BSH)
         if self.context.size > 1:
-            starts = shared_starts(stream, self.context)
-            past = self._before(projected, value, starts)
+            starts = shared_starts(stream, self.context, state)
+            past = self._before(projected, value, starts, state or CCAState())
         else:
             starts, past = piece_starts(stream, state), state or CCAState()
         begin = past.cache.length
@@ -151,12 +152,12 @@ class CCA(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         documents = stream.documents
         if state is not None:
-            state.query_key = last_taps(projected, past.query_key, self.taps, starts)
-            state.value = value[:, -1:, self.undelayed :]
+            state.query_key = taps_after(self.context, projected, past.query_key, self.taps, starts)
+            state.value = handed(self.context, value[:, -1:, self.undelayed :])
             if documents is not None:
                 if isinstance(state.cache, KeyValueCache) and state.documents is not None:
                     documents = torch.cat([state.documents, documents], 1)
-                state.documents = documents
+                state.documents = documents if self.context.size == 1 else handed(self.context, documents[:, -1:])
         elsewhere: Keys | None = past.cache
         if isinstance(elsewhere, KeyValueCache):
             if state is not None:
@@ -168,13 +169,14 @@ class CCA(nn.Module):
         y = attend_in(self.context, q, k, v, self.pattern, stream, elsewhere=elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
 
-    def _before(self, projected: Tensor, value: Tensor, starts_BS: Tensor | None) -> CCAState:
-        """What this rank's first tokens need of the rank before, where ranks share a sequence."""
-        past = CCAState()
-        past.query_key = self.context.from_before(last_taps(projected, None, self.taps, starts_BS))
-        past.value = self.context.from_before(value[:, -1:, self.undelayed :])
-        if self.value.bias is not None:  # before the first token, see `_delayed`; every rank reads it
-            past.value = past.value + self.value.bias[self.undelayed :] * float(self.context.rank == 0)
+    def _before(self, projected: Tensor, value: Tensor, starts_BS: Tensor | None, of_piece: CCAState) -> CCAState:
+        """What this rank's first tokens need of the rank before, or of the piece before."""
+        past = CCAState(of_piece.cache)
+        past.query_key = taps_before(self.context, projected, of_piece.query_key, self.taps, starts_BS)
+        past.value = token_before(self.context, value[..., self.undelayed :], of_piece.value)
+        if self.value.bias is not None and of_piece.value is None:  # see `_delayed`; every rank reads it
+            first = float(self.context.rank == 0)
+            past.value = past.value + self.value.bias[self.undelayed :] * first if past.value is not None else None
         return past
 
     def new_state(self) -> CCAState:

@@ -65,6 +65,7 @@ def attend_across(
     stream: Stream,
     dropout: Dropped | None = None,
     sinks_n: Tensor | None = None,
+    chunked: ChunkedKeys | None = None,
 ) -> Tensor:
     """Causal attention of this rank's tokens to all tokens of the sequence before them.
 
@@ -72,17 +73,23 @@ def attend_across(
         q: [B, n, s, D]; k: [B, m, s, D]; v: [B, m, s, E], of this rank's tokens.
         stream: has the documents of these tokens.
         sinks_n: see `attend`.
+        chunked: the keys of chunks before this one, where the tokens are a chunk's.
 
     Returns:
         [B, n, s, E].
+
+    Raises:
+        ValueError: keys of other chunks are to be read otherwise than by heads.
     """
     method = choose_method(context.method, q.shape[1], context.size, context.together)
+    if chunked is not None and method.together != context.size:
+        raise ValueError(f"keys of chunks are kept by heads, and attention is computed by {method.name}")
     if method.name == "gather":
         return _gathered(context, q, k, v, pattern, stream, dropout, sinks_n)
     if method.together == 1:
         documents = all_documents(context, stream)
         return ring_attention(context, 1, q, k, v, pattern, documents, dropout, sinks_n, stream.remember)
-    return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n)
+    return _by_heads(context, method.together, q, k, v, pattern, stream, dropout, sinks_n, chunked)
 
 
 def attend_in(
@@ -104,10 +111,11 @@ def attend_in(
     documents = stream.documents
     if isinstance(elsewhere, SpreadKeys):
         return elsewhere.attend(q, k, v, pattern, sinks_n)
+    if context.size > 1:
+        chunked = elsewhere if isinstance(elsewhere, ChunkedKeys) else None
+        return attend_across(context, q, k, v, pattern, stream, dropout, sinks_n, chunked)
     if isinstance(elsewhere, ChunkedKeys):
         return elsewhere.attend(q, k, v, chunk_of(stream), pattern, documents, dropout, sinks_n)
-    if context.size > 1:
-        return attend_across(context, q, k, v, pattern, stream, dropout, sinks_n)
     return attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=stream.remember)
 
 
@@ -140,6 +148,7 @@ def _by_heads(
     stream: Stream,
     dropout: Dropped | None,
     sinks_n: Tensor | None,
+    chunked: ChunkedKeys | None,
 ) -> Tensor:
     """All tokens of `together` neighbours, of some heads, for each of them, and back (Ulysses; Jacobs et al. 2023).
     Where these are not all tokens of the sequence, keys and values pass on between the neighbourhoods.
@@ -163,7 +172,9 @@ def _by_heads(
         dropout = replace(dropout, first_head=dropout.first_head + first)
     sinks_n = None if sinks_n is None else sinks_n[first : first + own]
     documents, remember = all_documents(context, stream), stream.remember
-    if u == context.size:
+    if chunked is not None:
+        y = chunked.attend(q, k, v, chunk_of(stream), pattern, documents, dropout, sinks_n)
+    elif u == context.size:
         y = attend(q, k, v, pattern, documents_BS=documents, dropout=dropout, sinks_n=sinks_n, remember=remember)
     else:
         y = ring_attention(context, u, q, k, v, pattern, documents, dropout, sinks_n, remember)

@@ -29,15 +29,19 @@ def carried(
     left: Callable[[], Tensor],
     join: Callable[[Tensor, State, State, bool], State],
     compose: Callable[[Tensor, Tensor], Tensor],
+    before: State | None = None,
 ) -> State:
-    """The state before this rank's first token; zeros on the first rank.
+    """The state before this rank's first token; without `before`, zeros on the first rank.
 
     Args:
         made: the state that this rank's tokens make of none, tensors of one type.
         left: makes what they leave of a state before them, in any form; asked only where it is needed.
         join: (left, earlier state, later state made of none, whether there is an earlier one) to the state after both.
         compose: (later left, earlier left) to what both leave.
+        before: the state before the first rank's first token, as `handed` gives it.
     """
+    if before is not None:
+        return _with_state(context, made, left(), join, compose, before)
     if context.size == 2:
         return cast(State, _from_before(context, made, 1))
     *parts, passed = _from_before(context, (*made, left()), 1)
@@ -52,7 +56,21 @@ def carried(
     return state
 
 
-def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor) -> Tensor:
+def _with_state(
+    context: ContextGroup,
+    made: State,
+    left: Tensor,
+    join: Callable[[Tensor, State, State, bool], State],
+    compose: Callable[[Tensor, Tensor], Tensor],
+    before: State,
+) -> State:
+    """`carried`, where the first rank's tokens go on from a state."""
+    made = join(left, before, made, context.rank == 0)
+    state = carried(context, made, lambda: left, join, compose)
+    return cast(State, tuple(own + first for own, first in zip(state, before)))  # one of both is zeros
+
+
+def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor, before: Tensor | None = None) -> Tensor:
     """`carried` of a state each number of which fades by itself.
 
     Args:
@@ -62,16 +80,18 @@ def carried_by_decay(context: ContextGroup, made: Tensor, left: Tensor) -> Tenso
     def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
         return (earlier[0] * left + later[0],)
 
-    return carried(context, (made,), lambda: left, join, torch.mul)[0]
+    return carried(context, (made,), lambda: left, join, torch.mul, None if before is None else (before,))[0]
 
 
-def carried_by_matrix(context: ContextGroup, made: Tensor, left: Callable[[], Tensor]) -> Tensor:
+def carried_by_matrix(
+    context: ContextGroup, made: Tensor, left: Callable[[], Tensor], before: Tensor | None = None
+) -> Tensor:
     """`carried` of states [..., K, V] of which [..., K, K] `left` times the state is left."""
 
     def join(left: Tensor, earlier: tuple[Tensor], later: tuple[Tensor], there: bool) -> tuple[Tensor]:
         return (left @ earlier[0] + later[0],)
 
-    return carried(context, (made,), left, join, torch.matmul)[0]
+    return carried(context, (made,), left, join, torch.matmul, None if before is None else (before,))[0]
 
 
 def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
@@ -81,18 +101,47 @@ def _from_before(context: ContextGroup, parts: Parts, by: int) -> Parts:
     return tuple(each.view(own.shape) for each, own in zip(whole.split(sizes), parts))
 
 
+def handed(context: ContextGroup, x: Tensor) -> Tensor:
+    """What a piece of a sequence leaves for the next one, on the rank that begins with that; zeros on others."""
+    return context.to_first(x)
+
+
+def last_document(context: ContextGroup, stream: Stream) -> Tensor | None:
+    """int [B], the document of a piece's last token, for the next one; None where there are no documents."""
+    documents_BS = stream.documents
+    return None if documents_BS is None else handed(context, documents_BS[:, -1])
+
+
 def document_begins(stream: Stream, state: Continued | None, context: ContextGroup) -> Tensor | None:
     """`document_starts` of a stream, of a piece of it, or of this rank's part of one."""
-    return piece_starts(stream, state) if context.size == 1 else shared_starts(stream, context)
+    return piece_starts(stream, state) if context.size == 1 else shared_starts(stream, context, state)
 
 
 def token_before(context: ContextGroup, x_BSH: Tensor, last_B1H: Tensor | None) -> Tensor | None:
     """The token before the first: what a state has, or the last one of the rank before."""
-    return last_B1H if context.size == 1 else context.from_before(x_BSH[:, -1:])
+    return last_B1H if context.size == 1 else _either(context.from_before(x_BSH[:, -1:]), last_B1H)
 
 
 def taps_before(
     context: ContextGroup, x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
 ) -> Tensor | None:
     """The inputs of a convolution before the first: what a state has, or the last ones of the rank before."""
-    return past_BKC if context.size == 1 else context.from_before(last_taps(x_BSC, None, taps, starts_BS))
+    if context.size == 1:
+        return past_BKC
+    return _either(context.from_before(last_taps(x_BSC, None, taps, starts_BS)), past_BKC)
+
+
+def taps_after(
+    context: ContextGroup, x_BSC: Tensor, before_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
+) -> Tensor:
+    """The inputs of a convolution that the next piece of a sequence looks back to, `handed` to it.
+
+    Args:
+        before_BKC: what `taps_before` gave.
+    """
+    return handed(context, last_taps(x_BSC, before_BKC, taps, starts_BS))
+
+
+def _either(of_rank_before: Tensor, of_state: Tensor | None) -> Tensor:
+    """The sum of both, of which one is zeros: the first rank has no rank before it, and others no state."""
+    return of_rank_before if of_state is None else of_rank_before + of_state.to(of_rank_before.dtype)

@@ -36,15 +36,16 @@ class Continued(Protocol):
         """int [B], the document of its last token, where there are documents."""
 
 
-def shared_starts(stream: Stream, context: ContextGroup) -> Tensor | None:
-    """`document_starts` of this rank's part of a sequence that ranks share."""
+def shared_starts(stream: Stream, context: ContextGroup, state: Continued | None = None) -> Tensor | None:
+    """`document_starts` of this rank's part of a sequence, or of a piece of one, that ranks share."""
     documents_BS = stream.documents
     if documents_BS is None:
         return None
 
     def make() -> Tensor:
         before_B1 = context.from_before(documents_BS[:, -1:])
-        return document_starts(documents_BS, before_B1.squeeze(1) if context.rank else None)
+        of_state = None if state is None else state.document
+        return document_starts(documents_BS, before_B1.squeeze(1) if context.rank else of_state)
 
     return stream.remember("shared document starts", make)
 

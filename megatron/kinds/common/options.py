@@ -171,15 +171,18 @@ def parts_of_sequences_have_the_taps(
     """
 
     def rule(at: KindUse[Any]) -> Iterator[Problem]:
-        length, ranks, count = at.config.training.sequence_length, at.config.parallel.context, needed(at.options)
-        if ranks > 1 and length // ranks < count:
+        training, ranks, count = at.config.training, at.config.parallel.context, needed(at.options)
+        chunks = training.sequence_chunks
+        if ranks > 1 and training.sequence_length // chunks // ranks < count:
+            of_chunk = (" of each chunk", ", fewer chunks,") if chunks > 1 else ("", ",")
             yield at.problem(
                 "training.sequence_length",
                 "parallel.context",
+                *(("training.sequence_chunks",) if chunks > 1 else ()),
                 *names,
-                rule=f"each of {ranks} ranks must have the {count} tokens that convolutions of the next one look back "
-                "to",
-                fix=f"use at least {count * ranks} tokens, or fewer ranks for a sequence",
+                rule=f"each of {ranks} ranks must have the {count} tokens{of_chunk[0]} that convolutions of the next "
+                "one look back to",
+                fix=f"use at least {count * ranks * chunks} tokens{of_chunk[1]} or fewer ranks for a sequence",
             )
 
     return rule

@@ -15,8 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried_by_matrix, document_begins, taps_before
-from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.carried import (
+    carried_by_matrix,
+    document_begins,
+    handed,
+    last_document,
+    taps_after,
+    taps_before,
+)
+from megatron.kinds.common.convolution import Taps, causal_convolution
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
@@ -113,23 +120,15 @@ class GatedDelta(nn.Module):
         q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
         alone = self.context.size == 1
         rule: Callable = kernels.gated_delta_rule if self.fused and state is None and alone else gated_delta_rule
-        y, memory = rule(
-            q,
-            k,
-            v,
-            decay,
-            beta,
-            chunk=options.chunk,
-            initial_BhKV=past.memory if alone else self._memory_before(k, v, decay, beta, starts),
-            starts_BS=starts,
-        )
+        before = past.memory if alone else self._memory_before(k, v, decay, beta, starts, past.memory)
+        y, memory = rule(q, k, v, decay, beta, chunk=options.chunk, initial_BhKV=before, starts_BS=starts)
         if state is not None:
             state.query_key, state.value = (
-                last_taps(each, old, options.convolution, starts)
-                for each, old in ((query_key, past.query_key), (value, past.value))
+                taps_after(self.context, each, old, options.convolution, starts)
+                for each, old in ((query_key, keys_before), (value, values_before))
             )
-            state.memory = memory
-            state.document = None if stream.documents is None else stream.documents[:, -1]
+            state.memory = handed(self.context, memory)
+            state.document = last_document(self.context, stream)
         weight = sum_gradient(self.norm, self.mesh.tensor)  # each rank norms its own heads
         return self.output(recomputed(self._gated_norm, y, gate, weight))
 
@@ -137,12 +136,18 @@ class GatedDelta(nn.Module):
         return GatedDeltaState()
 
     def _memory_before(
-        self, k_BSgK: Tensor, v_BShV: Tensor, decay_BSh: Tensor, beta_BSh: Tensor, starts_BS: Tensor | None
+        self,
+        k_BSgK: Tensor,
+        v_BShV: Tensor,
+        decay_BSh: Tensor,
+        beta_BSh: Tensor,
+        starts_BS: Tensor | None,
+        of_state: Tensor | None,
     ) -> Tensor:
         """The memory before this rank's tokens, of those that share the sequence."""
         of = functools.partial(ends, chunk=self.options.chunk)
         made, left = recomputed(of, k_BSgK, v_BShV, decay_BSh, beta_BSh, starts_BS)
-        return carried_by_matrix(self.context, made, lambda: left)
+        return carried_by_matrix(self.context, made, lambda: left, of_state)
 
     def _used_keys(self, x_BSgK: Tensor) -> Tensor:
         """Heads of queries or keys that this rank's heads of values use, each by equally many."""

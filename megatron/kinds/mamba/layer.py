@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection, NormOptions
 from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
-from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.carried import (
+    carried_by_decay,
+    document_begins,
+    handed,
+    last_document,
+    taps_after,
+    taps_before,
+)
+from megatron.kinds.common.convolution import Taps, causal_convolution
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.mamba.options import KIND, MambaOptions
 from megatron.model.counts import Counts
@@ -119,11 +126,12 @@ class Mamba(nn.Module):
         v = convolve(u, *self.x_conv.taps(), before, starts)
         dt, B, C = self._read(v)
         dt = self.dt(dt)
-        initial = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts)
+        initial = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, past.memory)
         y, memory = self._scanned(scan, (v, z, dt), (B, C), initial, starts)
         if state is not None:
-            state.x, state.memory = last_taps(u, past.x, self.options.convolution, starts), memory
-            state.document = None if stream.documents is None else stream.documents[:, -1]
+            state.x = taps_after(self.context, u, before, self.options.convolution, starts)
+            state.memory = None if memory is None else handed(self.context, memory)
+            state.document = last_document(self.context, stream)
         return self.output(y)
 
     def _read(self, v_BSd: Tensor) -> list[Tensor]:
@@ -172,7 +180,9 @@ class Mamba(nn.Module):
     def new_state(self) -> MambaState:
         return MambaState()
 
-    def _memory_before(self, v_BSd: Tensor, dt_BSd: Tensor, B_BSnN: Tensor, starts_BS: Tensor | None) -> Tensor:
+    def _memory_before(
+        self, v_BSd: Tensor, dt_BSd: Tensor, B_BSnN: Tensor, starts_BS: Tensor | None, of_state: Tensor | None
+    ) -> Tensor:
         """The memory before this rank's tokens, of those that share the sequence: [B, d, N]."""
         heads = zip(*(each.chunk(B_BSnN.shape[2], -1) for each in (v_BSd, dt_BSd)), strict=True)
         own = zip(*(each.chunk(B_BSnN.shape[2]) for each in (self.dt_bias, self.A_log)), strict=True)
@@ -183,7 +193,7 @@ class Mamba(nn.Module):
             ),
             strict=True,
         )
-        return carried_by_decay(self.context, _joined(made, 1), _joined(left, 1))
+        return carried_by_decay(self.context, _joined(made, 1), _joined(left, 1), of_state)
 
     @staticmethod
     def sends(model: ModelSection, options: MambaOptions, tensor: TensorAxis) -> list[Event]:

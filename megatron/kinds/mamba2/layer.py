@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
 from megatron.kinds.common import convolution_kernels
-from megatron.kinds.common.carried import carried_by_decay, document_begins, taps_before
-from megatron.kinds.common.convolution import Taps, causal_convolution, last_taps
+from megatron.kinds.common.carried import (
+    carried_by_decay,
+    document_begins,
+    handed,
+    last_document,
+    taps_after,
+    taps_before,
+)
+from megatron.kinds.common.convolution import Taps, causal_convolution
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.multiplied import scaled
 from megatron.kinds.common.recomputed import recomputed
@@ -110,7 +117,7 @@ class Mamba2(nn.Module):
         B, C = convolve(bc, *self.bc_conv.taps(), bc_before, starts).chunk(2, dim=-1)
         B, C = (self._used_groups(each.unflatten(-1, (-1, options.state_size))) for each in (B, C))
         v, limits = v.unflatten(-1, (self.heads, -1)), (options.least_step, options.most_step)
-        before = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, limits)
+        before = past.memory if self.context.size == 1 else self._memory_before(v, dt, B, starts, limits, past.memory)
         y, memory = scan(
             v,
             dt,
@@ -126,10 +133,11 @@ class Mamba2(nn.Module):
         )
         if state is not None:
             state.x, state.bc = (
-                last_taps(each, old, options.convolution, starts) for each, old in ((value, past.x), (bc, past.bc))
+                taps_after(self.context, each, old, options.convolution, starts)
+                for each, old in ((value, x_before), (bc, bc_before))
             )
-            state.memory = memory
-            state.document = None if stream.documents is None else stream.documents[:, -1]
+            state.memory = handed(self.context, memory)
+            state.document = last_document(self.context, stream)
         y_BsH = self.output(recomputed(self._gated, y.flatten(2, 3), z, self.norm))
         return scaled(y_BsH, options.output_multiplier)
 
@@ -148,12 +156,18 @@ class Mamba2(nn.Module):
         return scaled(z, by.z), scaled(x, by.x), bc, scaled(self.dt(x_BSH), by.dt)
 
     def _memory_before(
-        self, v_BShP: Tensor, dt_BSh: Tensor, B_BSgN: Tensor, starts_BS: Tensor | None, limits: tuple
+        self,
+        v_BShP: Tensor,
+        dt_BSh: Tensor,
+        B_BSgN: Tensor,
+        starts_BS: Tensor | None,
+        limits: tuple,
+        of_state: Tensor | None,
     ) -> Tensor:
         """The memory before this rank's tokens, of those that share the sequence."""
         of = functools.partial(ends, chunk=self.options.chunk, limits=limits)
         made, left = recomputed(of, v_BShP, dt_BSh, self.dt_bias, self.A_log, B_BSgN, starts_BS)
-        return carried_by_decay(self.context, made, left)
+        return carried_by_decay(self.context, made, left, of_state)
 
     def _used_groups(self, x_BSgN: Tensor) -> Tensor:
         """B or C of the groups that this rank's heads use, so that the heads are equal shares of them."""

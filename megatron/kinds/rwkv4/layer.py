@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried, document_begins, token_before
+from megatron.kinds.common.carried import carried, document_begins, handed, token_before
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
@@ -77,21 +77,24 @@ class RWKV4(nn.Module):
         before = past.sums
         k, v = self.key(k), self.value(v)
         if self.context.size > 1:
-            before = self._sums_before(k, v, starts)
+            before = self._sums_before(k, v, starts, before)
         y, sums = wkv4(k, v, self.decay, self.bonus, chunk=self.options.chunk, initial=before, starts_BS=starts)
         if state is not None:
-            state.keep(x_BSH, stream)
-            state.numerator, state.denominator, state.largest = sums
+            state.keep(self.context, x_BSH, stream)
+            state.numerator, state.denominator, state.largest = (handed(self.context, each) for each in sums)
         return self.output(recomputed(_gated, self.receptance(r), y))
 
     def new_state(self) -> RWKV4State:
         return RWKV4State()
 
-    def _sums_before(self, k_BSd: Tensor, v_BSd: Tensor, starts_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums_before(
+        self, k_BSd: Tensor, v_BSd: Tensor, starts_BS: Tensor | None, of_state: State | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The sums before this rank's tokens, of those that share the sequence."""
         made, aged = ends(k_BSd, v_BSd, self.decay, starts_BS, chunk=self.options.chunk)
-        above, below, largest = carried(self.context, made, lambda: aged, joined, _older)
-        return above, below, (torch.full_like(largest, NOTHING) if self.context.rank == 0 else largest).detach()
+        above, below, largest = carried(self.context, made, lambda: aged, joined, _older, of_state)
+        nothing = self.context.rank == 0 and of_state is None
+        return above, below, (torch.full_like(largest, NOTHING) if nothing else largest).detach()
 
     @staticmethod
     def sends(model: ModelSection, options: RWKV4Options, tensor: TensorAxis) -> list[Event]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried_by_decay, document_begins, token_before
+from megatron.kinds.common.carried import carried_by_decay, document_begins, handed, token_before
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.start import Start
@@ -89,7 +89,8 @@ class RWKV5(nn.Module, Generic[Options]):
         moved = None if moved is None else moved.unflatten(-1, (self.heads, -1))
         decay, memory = self.decay.view(self.heads, -1), past.memory
         if self.context.size > 1:
-            memory = carried_by_decay(self.context, *ends(k, v, moved, decay, starts, chunk=self.options.chunk))
+            made, left = ends(k, v, moved, decay, starts, chunk=self.options.chunk)
+            memory = carried_by_decay(self.context, made, left, memory)
         y, memory = wkv6(
             r,
             k,
@@ -102,8 +103,8 @@ class RWKV5(nn.Module, Generic[Options]):
             starts_BS=starts,
         )
         if state is not None:
-            state.keep(x_BSH, stream)
-            state.memory = memory
+            state.keep(self.context, x_BSH, stream)
+            state.memory = handed(self.context, memory)
         normed = functools.partial(_normed, epsilon=self.options.norm_epsilon)
         return self.output(recomputed(normed, y, self.gate(g), self.norm_weight, self.norm_bias))
 

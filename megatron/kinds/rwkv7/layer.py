@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.sections.model import ModelSection
-from megatron.kinds.common.carried import carried_by_matrix, document_begins, token_before
+from megatron.kinds.common.carried import carried_by_matrix, document_begins, handed, token_before
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
@@ -121,7 +121,7 @@ class RWKV7(nn.Module):
             self.key_scale,
             self.rate_scale,
         )
-        before = past.memory if self.context.size == 1 else self._memory_before(made, starts)
+        before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
         y, memory = recomputed(
             functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
             self.receptance(r),
@@ -134,22 +134,25 @@ class RWKV7(nn.Module):
             starts,
         )
         if state is not None:
-            state.keep(x_BSH, stream)
-            state.memory = memory
+            state.keep(self.context, x_BSH, stream)
+            state.memory = handed(self.context, memory)
         y = self.output(y)
         return (y, {FIRST: value}) if self.first else y
 
     def new_state(self) -> RWKV7State:
         return RWKV7State()
 
-    def _memory_before(self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None) -> Tensor:
+    def _memory_before(
+        self, made: tuple[Tensor | None, ...], starts_BS: Tensor | None, of_state: Tensor | None
+    ) -> Tensor:
         """The memory before this rank's tokens, of those that share the sequence; what is left of one before them is
         only computed where more than two do."""
         own, left = (
             functools.partial(each, heads=self.heads, chunk=self.options.chunk) for each in (_made_of_none, _left)
         )
         memory = recomputed(own, *made, starts_BS)
-        return carried_by_matrix(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT).mT
+        turned = None if of_state is None else of_state.mT
+        return carried_by_matrix(self.context, memory.mT, lambda: recomputed(left, *made, starts_BS).mT, turned).mT
 
     @staticmethod
     def channels(model: ModelSection, options: RWKV7Options, ranks: int) -> dict[str, Channel]:

@@ -58,7 +58,7 @@ class ChannelMix(nn.Module):
         mix = sum_gradient(self.mix, self.mesh.tensor)
         parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts)
         if state is not None:
-            state.keep(x_BSH, stream)
+            state.keep(self.context, x_BSH, stream)
         y = self.value(F.relu(self.key(parts[0])).square())
         if self.receptance is None:
             return y

@@ -180,6 +180,41 @@ def scanned(kind: str):
     return found.detach(), made.grad, left.grad, sent
 
 
+def scanned_from_a_state(kind: str, ranks: int):
+    """The same, where the first rank's tokens follow a state; with that state's gradient."""
+    context = ContextGroup.of(Mesh.build(Layout(context=ranks)))
+    made, left, of = (own[context.rank].clone().requires_grad_() for own in parts(kind))
+    before = first_state() if context.rank == 0 else torch.zeros_like(first_state())
+    before.requires_grad_()
+    if kind == "turned":
+        found = carried_by_matrix(context, made, lambda: left, before)
+    else:
+        found = carried_by_decay(context, made, left, before)
+    (found * of).sum().backward()
+    return found.detach(), made.grad, left.grad, before.grad
+
+
+def first_state() -> Tensor:
+    return drawn(7, (2, N, N))[0]
+
+
+@pytest.mark.parametrize("ranks", [2, RANKS])
+@pytest.mark.parametrize("kind", ["faded", "turned"])
+def test_a_state_before_the_first_rank_reaches_all(kind: str, ranks: int):
+    answers = run(ranks, scanned_from_a_state, kind, ranks)
+    made, left, of = (each[:ranks].clone().requires_grad_() for each in parts(kind))
+    states = [first_state().requires_grad_()]
+    for own, passed in zip(made, left):
+        states.append((passed @ states[-1] if kind == "turned" else passed * states[-1]) + own)
+    (torch.stack(states[:-1]) * of).sum().backward()
+    for rank, (found, of_made, of_left, of_first) in enumerate(answers):
+        assert relative(found, states[rank].detach()) < EXACT
+        torch.testing.assert_close(of_made, made.grad[rank], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_left, left.grad[rank], rtol=1e-12, atol=1e-12)
+        if rank == 0:
+            torch.testing.assert_close(of_first, states[0].grad, rtol=1e-12, atol=1e-12)
+
+
 def parts(kind: str) -> list[Tensor]:
     return drawn(3, (RANKS, 2, N, N), (RANKS, 2, N, N) if kind == "turned" else (RANKS, 2, N, 1), (RANKS, 2, N, N))
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.kinds.common.carried import handed, last_document
 from megatron.kinds.common.recomputed import recomputed
 from megatron.model.stream import Stream
+from megatron.parallel.context import ContextGroup
 
 
 @dataclass
@@ -26,9 +28,9 @@ class ShiftState:
     last: Tensor | None = None
     document: Tensor | None = None
 
-    def keep(self, x_BSH: Tensor, stream: Stream) -> None:
-        self.last = x_BSH[:, -1:]
-        self.document = None if stream.documents is None else stream.documents[:, -1]
+    def keep(self, context: ContextGroup, x_BSH: Tensor, stream: Stream) -> None:
+        self.last = handed(context, x_BSH[:, -1:])
+        self.document = last_document(context, stream)
 
 
 def shifted(x_BSH: Tensor, last_B1H: Tensor | None = None, starts_BS: Tensor | None = None) -> Tensor:
