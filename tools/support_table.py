@@ -48,9 +48,9 @@ def summary() -> str:
     """Markdown: a row per architecture, and for each way of cutting a run the sizes that are tested."""
     matrix = read()
     lines = [
-        "| architecture | what it has | tensor | pipeline | ZeRO over data | context | expert | together | recomputed "
-        "| bf16 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| architecture | what it has | tensor | pipeline | ZeRO over data | context | folded | expert | together "
+        "| recomputed | bf16 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, entry in matrix["architectures"].items():
         cells = _summary([case for case in cases(matrix) if case.architecture == name])
@@ -72,6 +72,7 @@ def _summary(found: list[Case]) -> list[str]:
         _several(place.pipeline for place in places if place.pipeline > 1),
         _several(place.zero for place in places if place.data > 1),
         _several(place.context for place in places if place.context > 1),
+        _several(place.folded for place in places if place.folded > 1),
         _several(place.expert for place in places if place.expert > 1),
         ", ".join(together) or NONE,
         ", ".join(sorted(modes)) or NONE,
@@ -87,18 +88,21 @@ class CaseSizes:
     pipeline: int
     data: int
     context: int
+    folded: int
     expert: int
     zero: int
 
     @classmethod
     def of(cls, case: Case) -> CaseSizes:
         parallel = case.values.get("parallel", {})
-        tensor, pipeline, context = (parallel.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+        axes = ("tensor", "pipeline", "context", "folded")
+        tensor, pipeline, context, folded = (parallel.get(axis, 1) for axis in axes)
         return cls(
             tensor,
             pipeline,
-            case.ranks // (tensor * pipeline * context),
+            case.ranks // (tensor * pipeline * context * folded),
             context,
+            folded,
             parallel.get("expert", 1),
             case.values.get("zero", {}).get("stage", 1),
         )
@@ -106,7 +110,8 @@ class CaseSizes:
     @property
     def axes(self) -> str:
         """Which axes have more than one rank: "tp·dp"."""
-        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "dp": self.data, "ep": self.expert}
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "fold": self.folded, "dp": self.data}
+        sizes["ep"] = self.expert
         return "·".join(name for name, size in sizes.items() if size > 1)
 
 
