@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .file_access import unreadable
+from .span_lengths import tokens_read
 
 HEADER = struct.Struct("<9sQBQQ")  # data/token_file.py has the format
 WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a type of token ids -> bytes
@@ -104,7 +105,7 @@ def _path(source: Any) -> str:
 
 def _samples(path: str, shares: list[float] | None, at: Callable[[str], Any]) -> int:
     """Samples that a pass over one source has, before its order repeats itself."""
-    length, order = at("training.sequence_length"), at("data.order")
+    length, order = tokens_read(at), at("data.order")
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path
     index = prefix + ".idx"
     if reason := unreadable(index):

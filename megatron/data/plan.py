@@ -184,7 +184,7 @@ class SamplePlan:
         total, result = self.steps * self.batch, []
         for source in self.sources:
             samples = self.drawn(source.index, total)
-            tokens = samples * self.options.sequence_length
+            tokens = samples * self.options.new_tokens
             weight = next(
                 float(phase.blend.weights[phase.members.index(source.index)])
                 for phase in self.phases
@@ -212,15 +212,18 @@ class SamplePlan:
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
         found = [note for source in self.sources if (note := source.file.note)]
+        length = self.options.sequence_length
         found += [
             f"source {use.name} is read {use.epochs:.1f} times ({use.tokens:,} of {use.available:,} tokens)"
             for use in self.uses()
             if use.epochs > MANY_EPOCHS
         ]
-        if (spans := self.options.corruption) and spans.lost > 0.01:
+        if (spans := self.options.corruption) and (
+            empty := (1 - spans.rate) * (1 - self.options.new_tokens / length)
+        ) > 0.01:
             found.append(
-                f"data.span_corruption: about {spans.lost:.0%} of what a sample reads, at its end, has no room "
-                "behind the spans, and is trained on in no epoch where samples are cut alike"
+                f"data.span_corruption: about {empty:.0%} of a sample is empty, where documents that are not corrupted "
+                "do not grow; rate=1 fills it"
             )
         if self.period and self.steps * self.batch > self.period:
             found.append(

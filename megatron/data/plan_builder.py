@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron.config.added import resolve_import
 from megatron.config.problems import UserError
 from megatron.config.registry import SOURCE
+from megatron.config.span_lengths import tokens_read
 from megatron.objectives.named import objective_of
 
 from .blend import Blend, normalised_weights, weights_by_documents
@@ -73,7 +75,7 @@ class _Builder:
         self.request = OrderRequest(
             self.data.order,
             self.data.packing,
-            config.training.sequence_length,
+            tokens_read(lambda key: attrgetter(key)(config)) if split == "train" else config.training.sequence_length,
             self.data.seed,
             self.data.cache,
             self.data.drop_long,
@@ -215,7 +217,7 @@ class _Builder:
             ),
         )
         return AssemblyOptions(
-            self.request.sequence_length,
+            self.config.training.sequence_length,
             data.seed,
             eod,
             data.mask_loss_at_eod,
@@ -224,6 +226,7 @@ class _Builder:
             None if spans is None else self._corruption(spans),
             filler=0 if data.packing == "until_overflow" else None,
             context=self.targets.context,
+            read=self.request.sequence_length,
         )
 
     def _corruption(self, section: SpanCorruptionSection) -> Corruption:

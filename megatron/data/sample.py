@@ -36,6 +36,7 @@ class AssemblyOptions:
         boundaries: say where documents begin.
         infilling, corruption: one of them, or None, which leaves documents as they are.
         context: tokens before a sample to read too, where it begins within a document.
+        read: new tokens of a sample's pieces where documents grow; S by default.
         filler: id that fills samples up and is a target like any other where all tokens are, as in GPT-NeoX; None fills
             them with `eod`, which is no target there.
     """
@@ -49,6 +50,12 @@ class AssemblyOptions:
     corruption: Corruption | None = None
     filler: int | None = None
     context: int = 0
+    read: int | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of its pieces that no other sample begins with."""
+        return self.sequence_length if self.read is None else self.read
 
     @property
     def reorders(self) -> bool:
@@ -120,21 +127,20 @@ def _corrupted(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Each document corrupted by a draw of its own, and which tokens of all of them are targets.
 
-    Of the document that would reach beyond the sample, the first tokens are corrupted that fit with their targets;
-    what comes after them is not in the sample.
+    They read fewer tokens than a sample has (`config.span_lengths`). Short documents may grow by more than what one
+    long one would: those that find less room than they need have fewer spans, or stay as they are, so nothing is lost.
     """
-    result, targets, room = list[np.ndarray](), list[np.ndarray](), options.sequence_length + 1
+    result, targets = list[np.ndarray](), list[np.ndarray]()
+    room = max(0, options.sequence_length + 1 - sum(map(len, documents)))
     for index, tokens in enumerate(documents):
         ended = len(tokens) > 0 and options.eod is not None and tokens[-1] == options.eod
         body, draw = tokens[:-1] if ended else tokens, generator(options.seed, "span_corruption", number, index)
         made, learned = body, np.ones(len(body), bool)
         if draw.random() < how.rate:
-            if how.grown(len(body)) + ended > room:
-                body, ended = body[: how.fitting(len(body), room)], False
-            made, learned = corrupt(body, how, draw)
+            made, learned = corrupt(body, how, draw, room // 2)
+        room -= len(made) - len(body)
         result.append(np.append(made, tokens[-1]) if ended else made)
         targets.append(np.append(learned, True) if ended else learned)
-        room = max(0, room - len(result[-1]))
     return result, np.concatenate(targets)[: options.sequence_length + 1]
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.config.span_lengths import span_sizes
+
 
 @dataclass(frozen=True)
 class Corruption:
@@ -30,28 +32,10 @@ class Corruption:
     sentinels: tuple[int, ...]
     targets_only: bool = True
 
-    def sizes(self, length: int) -> tuple[int, int]:
-        """(tokens that are taken out of so many, spans that they make); zeros for less than two tokens."""
-        if length < 2:
-            return 0, 0
-        noise = min(max(round(length * self.density), 1), length - 1)
-        return noise, min(max(round(noise / self.mean), 1), noise, length - noise, len(self.sentinels))
-
-    @property
-    def lost(self) -> float:
-        """About what share of a sample's tokens is at its end and has no room once its documents have grown."""
-        return self.rate * (1 - 1 / (1 + 2 * self.density / self.mean))
-
-    def grown(self, length: int) -> int:
-        """Tokens of a document of so many, corrupted: each span has a sentinel in its place and one before it."""
-        return length + 2 * self.sizes(length)[1]
-
-    def fitting(self, length: int, room: int) -> int:
-        """Of so many tokens the most that fit into `room` when they are corrupted."""
-        fitting = min(length, room)
-        while self.grown(fitting) > room:
-            fitting -= 1
-        return fitting
+    def sizes(self, length: int, most: int | None = None) -> tuple[int, int]:
+        """(tokens that are taken out of so many, spans that they make, at most `most`)."""
+        spans = len(self.sentinels) if most is None else min(most, len(self.sentinels))
+        return span_sizes(length, self.density, self.mean, spans)
 
 
 def _parts(items: int, count: int, draw: np.random.Generator) -> np.ndarray:
@@ -60,20 +44,27 @@ def _parts(items: int, count: int, draw: np.random.Generator) -> np.ndarray:
     return np.diff([0, *cuts, items])
 
 
-def noise_mask(length: int, options: Corruption, draw: np.random.Generator) -> np.ndarray:
+def noise_mask(length: int, options: Corruption, draw: np.random.Generator, most: int | None = None) -> np.ndarray:
     """Which of so many tokens are taken out, bool; they begin with one that stays and end with one that does not."""
-    noise, spans = options.sizes(length)
+    noise, spans = options.sizes(length, most)
     if not spans:
         return np.zeros(length, bool)
     taken, kept = _parts(noise, spans, draw), _parts(length - noise, spans, draw)
     return np.repeat(np.arange(2 * spans) % 2 == 1, np.stack([kept, taken], 1).flatten())
 
 
-def corrupt(tokens: np.ndarray, options: Corruption, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A document's tokens without its spans, then the spans; and which of these tokens are targets."""
-    if len(tokens) < 2:
+def corrupt(
+    tokens: np.ndarray, options: Corruption, draw: np.random.Generator, most: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """A document's tokens without its spans, then the spans; and which of these tokens are targets. It becomes longer
+    by two tokens per span.
+
+    Args:
+        most: spans that it may have; with none it stays as it is.
+    """
+    mask = noise_mask(len(tokens), options, draw, most)
+    if not mask.any():
         return tokens, np.ones(len(tokens), bool)
-    mask = noise_mask(len(tokens), options, draw)
     first = mask & ~np.concatenate([[False], mask[:-1]])  # of each span
     sentinels = np.asarray(options.sentinels[: int(first.sum())], dtype=tokens.dtype)
     text = tokens.copy()

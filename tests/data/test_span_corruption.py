@@ -10,8 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.span_lengths import tokens_read
 from megatron.data.keyed import generator
 from megatron.data.loader import build_loader
+from megatron.data.plan_builder import build_plan
 from megatron.data.provenance import Provenance
 from megatron.data.sample import AssemblyOptions, assemble
 from megatron.data.span_corruption import Corruption, corrupt, noise_mask
@@ -77,7 +79,7 @@ def test_lengths_are_drawn_as_t5_draws_them():
 def test_a_document_can_be_read_back(length, options, seed):
     tokens = np.arange(1, length + 1)
     made, targets = corrupt(tokens, options, generator(seed))
-    assert len(made) == options.grown(length) == len(targets)
+    assert len(made) == length + 2 * options.sizes(length)[1] == len(targets)
     if length < 2:
         assert made.tolist() == tokens.tolist() and targets.all()
         return
@@ -96,26 +98,85 @@ def test_a_document_can_be_read_back(length, options, seed):
 
 
 @settings(max_examples=150, deadline=None)
-@given(length=st.integers(0, 300), room=st.integers(0, 300), options=CORRUPTIONS)
-def test_as_much_is_taken_as_fits(length, room, options):
-    fitting = options.fitting(length, room)
-    assert options.grown(fitting) <= room
-    assert fitting == length or options.grown(fitting + 1) > room
+@given(length=st.integers(3, 400), options=CORRUPTIONS)
+def test_as_much_is_read_as_fits(length, options):
+    own = {"rate": 1.0, "noise_density": options.density, "mean_span_length": options.mean, "sentinels": 100}
+    values = {f"data.span_corruption.{name}": value for name, value in own.items()}
+    read = tokens_read({**values, "training.sequence_length": length}.__getitem__) + 1
+    assert after(read, options) <= length + 1 < after(read + 1, options)
+    assert tokens_read({"data.span_corruption.rate": 0.0, "training.sequence_length": length}.__getitem__) == length
 
 
-def test_samples_lose_no_target_and_count_what_they_should():
-    options = AssemblyOptions(64, seed=3, eod=EOD, boundaries=True, corruption=Corruption(1.0, 0.2, 2.0, SENTINELS))
-    documents = [np.array([*range(1, 30), EOD]), np.array([*range(31, 80), EOD]), np.array([*range(81, 90)])]
+def after(length: int, options: Corruption) -> int:
+    """Tokens of a document once it is corrupted: made, and counted."""
+    return len(corrupt(np.arange(1, length + 1), options, generator(length))[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    options=st.builds(Corruption, st.floats(0.3, 1.0), st.floats(0.05, 0.9), st.floats(1, 10), st.just(SENTINELS)),
+    extra=st.integers(0, 40),
+    number=st.integers(0, 10**6),
+)
+def test_a_sample_loses_nothing_that_it_has_read(sizes, options, extra, number):
+    """However its documents grow; what is left of it is empty and no target."""
+    ends, width = np.cumsum(sizes), sum(sizes) + extra
+    documents = [np.arange(end - size + 1, end + 1) for size, end in zip(sizes, ends)]
+    made = assemble(documents, AssemblyOptions(width - 1, seed=3, eod=EOD, corruption=options), number)
+    assert len(made.tokens) == width
+    assert sorted(token for token in made.tokens.tolist() if EOD < token < FIRST) == [*range(1, ends[-1] + 1)]
+    if made.weights is not None:
+        assert not made.weights[made.tokens[1:] == EOD].any()
+
+
+def test_samples_count_what_they_should():
+    """The first documents have all of their spans, and the last one as many as there is room for."""
+    corruption = Corruption(1.0, 0.2, 2.0, SENTINELS)
+    options = AssemblyOptions(63, seed=3, eod=EOD, boundaries=True, corruption=corruption)
+    documents = [np.array([*range(1, 30), EOD]), np.array([*range(31, 50), EOD]), np.array([*range(81, 85)])]
     first, again, other = (assemble(documents, options, number) for number in (8, 8, 9))
-    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist() and len(first.tokens) == 65
+    assert first.tokens.tolist() == again.tokens.tolist() != other.tokens.tolist() and len(first.tokens) == 64
     whole = 29 + 2 * 3 + 1  # 6 of 29 tokens in 3 spans
-    assert first.tokens[whole - 1] == EOD and first.begins[whole]
-    cut = first.tokens[whole:]
-    taken = Corruption(1.0, 0.2, 2.0, SENTINELS).fitting(49, 65 - whole)
-    assert cut[cut < FIRST][:taken].size == taken and set(range(31, 31 + taken)) <= set(cut.tolist())
-    filled = 65 - whole - (taken + 2 * Corruption(1.0, 0.2, 2.0, SENTINELS).sizes(taken)[1])
-    assert filled <= 2 and not first.weights[64 - filled :].any()
-    assert first.weights.sum() == (6 + 3 + 1) + sum(Corruption(1.0, 0.2, 2.0, SENTINELS).sizes(taken))
+    next_one = whole + 19 + 2 * 2 + 1  # of 64 - 54 places 6 are taken, and these two spans take the last four
+    assert first.tokens[[whole - 1, next_one - 1]].tolist() == [EOD, EOD]
+    assert np.flatnonzero(first.begins).tolist() == [0, whole, next_one]
+    assert first.tokens[next_one:].tolist() == [*range(81, 85)]
+    assert first.weights.sum() == (6 + 3 + 1) + (4 + 2 + 1) + 4
+
+
+def test_every_token_of_an_epoch_is_trained_on(tmp_path):
+    """In the file's own order, where samples are cut alike in every epoch; through the loader."""
+    sizes = [7, 30, 2, 55, 1, 120, 9, 44, 13, 80]
+    ends = np.cumsum(sizes)
+    documents = [[*range(end - size + 1, end), EOD] if size > 1 else [EOD] for size, end in zip(sizes, ends)]
+    write_documents(tmp_path / "a", documents)
+    vocabulary = {f"t{index}": index for index in range(400)}
+    added = [{"id": 400 + index, "content": f"<s{index}>", "special": True} for index in range(8)]
+    added = [{**each, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False} for each in added]
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": added}))
+    values = {
+        "data": {
+            "train": str(tmp_path / "a"),
+            "order": "sequential",
+            "span_corruption": {"rate": 1.0, "sentinel": "<s{}>", "sentinels": 8},
+        },
+        "model": {"vocab_size": 408},
+        "tokenizer": {"path": str(tmp_path / "tokenizer.json"), "eod_id": EOD},
+        "training": {"epochs": 1, "steps": None, "sequence_length": 24, "global_batch_size": 1, "micro_batch_size": 1},
+    }
+    config = configuration(values.pop("data"), **values)
+    read = 22  # a document of 23 tokens has 3 of them in one span: 25 tokens
+    assert config.training.steps == (sum(sizes) - 1) // read
+    seen: set[int] = set()
+    for step in range(config.training.steps):
+        seen |= set(build_loader(config, data_rank=0, data_ranks=1).step(step).tokens.flatten().tolist())
+    wanted = {token for document in documents for token in document}
+    end = read * config.training.steps + 1  # what is no whole sample is read in the next epoch at most
+    left = {token for token in wanted if token > end}
+    assert wanted - left <= seen
+    assert build_plan(config).uses()[0].tokens == read * config.training.steps
 
 
 def test_through_the_loader_and_its_provenance(tmp_path):

@@ -42,6 +42,16 @@ def corruption_has_whole_samples(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def a_document_has_room_for_a_span(context: RuleContext) -> Iterator[Problem]:
+    if _corrupts(context) and context.config.training.sequence_length < 3:
+        yield context.problem(
+            "training.sequence_length",
+            RATE,
+            rule="must be at least 3 with span corruption: two tokens become four",
+            fix="use a longer one",
+        )
+
+
 def corruption_has_no_labels(context: RuleContext) -> Iterator[Problem]:
     for path, source in sources(context):
         if _corrupts(context) and source.labels and path[1] in ("train", "phases"):
@@ -107,6 +117,7 @@ RULES = (
     corruption_has_documents,
     corruption_is_alone,
     corruption_has_whole_samples,
+    a_document_has_room_for_a_span,
     corruption_has_no_labels,
     sentinels_are_numbered,
 )
