@@ -42,16 +42,17 @@ def largest_logits(
 
 @dataclass(frozen=True)
 class Projection:
-    """A weight or a bias of queries or keys: which of its rows, here on this rank, are heads.
+    """A weight or a bias that queries or keys come from, and what of a head's factor each of its rows takes.
 
     Attributes:
+        shares: of the rows of one head, in their order: (rows, exponent of the head's factor). All heads of this rank
+            have such rows, one head after the other.
         skipped: rows after those of the heads, which stay.
-        share: the exponent of a head's factor.
     """
 
     parameter: nn.Parameter
-    skipped: int
-    share: float
+    shares: tuple[tuple[int, float], ...]
+    skipped: int = 0
 
 
 class LogitClip:
@@ -60,24 +61,12 @@ class LogitClip:
     Attributes:
         threshold: tau; the largest logit of a head may be as large.
         largest: of each local query head, in this step so far.
+        projections: what shrinks where a head's logits are larger.
     """
 
-    def __init__(
-        self,
-        threshold: float,
-        heads: int,
-        head_dim: int,
-        queries: list[nn.Parameter],
-        keys: list[nn.Parameter] | None,
-        device: torch.device | str,
-    ) -> None:
-        """`queries`, `keys`: weights and biases. Where `keys` is None their heads are shared by several queries, and
-        only the queries shrink, so that a head does not change what another one sees; else both shrink alike."""
-        self.threshold, self.head_dim = threshold, head_dim
+    def __init__(self, threshold: float, heads: int, projections: list[Projection], device: torch.device | str) -> None:
+        self.threshold, self.projections = threshold, projections
         self.largest = torch.full((heads,), -torch.inf, device=device)
-        share = 1.0 if keys is None else 0.5
-        self.projections = [Projection(each, 0, share) for each in queries]
-        self.projections += [Projection(each, heads * head_dim, share) for each in keys or ()]  # values come after keys
 
     @torch.no_grad()
     def see(self, largest_n: Tensor) -> None:
@@ -89,5 +78,6 @@ class LogitClip:
 
     def rows(self, projection: Projection, factors_n: Tensor) -> Tensor:
         """What each row of a projection's parameter is multiplied by."""
-        rows = (factors_n**projection.share).repeat_interleave(self.head_dim)
+        shares = [share for count, share in projection.shares for _ in range(count)]
+        rows = (factors_n[:, None] ** factors_n.new_tensor(shares)).flatten()
         return torch.cat([rows, rows.new_ones(projection.skipped)])

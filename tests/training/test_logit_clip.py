@@ -40,7 +40,14 @@ MODELS = {
         "data": {"reset_attention_at_eod": True},
     },
     "own keys": {"model": {"attention": {"qkv_bias": True, "qk_clip": 0.5}}},
-}
+    "latent": {
+        "model": {
+            "layers": "(mla/mlp) x4",
+            "mla": {"heads": 4, "query_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "value_dim": 5,
+                    "qk_clip": 0.05},
+        },
+    },
+}  # fmt: skip
 RECIPE = {
     "training": {"micro_batch_size": 2, "steps": STEPS},
     "optimizer": {"type": "sgd", "lr": 0.6, "momentum": 0.9, "weight_decay": 0.1, "gradient_clipping": 0.3},
@@ -67,7 +74,9 @@ def seen(q: torch.Tensor, k: torch.Tensor, pattern, documents) -> torch.Tensor:
 def plainly(values: dict[str, Any]) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
     """Losses, largest logits and weights of one process of plain PyTorch."""
     config = resolve(values)
-    threshold, D = config.model.attention.qk_clip, config.model.attention.head_dim
+    kind = "mla" if "mla" in config.model.layers else "attention"
+    own = getattr(config.model, kind)
+    threshold = own.qk_clip
     begun, model = build_model(config), build_model(config)
     parameters = list(dict.fromkeys(model.parameters()))
     masters = [p.detach() + torch.from_numpy(runs.noise(p.logical)) for p in dict.fromkeys(begun.parameters())]
@@ -90,16 +99,30 @@ def plainly(values: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
         largest = [torch.stack(calls[layer::4]).amax(0) for layer in range(4)]
         for layer, each in enumerate(largest):
             factors = (threshold / each).clamp(max=1.0)
-            prefix, shared = f"layers.{layer}.attention", config.model.attention.kv_heads < len(each)
             for head, factor in enumerate(factors.tolist()):
-                rows = slice(head * D, (head + 1) * D)
-                for kind in ("weight", "bias"):
-                    if f"{prefix}.query.{kind}" in named:
-                        named[f"{prefix}.query.{kind}"][rows] *= factor if shared else factor**0.5
-                        named[f"{prefix}.key_value.{kind}"][rows] *= 1.0 if shared else factor**0.5
+                shrink = shrink_latent if kind == "mla" else shrink_head
+                shrink(named, f"layers.{layer}.{kind}", own, head, factor)
         losses.append(loss)
         tops.append(float(torch.stack(largest).max()))
     return losses, tops, {name: master.numpy().reshape(-1) for name, master in named.items()}
+
+
+def shrink_head(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int, factor: float) -> None:
+    rows, shared = slice(head * own.head_dim, (head + 1) * own.head_dim), own.kv_heads < own.heads
+    for each in ("weight", "bias"):
+        if f"{prefix}.query.{each}" in named:
+            named[f"{prefix}.query.{each}"][rows] *= factor if shared else factor**0.5
+            named[f"{prefix}.key_value.{each}"][rows] *= 1.0 if shared else factor**0.5
+
+
+def shrink_latent(named: dict[str, torch.Tensor], prefix: str, own: Any, head: int, factor: float) -> None:
+    """Queries that positions turn, those that they do not, keys of this head; then the head's values, which stay."""
+    query, keys = named[f"{prefix}.query.weight"], named[f"{prefix}.key_value.weight"]
+    begin = head * (own.rope_dim + own.nope_dim)
+    query[begin : begin + own.rope_dim] *= factor
+    query[begin + own.rope_dim : begin + own.rope_dim + own.nope_dim] *= factor**0.5
+    begin = head * (own.nope_dim + own.value_dim)
+    keys[begin : begin + own.nope_dim] *= factor**0.5
 
 
 def clipped(values: dict[str, Any], ranks: int) -> tuple[list[float], list[dict], list]:
@@ -118,7 +141,8 @@ def clipped(values: dict[str, Any], ranks: int) -> tuple[list[float], list[dict]
 def test_layouts_clip_as_one_process(model):
     values = values_of(model)
     losses, tops, weights = plainly(values)
-    without, _, _ = plainly(merged(values, {"model": {"attention": {"qk_clip": 1e9}}}))
+    kind = "mla" if model == "latent" else "attention"
+    without, _, _ = plainly(merged(values, {"model": {kind: {"qk_clip": 1e9}}}))
     assert abs(losses[-1] - without[-1]) > 1e-3, "nothing was clipped, so this proves nothing"
     for name, own in LAYOUTS.items():
         cut = {key: value for key, value in own.items() if key != "ranks"}

@@ -24,7 +24,7 @@ from megatron.kinds.common.multiplied import scaled
 from megatron.model.counts import Counts
 from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
-from megatron.model.logit_clip import LogitClip, largest_logits
+from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm, WideRMSNorm, norm_activations, norm_parameters
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
@@ -126,10 +126,15 @@ class Attention(nn.Module):
             self.logit_clip = self._clip(options.qk_clip, make.device)
 
     def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
-        both = [[linear.weight] + ([] if linear.bias is None else [linear.bias])
-                for linear in (self.query, self.key_value)]  # fmt: skip
+        """Queries and keys shrink alike; where several queries share the keys of a head, the queries alone, so that no
+        head changes what another one sees.
+        """
         shared = self.options.kv_heads < self.options.heads
-        return LogitClip(threshold, self.heads, self.D, both[0], None if shared else both[1], device)
+        clipped = [Projection(each, ((self.D, 1.0 if shared else 0.5),)) for each in self.query.parameters()]
+        if not shared:  # values come after keys
+            width = self.heads * self.D
+            clipped += [Projection(each, ((self.D, 0.5),), width) for each in self.key_value.parameters()]
+        return LogitClip(threshold, self.heads, clipped, device)
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None, call: SharedCall | None = None) -> Tensor:
         x_BSH = enter(scaled(x, self.options.input_multiplier), self.mesh)

@@ -112,23 +112,27 @@ def heads_divide_over_tensor_ranks(at: KindUse[AttentionOptions]) -> Iterator[Pr
         )
 
 
-def clipped_logits_follow_from_the_weights(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
-    if at.options.qk_clip is None:
-        return
-    config = at.config
-    if at.options.qk_norm != "none":
+def normalised_logits_are_not_clipped(at: KindUse[AttentionOptions]) -> Iterator[Problem]:
+    if at.options.qk_clip is not None and at.options.qk_norm != "none":
         yield at.problem(
             ".qk_clip",
             ".qk_norm",
             rule="must be null with normalised queries and keys, whose size does not follow from their weights'",
             fix="remove it: qk_norm bounds the logits already",
         )
+
+
+def clipped_logits_are_seen_by_one_rank(at: KindUse[Any]) -> Iterator[Problem]:
+    """Of any kind with a `qk_clip`."""
+    if at.options.qk_clip is None:
+        return
+    config, other = at.config, ", or qk_norm: head" if hasattr(at.options, "qk_norm") else ""
     if config.parallel.context > 1:
         yield at.problem(
             ".qk_clip",
             "parallel.context",
             rule="must be null where ranks share the tokens of a sample: no rank has all products of a head",
-            fix="use parallel.context=1, or qk_norm: head",
+            fix=f"use parallel.context=1{other}",
         )
     if config.training.sequence_chunks > 1:
         yield at.problem(
@@ -142,14 +146,14 @@ def clipped_logits_follow_from_the_weights(at: KindUse[AttentionOptions]) -> Ite
             ".qk_clip",
             "zero.offload_optimizer.device",
             rule="must be null with offloaded masters, which it would change",
-            fix="use device: none, or qk_norm: head",
+            fix=f"use device: none{other}",
         )
     if config.optimizer.type in SCHEDULE_FREE:
         yield at.problem(
             ".qk_clip",
             "optimizer.type",
             rule=f"must be null with {config.optimizer.type}: the average of the weights would keep the large logits",
-            fix="use another optimizer, or qk_norm: head",
+            fix=f"use another optimizer{other}",
         )
 
 
@@ -174,7 +178,7 @@ KIND = LayerKind(
     options=AttentionOptions,
     about="Options of the attention mixer.",
     layer="megatron.kinds.attention.layer:Attention",
-    rules=(*RULES, heads_fill(twice=False), clipped_logits_follow_from_the_weights),
+    rules=(*RULES, heads_fill(twice=False), normalised_logits_are_not_clipped, clipped_logits_are_seen_by_one_rank),
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     head_width=lambda options: options.head_dim,

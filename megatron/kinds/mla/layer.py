@@ -26,6 +26,7 @@ from megatron.kinds.mla.options import MLAOptions
 from megatron.model.counts import Counts
 from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
+from megatron.model.logit_clip import LogitClip, Projection, largest_logits
 from megatron.model.norm import Norm
 from megatron.model.rotary import Rotary
 from megatron.model.stream import Stream
@@ -76,6 +77,7 @@ class MLA(nn.Module):
         self.rotary = Rotary(options.rotary, options.rope_dim) if options.position == "rotary" else None
         self.pattern = Pattern(options.scale * init.factors.attention(options.nope_dim + options.rope_dim))
         self.entropy = AttentionEntropy()
+        self.logit_clip = None if options.qk_clip is None else self._clip(options.qk_clip, make.device)
         self.dropout_key = site_key(make.seed, make.prefix, "probabilities")
 
     def forward(self, x: Tensor, stream: Stream, cache: Keys | None = None) -> Tensor:
@@ -97,10 +99,21 @@ class MLA(nn.Module):
             y = self._among_latents(q, latent, turned, stream, elsewhere)
         else:
             k, v = self._expanded(latent, turned)
+            if self.logit_clip is not None and self.training and cache is None:
+                self.logit_clip.see(largest_logits(q, k, self.pattern.scale, documents_BS=stream.documents))
             if self.entropy.active and self.training and cache is None:
                 self.entropy.see(q, k, self.pattern, stream, self.context)
             y = self._attend(q, k, v, stream, elsewhere)
         return self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
+
+    def _clip(self, threshold: float, device: torch.device | str) -> LogitClip:
+        """Kimi K2's shares (arXiv 2507.20534, section 2.1): turned keys are those of all heads, so their part of a
+        logit shrinks by the queries alone.
+        """
+        turned, own, values = self.options.rope_dim, self.options.nope_dim, self.options.value_dim
+        queries = Projection(self.query.weight, ((turned, 1.0), (own, 0.5)))
+        keys = Projection(self.key_value.weight, ((own, 0.5), (values, 0.0)))
+        return LogitClip(threshold, self.heads, [queries, keys], device)
 
     def new_state(self) -> KeyValueCache:
         """What is kept of a token: as its key the compressed vector, as its value the turned key, [B, 1, S, R or P]."""

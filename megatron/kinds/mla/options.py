@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.config.kind import KindUse, LayerKind
 from megatron.config.sections.base import Derivable, Derived, Needed, Section, key
 from megatron.config.sections.rotary import RotaryOptions
-from megatron.kinds.attention.options import heads_divide_over_tensor_ranks
+from megatron.kinds.attention.options import clipped_logits_are_seen_by_one_rank, heads_divide_over_tensor_ranks
 from megatron.kinds.common.options import heads_are_given, rotary_scaling_is_complete
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ class MLAOptions(Section):
         ),
         gt=0,
     )
+    qk_clip: float | None = key(
+        None,
+        "QK-clip (Kimi K2): after a step in which a head's largest logit was above this, its queries and keys shrink; "
+        "keys with positions, which all heads share, stay, and the queries' part for them shrinks by as much more.",
+        gt=0,
+    )
     norm_epsilon: float = key(1e-6, "Of the RMSNorms of the two compressed vectors.", gt=0)
     bias: bool = key(False, "Whether the projections to the compressed vectors and the output projection have biases.")
     dropout: float = key(0.0, "Dropout of attention probabilities.", ge=0, lt=1)
@@ -123,7 +129,9 @@ KIND = LayerKind(
         all_of_rope_dim_is_turned,
         rotary_scaling_is_complete,
         heads_divide_over_tensor_ranks,
+        clipped_logits_are_seen_by_one_rank,
     ),
+    clips_logits=lambda options: options.qk_clip is not None,
     draws=lambda options: options.dropout > 0.0,
     attends=True,
     context="attends",
