@@ -6,13 +6,17 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests import selection
 from tests.selection import pytest_collection_modifyitems  # noqa: F401
+
+sys.path.append(str(Path(__file__).parent / "stand_ins"))  # a real package comes before them
 
 try:
     from hypothesis import HealthCheck, settings

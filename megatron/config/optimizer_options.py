@@ -8,12 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Option:
-    """A number: its default (None: another key's value), the least and the largest one, and what it is.
+    """A number or a path: its default (None: another key's value), the least and the largest one, and what it is.
 
     Attributes:
         below: the largest value itself is not allowed.
         whole: it must be a whole number.
         switch: it is true or false.
+        path: it is the path of a file or folder.
     """
 
     default: float | None
@@ -23,6 +24,7 @@ class Option:
     below: bool = False
     whole: bool = False
     switch: bool = False
+    path: bool = False
 
     @property
     def shown(self) -> str:
@@ -31,6 +33,8 @@ class Option:
 
     def problem(self, value: Any) -> str | None:
         """What a value must be, if it is not."""
+        if self.path:
+            return None if isinstance(value, str) and value.strip() else "must be the path of a file or folder"
         if self.switch:
             return None if isinstance(value, bool) else "must be true or false"
         kind = "a whole number" if self.whole else "a number"
@@ -41,8 +45,25 @@ class Option:
 
 
 # Of those inside the tree:
-WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor", "adam_mini", "adamw_8bit")  # need them
-PACKAGES = {"adamw_8bit": "torchao"}  # need a package that is not among the requirements
+WHOLE_MATRICES = ("muon", "soap", "jorge", "adafactor", "adam_mini", "adamw_8bit", "small_fc_lopt")  # need them
+# Need a package that is not among the requirements: its name, a file of it, how it is installed.
+PACKAGES = {
+    "adamw_8bit": ("torchao", "optim/subclass_8bit.py", "pip install torchao"),
+    "small_fc_lopt": (
+        "pylo",
+        "optim/AdafacLO_naive.py",
+        "pip install --no-deps git+https://github.com/Belilovsky-Lab/pylo mup==1.0.0 (PyPI's pylo is another program)",
+    ),
+}
+# Names that a user may try, why they are not built, and what to take.
+NOT_BUILT = {
+    "velo": (
+        "VeLO is not built: its network reads each step's loss and the largest features over all tensors of the model, "
+        "so no rank can compute a tensor's step from that tensor",
+        "use small_fc_lopt, whose network looks at one tensor at a time",
+    ),
+    "mulo": ("MuLO is small_fc_lopt with the rates of muP", "use small_fc_lopt with model.parametrization.type=mup"),
+}
 SCHEDULE_FREE = ("schedule_free_adamw",)  # evaluate and save an average of the weights in place of a decaying rate
 
 OPTIONS: dict[str, dict[str, Option]] = {
@@ -62,6 +83,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "clip": Option(1.0, 1e-6, 1e6, "largest root mean square of an update"),
     },
     "adamw_8bit": {"smallest": Option(4096, 1, 10**12, "matrices of fewer elements keep fp32 moments", whole=True)},
+    "small_fc_lopt": {
+        "weights": Option(None, 0, 0, "file or folder with the trained weights of the optimizer's network", path=True)
+    },
     "ademamix": {
         "slow": Option(0.9999, 0, 1, "coefficient of the slow average", below=True),
         "alpha": Option(5.0, 0, 1000, "weight of the slow average"),

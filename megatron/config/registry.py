@@ -61,6 +61,7 @@ INSIDE: dict[str, dict[str, str]] = {
         "adamw_8bit": "megatron.engine.optimizers.adamw_8bit:AdamW8bit",
         "ademamix": "megatron.engine.optimizers.ademamix:AdEMAMix",
         "adam_mini": "megatron.engine.optimizers.adam_mini:AdamMini",
+        "small_fc_lopt": "megatron.engine.optimizers.small_fc_lopt:SmallFcLopt",
         "schedule_free_adamw": "megatron.engine.optimizers.schedule_free:ScheduleFreeAdamW",
     },
     SCHEDULE: {  # see megatron.training.schedule

@@ -60,7 +60,8 @@ def matrix_messages(
         for numbers in wholes.rounds:
             to_owner = [(p.rank, wholes.owners[p.unit], p) for number in numbers for p in wholes.sources[number]]
             back = [(wholes.owners[p.unit], p.rank, p) for number in numbers for p in wholes.parts[number]]
-            for messages, dtype in ((to_owner, there), (back, masters)):
+            ways = [(to_owner, there), *([(to_owner, masters)] if optimizer.reads_weights else []), (back, masters)]
+            for messages, dtype in ways:
                 travels = [each for each in messages if each[0] != each[1]]
                 if travels:
                     call = Call("update", "", group_name(ranks, layout, at), len(ranks), "all_to_all", dtype)

@@ -11,7 +11,7 @@ from tools.config import main
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_missing_package_is_named(there, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(optimizers, "installed", lambda package: there)
+    monkeypatch.setattr(optimizers, "has_file", lambda package, file: there)
     (tmp_path / "a.yml").write_text(BASE)
     status = main(["check", str(tmp_path / "a.yml"), "--ranks", "1", "optimizer.type=adamw_8bit"])
     assert status == (0 if there else 2)

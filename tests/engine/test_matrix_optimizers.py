@@ -183,8 +183,10 @@ def test_a_rehearsal_says_that_it_cannot(capsys):
 def test_the_schedule_multiplies_each_groups_rate(kind):
     """However often it is set, a role's share of the rate stays; a schedule at 0 moves nothing."""
     groups = {"norm": {"lr_scale": 0.5}, "hidden": {"lr_scale": 0.25}}
+    options = {"weights": str(ROOT / "tests/stand_ins/small_fc_lopt.safetensors")} if kind == "small_fc_lopt" else {}
     ours = tensors()
-    optimizer = build_optimizer(settings(optimizer={"type": kind, "lr": 0.01, "groups": groups}), ours)
+    chosen = {"type": kind, "lr": 0.01, "groups": groups, "options": options}
+    optimizer = build_optimizer(settings(optimizer=chosen), ours)
     for lr in (0.01, 0.003, 0.02):
         set_learning_rate(optimizer, lr)
         for group in optimizer.param_groups:

@@ -28,6 +28,7 @@ from megatron.parallel.precision import at_least_fp32, wide_type
 from megatron.parallel.shard import LogicalTensor
 from tests.checkpoint.brute import local_shard
 from tests.training.plain_averages import PlainScheduleFree
+from tests.training.plain_learned import PlainLearned
 from tests.training.plain_matrices import PLAIN, PlainAdEMAMix, PlainMatrices
 
 HALF_A_DIGIT = torch.finfo(torch.float32).eps / 2
@@ -304,12 +305,14 @@ class PlainOptimizer:
         self.averages = [torch.zeros_like(m) for m in masters]
         self.adamw = None
         epsilons = [self.options.epsilon * each.scales.epsilon for each in tensors]
-        written = ("sgd", "adamw", "ademamix", "schedule_free_adamw", *PLAIN)
+        written = ("sgd", "adamw", "ademamix", "schedule_free_adamw", "small_fc_lopt", *PLAIN)
         assert self.options.type in written, "written out for these alone"
         if self.options.type == "schedule_free_adamw":
             self.adamw = PlainScheduleFree(self.options, masters, self.rates, self.decays, epsilons)
         if self.options.type == "ademamix":
             self.adamw = PlainAdEMAMix(self.options, masters, self.rates, self.decays, epsilons)
+        if self.options.type == "small_fc_lopt":
+            self.adamw = PlainLearned(self.options, tensors, masters, self.rates, self.decays)
         if self.options.type in PLAIN:
             self.adamw = PlainMatrices(self.options, tensors, masters, self.decays)
         if self.options.type == "adamw":

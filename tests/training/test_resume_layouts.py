@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.paths import ROOT
 from tests.training import runs
 from tests.training.matrix import merged, read
 from tests.workers import run
@@ -60,6 +61,8 @@ MUON = {"optimizer": {"type": "muon", "lr": 0.01, "muon_lr": 0.02, "epsilon": 1e
 SOAP = {"optimizer": {"type": "soap", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2}}}
 JORGE = {"optimizer": {"type": "jorge", "lr": 0.01, "epsilon": 1e-3, "options": {"frequency": 2, "lr": 0.3}}}
 BITS = {"optimizer": {"type": "adamw_8bit", "lr": 0.01, "epsilon": 1e-3, "options": {"smallest": 256}}}
+NETWORK = {"weights": str(ROOT / "tests/stand_ins/small_fc_lopt.safetensors")}
+LEARNED = {"optimizer": {"type": "small_fc_lopt", "lr": 1.0, "options": NETWORK}}
 MINI = {"optimizer": {"type": "adam_mini", "lr": 0.01, "epsilon": 1e-3}}
 FREE = {"schedule": {"type": "constant"}, "optimizer": {"type": "schedule_free_adamw", "lr": 0.01, "epsilon": 1e-3}}
 BF16 = {"precision": "bf16"}
@@ -91,6 +94,9 @@ PAIRS = [
     ("llama", MINI, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
     ("moe", merged(BITS, MOE), "dp4 ep2 ZeRO 1", "one", 1e-4),
     ("llama", BITS, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-4),
+    ("moe", merged(LEARNED, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
+    ("llama", LEARNED, "tp2 dp2 ZeRO 3", "dp2 ZeRO 0", 1e-5),
+    ("gpt2", LEARNED, "tp2 pp2", "dp2 ZeRO 1", 1e-5),
     ("moe", merged(SOAP, MOE), "dp4 ep2 ZeRO 1", "one", 1e-5),
     ("qwen3", JORGE, "tp2 dp2 ZeRO 3", "dp2 ZeRO 1", 1e-5),
     *[("moe", merged(ADAMW, MOE), "dp2 ep2 ZeRO 1", to, 1e-5) for to in ("one", "dp4 ep4 ZeRO 2", "tp2 ep2")],

@@ -24,6 +24,7 @@ MOMENTS = {
     "adam_mini": 4,
     "adamw_8bit": 2,
     "schedule_free_adamw": 8,
+    "small_fc_lopt": 16,
 }  # bytes per parameter, at least; sgd may have none
 LOG_SPACED = frozenset([0, *(2**power for power in range(10))])
 

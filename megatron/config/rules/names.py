@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ..catalog import lookup
 from ..importable import check_importable
+from ..optimizer_options import NOT_BUILT
 from ..problems import Problem
-from ..registry import ADDED, Registry, RegistryError, registry_of
+from ..registry import ADDED, OPTIMIZER, Registry, RegistryError, registry_of
 from ..rule_context import RuleContext
 from ..structure import nearest
 from ..tree import leaves
@@ -29,6 +30,9 @@ def names_stand_for_something(context: RuleContext) -> Iterator[Problem]:
             yield context.problem_at(path, rule=rule, fix="leave it out here")
         elif value in inside:
             continue
+        elif role == OPTIMIZER and value in NOT_BUILT and ":" not in registry.tables[role].get(value, ""):
+            rule, fix = NOT_BUILT[value]
+            yield context.problem_at(path, rule=f"{key.name} must be one that is built: {rule}", fix=fix)
         elif ":" not in registry.tables[role].get(value, value):
             others = f"use one of: {', '.join(names)}" if names else "write it as package.module:name"
             known = f"one of {', '.join(names)}, or " if names else ""

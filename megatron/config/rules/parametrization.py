@@ -10,9 +10,12 @@ from ..rule_context import RuleContext
 
 # An element's step follows from the history of its own gradient and does not depend on its size: Adam's exponents hold
 # for all of these (Yang & Littwin 2023, arXiv 2308.01814). Muon's steps have a size of their own; SGD's depend on the
-# gradient's, and have rates of their own under muP. Steps from means over rows, blocks or eigenbases are neither.
-ELEMENTWISE = ("adamw", "lion", "ademamix", "schedule_free_adamw")
-DERIVED_FOR = {"mup": (*ELEMENTWISE, "muon", "sgd"), "completep": (*ELEMENTWISE, "muon")}
+# gradient's, and have rates of their own under muP. Steps from means over rows, blocks or eigenbases are neither. The
+# learned steps of small_fc_lopt have Adam's rates under muP (MuLO, Thérien et al. 2024, arXiv 2406.00153).
+ELEMENTWISE = ("adamw", "adamw_8bit", "lion", "ademamix", "schedule_free_adamw")
+DERIVED_FOR = {"mup": (*ELEMENTWISE, "muon", "sgd", "small_fc_lopt"), "completep": (*ELEMENTWISE, "muon")}
+WHY_NOT = {"sgd": "its steps depend on the size of gradients", "small_fc_lopt": "its rates are known over widths alone"}
+MEANS = "its steps depend on means over rows, blocks or eigenbases of a matrix"
 SECTION = "model.parametrization"
 
 
@@ -59,7 +62,8 @@ def rates_are_derived_for_the_optimizer(context: RuleContext) -> Iterator[Proble
         yield context.problem(
             f"{SECTION}.type",
             "optimizer.type",
-            rule=f"the rates of {type} must be derived for the optimizer, and are so for {', '.join(able)}",
+            rule=f"the rates of {type} must be derived for the optimizer, and are so for {', '.join(able)}; "
+            f"they are not for {optimizer}: {WHY_NOT.get(optimizer, MEANS)}",
             fix="use optimizer.type=adamw, or type: standard",
         )
     else:

@@ -26,6 +26,8 @@ from .contract import STEP, initialize_state
 from .named import optimizer_class
 from .whole import Held, OwnedUnit, WholeTensors
 
+WEIGHT = "weight"  # beside the states of a matrix, where the optimizer reads it
+
 # Matrices inside the blocks; embeddings, the head and everything else stay with AdamW.
 MATRIX_ROLES = (Role.HIDDEN, Role.OUTPUT)
 
@@ -62,6 +64,8 @@ class MatrixOptimizer(EagerOptimizer):
 
     _device = torch.device("cpu")
     travels: torch.dtype | None = None  # the type in which values are sent to owners; their own where it is None
+    reads_weights = False  # owners get the whole parameter too, as the state `weight`
+    matrices_alone = True  # else a parameter of a matrix group may have any shape
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class MatrixOptimizer(EagerOptimizer):
         for group in self.param_groups:
             for parameter in group["params"] if group["matrix"] else ():
                 logical = logical_of(parameter)
-                if len(logical.shape) != 2 and not logical.stacked:
+                if self.matrices_alone and len(logical.shape) != 2 and not logical.stacked:
                     raise ValueError(f"{type(self).__name__}: {logical.name} {logical.shape} is not a matrix")
         self._wholes: dict[Tensor, WholeTensors] = {}  # by the first of the flat tensors of a step
         self._owned: dict[OwnedUnit, dict[str, Tensor]] = {}
@@ -117,7 +121,8 @@ class MatrixOptimizer(EagerOptimizer):
         """On the owner, from the whole of `values` to the step, of the same shape: parameter -= lr * step.
 
         Args:
-            states: what `owner_states` says, to be updated in place: of the unit's shape, or [experts, numbers].
+            states: what `owner_states` says, to be updated in place: of the unit's shape, or [experts, numbers]. With
+                `reads_weights` also `weight`, a copy of the whole parameter.
             done: steps before this one; counted where "step" is among `matrix_states`.
         """
         raise NotImplementedError
@@ -200,10 +205,12 @@ class MatrixOptimizer(EagerOptimizer):
             values.append(self.values(group, parameter, gradient))
         done = self._count(group, parameters)
 
-        def direction(unit: OwnedUnit, whole: Tensor) -> Tensor:
-            return self.direction(group, unit, whole, self._of_owner(unit, whole.device), done)
+        def direction(unit: OwnedUnit, whole: Tensor, *weight: Tensor) -> Tensor:
+            states = self._of_owner(unit, whole.device)
+            return self.direction(group, unit, whole, {**states, WEIGHT: weight[0]} if weight else states, done)
 
-        steps = self._whole_tensors(parameters).transform(values, direction, self.travels)
+        read = parameters if self.reads_weights else None
+        steps = self._whole_tensors(parameters).transform(values, direction, self.travels, read)
         for parameter, step in zip(parameters, steps):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(step, alpha=-group["lr"])

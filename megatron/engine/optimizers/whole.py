@@ -57,7 +57,7 @@ class OwnedUnit:
     @property
     def work(self) -> int:
         """Multiplications of one product of the matrix with itself, about what orthogonalising or rooting costs."""
-        rows, columns = self.shape[-2:]
+        rows, columns = (1, 1, *self.shape)[-2:]
         return prod(self.shape) * min(rows, columns)
 
     @property
@@ -107,7 +107,7 @@ class UnitPart:
     place: int
 
 
-Work = Callable[[OwnedUnit, Tensor], Tensor]
+Work = Callable[..., Tensor]
 
 
 class WholeTensors:
@@ -145,19 +145,32 @@ class WholeTensors:
             found[-1].append(number)
         return found
 
-    def transform(self, values: Sequence[Tensor], work: Work, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def transform(
+        self,
+        values: Sequence[Tensor],
+        work: Work,
+        dtype: torch.dtype | None = None,
+        beside: Sequence[Tensor] | None = None,
+    ) -> list[Tensor]:
         """What `work` makes of each whole tensor, in the form of the values; every rank of the axis calls it.
 
         Args:
             values: one per flat tensor, of its shape; what lies in no unit (padding) becomes 0.
-            work: from a unit and its whole tensor to a result of the same shape; called on the unit's owner.
+            work: from a unit and its whole tensor (and that of `beside`) to a result of the same shape; called on the
+                unit's owner.
             dtype: in which the values travel to the owner; their own by default.
+            beside: further values of the same form, of which `work` gets the whole as a third argument.
         """
         results = [torch.zeros_like(value) for value in values]
         flats, found = [value.reshape(-1) for value in values], [result.view(-1) for result in results]
+        others = [value.reshape(-1) for value in beside or ()]
         for numbers in self.rounds:
             wholes = self._gather(flats, numbers, dtype)
-            done = {number: work(self.units[number], whole) for number, whole in wholes.items()}
+            more = self._gather(others, numbers, None) if others else {}
+            done = {
+                number: work(self.units[number], whole, *([more[number]] if more else ()))
+                for number, whole in wholes.items()
+            }
             self._scatter(done, numbers, found)
         return results
 

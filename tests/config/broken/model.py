@@ -37,7 +37,14 @@ MODEL = [
         "CompleteP under SGD",
         "model: {parametrization: {type: completep, base_width: 32, base_depth: 2}}\noptimizer: {type: sgd}",
         "a.yml:2: model.parametrization.type",
-        "the rates of completep must be derived for the optimizer, and are so for adamw, lion, ademamix, ",
+        "the rates of completep must be derived for the optimizer, and are so for adamw, adamw_8bit, lion, ademamix, ",
+        "they are not for sgd: its steps depend on the size of gradients",
+    ),
+    case(
+        "muP for means over rows",
+        "model: {parametrization: {type: mup, base_width: 32}}\noptimizer: {type: adam_mini}",
+        "a.yml:2: model.parametrization.type",
+        "they are not for adam_mini: its steps depend on means over rows, blocks or eigenbases",
     ),
     case(
         "further tokens by two blocks, in chunks, of more tokens than there are",
