@@ -19,6 +19,8 @@ TWO_LEVEL, RING, RECURSIVE = "two_level", "two_level_ring", "two_level_recursive
 LEVELS = (TWO_LEVEL, RING, RECURSIVE)
 THREE = {f"three{name.removeprefix('two')}": name for name in LEVELS}  # among pairs first; what the others do is this
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+MARGIN = 0.05  # of the time, by which another way must be faster than the backend's own
+JOINED = ("all_gather",)  # whose small messages may be joined
 FACTS = ("ranks", "hosts", "backend", "device")
 
 
@@ -43,10 +45,12 @@ class AlgorithmTable:
     Attributes:
         facts: what it was made on: ranks and hosts of the job, backend, device.
         choices: (operation, hosts, ranks of a group) -> [(bytes, algorithm from that size on)], by rising size.
+        joins: the same -> bytes below which messages that are waited for later are joined.
     """
 
     facts: Mapping[str, Any]
     choices: Mapping[tuple[str, int, int], tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    joins: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
 
     def choose(self, operation: str, hosts: int, ranks: int, size: int) -> str:
         """The algorithm of a call of `size` bytes."""
@@ -68,6 +72,7 @@ class AlgorithmTable:
         """For machine.yml."""
         rows = [
             {"operation": operation, "hosts": hosts, "ranks": ranks, "choices": [list(step) for step in steps]}
+            | ({"join_below": below} if (below := self.joins.get((operation, hosts, ranks))) else {})
             for (operation, hosts, ranks), steps in self.choices.items()
         ]
         return {**self.facts, "table": rows}
@@ -86,7 +91,9 @@ class AlgorithmTable:
             raise ValueError("algorithms must have the ranks and hosts of the job as whole numbers")
         if not all(isinstance(facts[name], str) for name in ("backend", "device")):
             raise ValueError("algorithms must have the names of the backend and the device")
-        return cls(facts, dict(map(_row, document["table"])))
+        rows = dict(map(_row, document["table"]))
+        joins = {key: below for key, each in zip(rows, document["table"]) if (below := _join(each))}
+        return cls(facts, rows, joins)
 
     def differs(self, facts: Mapping[str, Any]) -> list[str]:
         """In what a job is not the one that the table was made on, as a sentence each; of the facts that are known."""
@@ -123,6 +130,16 @@ def _row(row: Any) -> tuple[tuple[str, int, int], tuple[tuple[int, str], ...]]:
     return (operation, hosts, ranks), tuple((size, name) for size, name in steps)
 
 
+def _join(row: Mapping[str, Any]) -> int:
+    """The size below which messages are joined; 0 where none are."""
+    below = row.get("join_below", 0)
+    if type(below) is not int or below < 0:
+        raise ValueError(f"join_below must be a number of bytes, not {below!r}")
+    if below and row["operation"] not in JOINED:
+        raise ValueError(f"join_below must be of {', '.join(JOINED)}, not of {row['operation']}")
+    return below
+
+
 def read_table(path: str | Path) -> AlgorithmTable:
     """The algorithms of a machine.yml.
 
@@ -152,7 +169,7 @@ def table_of(text: str) -> AlgorithmTable:
     return AlgorithmTable.of(found)
 
 
-def best(points: Iterable[tuple[int, Mapping[str, float]]], margin: float = 0.05) -> tuple[tuple[int, str], ...]:
+def best(points: Iterable[tuple[int, Mapping[str, float]]], margin: float = MARGIN) -> tuple[tuple[int, str], ...]:
     """Choices from the seconds of each algorithm at each size: the fastest; the backend's own, unless another takes
     less than it by the share `margin`. A choice holds from its size to the next one's; the first also below."""
     steps: list[tuple[int, str]] = []

@@ -33,7 +33,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of
 from megatron.parallel.routed_traffic import RoutedTraffic
 from megatron.parallel.routes import Routes, planned_routes
-from megatron.parallel.traffic import SIZES, Call, Messages, Tally
+from megatron.parallel.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 
 from .deepspeed_options import accumulation_steps, reduces_once, zero_stage
 from .matrix_traffic import matrix_messages, padded
@@ -117,7 +117,7 @@ def predict(
     found.further_losses()
     if issubclass(optimizer_class(config), MatrixOptimizer):
         for entry in matrix_messages(config, mesh, found.optimizer_at):
-            found.step.add(*entry, split=True)
+            found.step.add(*entry, SPLIT)
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
     core = core_of(config.model.blocks)
 
@@ -177,18 +177,27 @@ class _Predictor:
         self.last_stage = mesh.at.pipeline == self.layout.pipeline - 1
 
     def add(
-        self, phase: str, group: str, operation: str, dtype: str, elements: int, messages: int = 1, ranks: int = 0
+        self,
+        phase: str,
+        group: str,
+        operation: str,
+        dtype: str,
+        elements: int,
+        messages: int = 1,
+        ranks: int = 0,
+        kind: str = "",
     ) -> None:
         """Messages of `elements` in all in a group of this rank; nothing where it has one rank.
 
         Args:
             group: see `_groups`.
             ranks: of a pair, or a part of the axis; all of them where it is 0.
+            kind: see `Messages.add`.
         """
         name, size = self.groups[group]
         if (ranks or size) > 1:
             call = Call(phase, "", name, ranks or size, operation, dtype)
-            self.step.add(call, messages, elements * SIZES[dtype])
+            self.step.add(call, messages, elements * SIZES[dtype], kind)
 
     def layers(self, core: Passes) -> tuple[Messages, set[Call]]:
         """What the layers send in a step with so many passes through a recurrent core, and calls that are uneven."""
@@ -199,9 +208,9 @@ class _Predictor:
     def _of_step(self, *traffic: Messages) -> Messages:
         """Of all micro-batches."""
         found = Messages()
-        for call, messages, size, split in (entry for each in traffic for entry in each.each()):
+        for call, messages, size, kind in (entry for each in traffic for entry in each.each()):
             count = messages * self.micro_batches
-            found.add(call, count, size * count, split=split)
+            found.add(call, count, size * count, kind)
         return found
 
     def teacher(self) -> set[Call]:
@@ -210,8 +219,8 @@ class _Predictor:
             return set()
         own = resolve(on_layout(self.config), ranks=self.layout.world_size)
         others, uneven = reading_exchanges(own, self.mesh)
-        for call, messages, size, split in self._of_step(reading_traffic(own, self.axis), others).each():
-            self.step.add(call, messages, messages * size, split=split)
+        for call, messages, size, kind in self._of_step(reading_traffic(own, self.axis), others).each():
+            self.step.add(call, messages, messages * size, kind)
         self.add("exchange", "replicas", "all_reduce", "fp64", 2)
         return uneven
 
@@ -299,7 +308,7 @@ class _Predictor:
         self.add("update", "replicas", "all_reduce", norms, groups, groups)
         self._model_norm(groups, norms)
         for each in stay:
-            self.add("update", "replicas", "all_gather", _TYPES[each.dtype], whole[each])
+            self.add("update", "replicas", "all_gather", _TYPES[each.dtype], whole[each], kind=LATER)
 
     def _reduced(
         self, tensors: list[list[nn.Parameter]], bucket: int, *, wide: bool = False, over: str = "replicas"

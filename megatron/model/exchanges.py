@@ -18,7 +18,7 @@ from megatron.config.variants import options_of
 from megatron.parallel.account import group_name
 from megatron.parallel.context import ContextGroup
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.traffic import SIZES, Call, Messages
+from megatron.parallel.traffic import SIZES, SPLIT, Call, Messages
 
 from .options import kind_of, layer_class
 from .traffic import ONCE, NotPredicted
@@ -54,6 +54,11 @@ class LayerMessage:
     uneven: bool = False
     split: bool = False
     training: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Of `Messages.add`."""
+        return SPLIT if self.split else ""
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def layer_traffic(config: Config, mesh: Mesh, layers: Sequence[int], core: Passe
         often = core if index in core_of(model.blocks) and not message.shared else ONCE
         for call in _calls(config, mesh, layer, message, index):
             times = int(often.total if call.phase == "forward" else often.backward)
-            tally.add(call, times, times * message.elements * SIZES[call.dtype], split=message.split)
+            tally.add(call, times, times * message.elements * SIZES[call.dtype], message.kind)
             uneven |= {call} if message.uneven else set()
     return tally, uneven
 
@@ -136,7 +141,7 @@ def reading_exchanges(config: Config, mesh: Mesh) -> tuple[Messages, set[Call]]:
         times = model.recurrence.evaluation if index in core_of(model.blocks) and not message.shared else 1
         for call in _calls(config, mesh, "", message, index):
             if call.phase == "forward":
-                tally.add(call, times, times * message.elements * SIZES[call.dtype], split=message.split)
+                tally.add(call, times, times * message.elements * SIZES[call.dtype], message.kind)
                 uneven |= {call} if message.uneven else set()
     return tally, uneven
 

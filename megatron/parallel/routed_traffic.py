@@ -7,7 +7,7 @@ Of S bytes over n hosts with l ranks each, in elements that are padded to whole 
     all-to-all       S inside, then S between hosts
 Between hosts T bytes are one message of the backend, or n - 1 sends of T / n in a ring, or with recursive doubling and
 halving sends of T / n, 2 T / n, 4 T / n, ... to log n ranks (`hierarchy`). In three levels what is between pairs is
-done in hosts by the same formulas.
+done in hosts by the same formulas. Small all-gathers that are joined first are one of their sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hierarchy import BETWEEN, INSIDE, PAIR, HostGrid
 from .layout import Layout
 from .mesh import Axis
 from .routes import Routes, Way, groups_of
-from .traffic import SIZES, Call, Messages, Tally
+from .traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 
 ENDS = ("send", "recv")
 
@@ -108,11 +108,25 @@ class RoutedTraffic:
 
     def tally(self, messages: Messages) -> Tally:
         """The account of these."""
-        return Tally(self._sent(messages))
+        return Tally(self._sent(self._joined(messages)))
+
+    def _joined(self, messages: Messages) -> Messages:
+        """With one message for all small ones of a kind that are waited for together."""
+        found, together = Messages(), dict[Call, int]()
+        for call, count, size, kind in messages.each():
+            way = self._ways.get((call.group, call.ranks))
+            if kind == LATER and way is not None and 0 < size < way.join_below:
+                together[call] = together.get(call, 0) + count * size
+            else:
+                found.add(call, count, count * size, kind)
+        for call, size in together.items():
+            found.add(call, 1, size)
+        return found
 
     def _sent(self, messages: Messages) -> Iterator[tuple[Call, int, int]]:
-        for call, count, size, split in messages.each():
-            way = self._ways.get((call.group, call.ranks)) if call.operation in OPERATIONS and not split else None
+        for call, count, size, kind in messages.each():
+            routed = call.operation in OPERATIONS and kind != SPLIT
+            way = self._ways.get((call.group, call.ranks)) if routed else None
             algorithm, grid = (BACKEND, None)
             if way is not None and self.routes is not None:
                 algorithm, grid = self.routes.algorithm(call.operation, way, size)

@@ -29,14 +29,16 @@ from megatron.config.sections.layout import CommunicationOptions
 from . import hierarchy
 from .hierarchy import COMBINE, HostGrid, MakeGroup, places_by_host
 from .interception import ROUTES, intercept, release
+from .joined import Joiner
 from .layout import AXES, Coordinates, Layout
 from .mesh import new_group
 
+ALL_GATHER = "all_gather"
 # Method of a process group -> operation. Arguments: (tensors, options) of an all-reduce, else (result, input, ...).
 METHODS = {
     "allreduce": "all_reduce",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
+    "_allgather_base": ALL_GATHER,
+    "all_gather_single": ALL_GATHER,
     "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
     "alltoall_base": "all_to_all",
@@ -53,6 +55,7 @@ class Way:
         grid: for algorithms in levels; None where the table has none for such a group.
         pairs: the same in three levels; None where the group has no pairs, and then `grid` does it.
         others: groups of the same ranks, by the name of another backend.
+        join_below: all-gathers of fewer bytes that are waited for later are joined.
 
     Groups are None where a way is described alone.
     """
@@ -62,6 +65,7 @@ class Way:
     grid: HostGrid | None
     pairs: HostGrid | None
     others: dict[str, ProcessGroup | None]
+    join_below: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Routes:
         if places is None or len(ranks) == 1:
             return None
         wanted = self.table.algorithms(len(places), len(ranks))
-        if not wanted:
+        join_below = self.table.joins.get((ALL_GATHER, len(places), len(ranks)), 0)
+        if not wanted and not join_below:
             return None
         by_pair = places_by_host(ranks, self.pairs) if self.pairs else None
         pairs = None
@@ -99,7 +104,7 @@ class Routes:
         grid = HostGrid.build(ranks, places, rank, make) if wanted & flat else None
         names = sorted(name.removeprefix(OTHER) for name in wanted if name.startswith(OTHER))
         others = {name: make(ranks, backend=name) for name in names}
-        return Way(len(places), len(ranks), grid, pairs, others)
+        return Way(len(places), len(ranks), grid, pairs, others, join_below)
 
     def algorithm(self, operation: str, way: Way, size: int) -> tuple[str, HostGrid | None]:
         """The algorithm of a call of `size` bytes, and the grid in which one in levels works."""
@@ -144,6 +149,7 @@ class Router:
         self.ways: dict[tuple[int, ...], Way] = {}
         self._known: dict[str, Way | None] = {}  # by the name of a group
         self._own: set[str] = set()
+        self._joiner = Joiner()
 
         def make(ranks: Sequence[int], **words: str) -> ProcessGroup:
             group = new_group(ranks, timeout, **words)
@@ -162,6 +168,9 @@ class Router:
             way = self._find(group)
             if way is None or options:
                 return plain(group, *args, **options)
+            if operation == ALL_GATHER and self._joins(way, args):
+                gather = partial(self._gather, plain, group, way, args[2:])
+                return self._joiner.keep((group.group_name, args[0].dtype), args[0], args[1], way.ranks, gather)
             call = self.choose(operation, way, args)
             if call is None:
                 return plain(group, *args)
@@ -169,6 +178,20 @@ class Router:
             return _complete(args[0])
 
         return routed
+
+    def _joins(self, way: Way, args: tuple) -> bool:
+        whole = args[0]
+        return all(map(_plain, args[:2])) and 0 < whole.numel() * whole.element_size() < way.join_below
+
+    def _gather(
+        self, plain: Callable, group: ProcessGroup, way: Way, rest: tuple, result: Tensor, part: Tensor
+    ) -> None:
+        """One message, by the way that its size has."""
+        call = self.choose(ALL_GATHER, way, (result, part, *rest))
+        if call is None:
+            plain(group, result, part, *rest).wait()
+        else:
+            call()
 
     def _find(self, group: ProcessGroup) -> Way | None:
         key = group.group_name

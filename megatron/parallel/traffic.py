@@ -97,19 +97,23 @@ class Tally:
         return tally
 
 
+SPLIT, LATER = "split", "later"  # kinds of messages that a table treats in another way
+
+
 class Messages:
     """Messages that are predicted, by call and size: what a table of algorithms chooses by. Iterates as a `Tally` does,
     with an entry for each size.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[Call, int, bool], int] = {}
+        self._counts: dict[tuple[Call, int, str], int] = {}
 
-    def add(self, call: Call, messages: int, size: int, *, split: bool = False) -> None:
+    def add(self, call: Call, messages: int, size: int, kind: str = "") -> None:
         """`messages` more calls of `size` bytes in all, each of as many.
 
         Args:
-            split: the caller gives the size of each rank's part, which may differ.
+            kind: `SPLIT`, where the caller gives the size of each rank's part, which may differ; `LATER`, where all of
+                these are waited for together.
 
         Raises:
             ValueError: they cannot have as many bytes each.
@@ -117,17 +121,17 @@ class Messages:
         if messages and size % messages:
             raise ValueError(f"{size} bytes are no {messages} messages of one size: {call}")
         if messages:
-            key = call, size // messages, split
+            key = call, size // messages, kind
             self._counts[key] = self._counts.get(key, 0) + messages
 
     def __iter__(self) -> Iterator[tuple[Call, int, int]]:
         for (call, each, _), messages in self._counts.items():
             yield call, messages, each * messages
 
-    def each(self) -> Iterator[tuple[Call, int, int, bool]]:
-        """(call, messages, bytes of one, whether it is split)."""
-        for (call, each, split), messages in self._counts.items():
-            yield call, messages, each, split
+    def each(self) -> Iterator[tuple[Call, int, int, str]]:
+        """(call, messages, bytes of one, kind)."""
+        for (call, each, kind), messages in self._counts.items():
+            yield call, messages, each, kind
 
 
 # What a rank sends of S bytes with a ring of n ranks (nccl-tests, PERFORMANCE.md).

@@ -72,6 +72,25 @@ def test_counted_and_predicted_are_equal(name: str, island: int, algorithm: str,
     check(merged(case.values, {"parallel": {"communication": {"table": file, "island": island}}}), ranks, case)
 
 
+def test_small_gathers_are_joined(tmp_path):
+    """ZeRO 3 gathers each parameter that stays everywhere after the update: many messages, or one."""
+    case = named("fp32: llama on dp2, ZeRO 3, four micro-batches, recomputation")
+    file = Path(table(tmp_path / "machine.yml", 2, 2, RING, least=10**6))
+    document = yaml.safe_load(file.read_text())
+    for row in document["algorithms"]["table"]:
+        row |= {"join_below": 10**5} if row["operation"] == "all_gather" else {}
+    file.write_text(yaml.safe_dump(document))
+    values = merged(case.values, {"parallel": {"communication": {"table": str(file), "island": 1}}})
+    config = resolve(values, ranks=2)
+    counts = [
+        predict(each, 2, 0, weighted=True).step.by("phase", "operation")["update", "all_gather"]
+        for each in (resolve(case.values, ranks=2), config)
+    ]
+    assert counts[0][0] > counts[1][0] == 1 and counts[0][1] == counts[1][1]
+    own = predict(config, 2, 0, weighted=True)
+    assert [found[-1] for found in run(2, routed, values, 2, own.settled + 1)] == [own.step.rows()] * 2
+
+
 SMALL = {"training": {"micro_batch_size": 1}}
 
 

@@ -279,6 +279,53 @@ def test_what_has_no_other_way_is_the_backends():
         assert told["sum"] <= 1
 
 
+def joined() -> dict:
+    """Gathers of three types and sizes, all asked for before anybody waits; twice, the second time in levels."""
+    mesh, told = Mesh.build(Layout(data=RANKS), None), {}
+    recorder = Recorder(mesh)
+    recorder.install()
+    sizes = {torch.float32: (3, 40, 5, 1), torch.bfloat16: (8, 2)}
+
+    def ask() -> list[torch.Tensor]:
+        blocks = [own(size, dtype, seed) for dtype, each in sizes.items() for seed, size in enumerate(each)]
+        results = [block.new_empty(RANKS * block.numel()) for block in blocks]
+        handles = [dist.all_gather_into_tensor(*pair, async_op=True) for pair in zip(results, blocks)]
+        for handle in handles:
+            handle.wait()
+            assert handle.is_completed()
+        return results
+
+    plain = ask()
+    told["plain"] = recorder.tally.take().by("operation", "dtype")
+    key = ("all_gather", 2, RANKS)
+    for name, steps in (("backend", ((0, BACKEND),)), ("levels", ((0, BACKEND), (100, TWO_LEVEL)))):
+        router = Router(Routes(AlgorithmTable({}, {key: steps}, {key: 40 * 16}), "aabb"), [(0, 1, 2, 3)], mesh.rank)
+        with router.installed():
+            found = ask()
+            told[name] = recorder.tally.take().by("group", "dtype")
+            alone = plain[0].new_empty(RANKS * 3)
+            dist.all_gather_into_tensor(alone, own(3, torch.float32))
+            told[name, "waited for"] = recorder.tally.take().by("operation")["all_gather",]
+        told[name, "bitwise"] = all(map(torch.equal, found, plain)) and torch.equal(alone, plain[0])
+    recorder.remove()
+    return told
+
+
+def test_small_gathers_are_joined():
+    """Below 640 bytes (4 ranks of less than 40 fp32 each): one message of each type, and the larger one by itself."""
+    for told in run(RANKS, joined):
+        assert told["plain"] == {("all_gather", "bf16"): (2, 4 * 2 * 10), ("all_gather", "fp32"): (4, 4 * 4 * 49)}
+        assert told["backend"] == {("data", "bf16"): (1, 80), ("data", "fp32"): (2, 4 * 4 * 49)}
+        assert told["backend", "waited for"] == (1, 4 * 4 * 3)
+        # 144 and 640 bytes go in levels, half of them between hosts; 80 do not
+        assert told["levels"] == {
+            ("data", "bf16"): (1, 80),
+            ("data/between", "fp32"): (2, 2 * 4 * 49),
+            ("data/inside", "fp32"): (2, 4 * 4 * 49),
+        }
+        assert told["backend", "bitwise"] and told["levels", "bitwise"]
+
+
 def test_hosts_of_unequal_ranks_have_no_levels():
     assert places_by_host((0, 1, 2, 3), "aabb") == ((0, 1), (2, 3))
     assert places_by_host((3, 1, 2), "aaab") is None
@@ -329,11 +376,15 @@ GOOD = {
         ({"choices": [[0, "backend:../x"]]}, "backend:NAME"),
         ({"choices": [[-1, RING]]}, "a choice must be"),
         ({"choices": [[8, RING], [8, BACKEND]]}, "in the order"),
+        ({"join_below": "4K"}, "join_below must be a number of bytes"),
+        ({"join_below": 64}, "join_below must be of all_gather"),
     ],
 )
 def test_damaged_tables_are_refused(change, said):
     row = dict(GOOD["table"][0])
-    row |= {name.removesuffix(" of"): value for name, value in change.items() if name in (*row, "ranks of")}
+    row |= {
+        name.removesuffix(" of"): value for name, value in change.items() if name in (*row, "ranks of", "join_below")
+    }
     whole = {name: value for name, value in change.items() if name in GOOD}
     if "ranks" in change:
         row["ranks"] = 4
@@ -342,8 +393,9 @@ def test_damaged_tables_are_refused(change, said):
 
 
 def test_a_table_is_read_again():
-    chosen = AlgorithmTable.of(GOOD)
-    assert AlgorithmTable.of(chosen.document()) == chosen
+    gathers = {"operation": "all_gather", "hosts": 1, "ranks": 4, "choices": [[0, BACKEND]], "join_below": 4096}
+    chosen = AlgorithmTable.of({**GOOD, "table": [*GOOD["table"], gathers]})
+    assert AlgorithmTable.of(chosen.document()) == chosen and chosen.joins == {("all_gather", 1, 4): 4096}
     assert chosen.differs({"ranks": 4, "hosts": 2}) == []
     assert chosen.differs({"ranks": 8, "backend": "nccl"}) == [
         "ranks: 4 in the table, 8 in this job",

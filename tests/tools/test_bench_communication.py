@@ -82,6 +82,8 @@ def test_algorithms_are_tuned(tmp_path):
         fastest = min(each.seconds.values())
         chosen = each.seconds[found.table.choose(each.operation, each.hosts, each.ranks, size)]
         assert chosen <= fastest / 0.95, "the fastest, or the backend's own within 5 %"
+    assert set(found.table.joins) == {("all_gather", *form) for form in ((1, 2), (2, 2), (2, 4))}
+    assert all(below in (4096, 16384, 16385) for below in found.table.joins.values()), "a size, or beyond the last"
     file = tmp_path / "machine.yml"
     put(file, found.document())
     assert read_table(file) == found.table

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.algorithm_table import BACKEND, OPERATIONS, OTHER, AlgorithmTable, best, candidates
+from megatron.config.algorithm_table import BACKEND, MARGIN, OPERATIONS, OTHER, AlgorithmTable, best, candidates
 from megatron.parallel.account import Recorder
 from megatron.parallel.hierarchy import places_by_host
 from megatron.parallel.mesh import Axis
-from megatron.parallel.routes import Router, Routes
+from megatron.parallel.routes import ALL_GATHER, Router, Routes
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import readable_bytes, table
 from megatron.training.algorithms import job_facts
@@ -25,6 +26,7 @@ from megatron.training.world import World
 
 from .collectives import WARM_UP, axes_of, operation_of, sizes, times_of
 
+BURST = 8  # gathers that are asked for one after the other, and then waited for
 ROUNDS = 5  # turns of each algorithm, in an order that goes round
 
 
@@ -91,8 +93,12 @@ def tune(
         for form in forms - {None}:
             if form is not None and len(forms) == 1:
                 found.setdefault(form, (name, axis))
-    points, choices = [], {}
+    points, joins = [], {}
+    choices: dict[tuple[str, int, int], tuple[tuple[int, str], ...]] = {}
     for (over, size), (_, axis) in sorted(found.items()):
+        if ALL_GATHER in operations:
+            joins[ALL_GATHER, over, size] = _join_below(world, hosts, axis, (over, size), sizes(least, most), seconds)
+            choices[ALL_GATHER, over, size] = ((0, BACKEND),)
         for operation in operations:
             names = [*candidates(operation, over, bool(pairs)), *(OTHER + each for each in others)]
             if len(names) == 1:
@@ -103,7 +109,39 @@ def tune(
             ]
             points += measured
             choices[operation, over, size] = best((each.size, each.seconds) for each in measured)
-    return Tuned(tuple(points), AlgorithmTable(job_facts(world, list(hosts)), choices))
+    return Tuned(tuple(points), AlgorithmTable(job_facts(world, list(hosts)), choices, joins))
+
+
+def _join_below(
+    world: World, hosts: Sequence[Hashable], axis: Axis, form: tuple[int, int], tried: Sequence[int], seconds: float
+) -> int:
+    """The first size of which several gathers are not faster as one, or beyond the last; all groups at once."""
+    ranks, key = axis.size, (ALL_GATHER, *form)
+    for size in tried:
+        block = torch.ones(max(1, size // (4 * ranks)), device=world.device)
+        table = AlgorithmTable({}, {key: ((0, BACKEND),)}, {key: size + 4 * ranks})
+        groups = [axis.ranks] if axis.group is not None else []
+        router = Router(Routes(table, hosts), groups, world.mesh.rank, world.mesh.timeout)
+        once = partial(_burst, axis, block)
+        count = _count(world, once, seconds / ROUNDS)
+        rounds: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(ROUNDS):
+            for joined in (turn % 2 == 0, turn % 2 == 1):
+                with router.installed() if joined else nullcontext():
+                    rounds[joined].append(_slowest(world, sum(times_of(world.device, once, count)) / count))
+        if statistics.median(rounds[True]) > (1 - MARGIN) * statistics.median(rounds[False]):
+            return size
+    return tried[-1] + 1
+
+
+def _burst(axis: Axis, block: torch.Tensor) -> None:
+    if axis.group is None:
+        return
+    results = [block.new_empty(axis.size * block.numel()) for _ in range(BURST)]
+    handles = [dist.all_gather_into_tensor(each, block, group=axis.group, async_op=True) for each in results]
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
 
 
 def _form(ranks: tuple[int, ...], hosts: Sequence[Hashable]) -> tuple[int, int] | None:
@@ -215,8 +253,12 @@ def tuned_table(found: Tuned) -> str:
         ])  # fmt: skip
     heads = ["operation", "ranks", "S", "chosen", "backend ms", "chosen ms", "times faster", "between hosts", "chosen",
              "interfaces", "chosen"]  # fmt: skip
+    joined = [
+        f"all_gather of {ranks} ranks on {hosts} hosts: joined below {readable_bytes(below)}"
+        for (_, hosts, ranks), below in found.table.joins.items()
+    ]
     title = f"{facts['backend']} on {facts['device']}, {facts['ranks']} ranks on {facts['hosts']} hosts"
-    return f"{title}\n{table(heads, rows)}"
+    return "\n".join([title, table(heads, rows), *joined])
 
 
 def draw_tuned(path: str | Path, found: Tuned) -> None:
