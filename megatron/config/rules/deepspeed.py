@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .. import machine
 from ..catalog import Path
 from ..problems import Problem
 from ..rule_context import RuleContext
@@ -163,4 +164,26 @@ def logger_does_not_wait(context: RuleContext) -> Iterator[Problem]:
         )
 
 
-RULES = (logger_does_not_wait, names_are_deepspeeds, blocks_still_exist, blocks_leave_our_work_alone, raw_options_agree)
+def quantised_where_it_runs(context: RuleContext) -> Iterator[Problem]:
+    """ZeRO++'s smaller weights and gradients."""
+    config = context.config
+    if config.launch.device != "cpu" and not (context.starts_here and not machine.has_gpu()):
+        return
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if get(config.deepspeed, ("zero_optimization", name), None):
+            yield context.problem_at(
+                ("deepspeed", "zero_optimization", name),
+                "launch.device",
+                rule="must be left out on CPUs: DeepSpeed 0.19.8 quantises by operations of CUDA alone",
+                fix="use parallel.communication.compress.data at zero.stage 0 to 2, or GPUs",
+            )
+
+
+RULES = (
+    quantised_where_it_runs,
+    logger_does_not_wait,
+    names_are_deepspeeds,
+    blocks_still_exist,
+    blocks_leave_our_work_alone,
+    raw_options_agree,
+)

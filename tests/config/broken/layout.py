@@ -419,6 +419,13 @@ DEEPSPEED = [
         "stages exchange",
     ),
     case(
+        "quantised weights on CPUs",
+        "deepspeed: {zero_optimization: {zero_quantized_weights: true}}\nlaunch: {device: cpu}\nzero: {stage: 3}",
+        "a.yml:2: deepspeed.zero_optimization.zero_quantized_weights = true",
+        "quantises by operations of CUDA alone",
+        "use parallel.communication.compress.data",
+    ),
+    case(
         "removed ZeRO option",
         "deepspeed:\n  zero_optimization:\n    mics_shard_size: 4",
         "a.yml:4: deepspeed.zero_optimization.mics_shard_size = 4",
