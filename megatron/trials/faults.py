@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .inject import CLOCK, DIE_IN_SAVE, FLIP, NAN, SLOW_DISK, SPIKE
+from .inject import CLOCK, DIE_IN_SAVE, FLIP, GRADIENT, NAN, SLOW_DISK, SPIKE
 from .job import TrialJob, kill
 
 KEPT = 4  # checkpoints that a run keeps
@@ -285,8 +285,10 @@ FAULTS = (
     Fault("newest checkpoint: file deleted, and kill", _damaged("delete", (-1,), KILL_RANK), RESTART),
     Fault("two newest checkpoints: bits flipped, and kill", _damaged("flip", (-1, -2), KILL_RANK), RESTART),
     Fault("older checkpoint: bit flipped", _damaged("flip", (-2,), None), GOES_ON),
+    Fault("older checkpoint: file cut", _damaged("cut", (-2,), None), GOES_ON),
     Fault("NaN in a gradient", _order(NAN), GOES_ON, noticed="replay"),
     Fault("spike of a gradient", _order(SPIKE), GOES_ON, noticed="replay"),
+    Fault("bit of a summed gradient flipped", _order(GRADIENT), RESTART, needs=("replicas",)),
     Fault("bit of a weight flipped", _order(FLIP), RESTART, needs=("replicas",)),
     Fault("full disk", _fill, GOES_ON, noticed="checkpoint_failed", undo=_empty, needs=("disk",)),
     Fault("read-only disk", _forbid, GOES_ON, noticed="checkpoint_failed", undo=_allow, needs=("disk",)),

@@ -18,8 +18,9 @@ from megatron.training.hook import Hook
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
-NAN, SPIKE, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK = "nan", "spike", "flip", "die_in_save", "slow_disk", "clock"
-KINDS = (NAN, SPIKE, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK)
+NAN, SPIKE, GRADIENT, FLIP = "nan", "spike", "gradient", "flip"
+DIE_IN_SAVE, SLOW_DISK, CLOCK = "die_in_save", "slow_disk", "clock"
+KINDS = (NAN, SPIKE, GRADIENT, FLIP, DIE_IN_SAVE, SLOW_DISK, CLOCK)
 HUGE = 1e6  # what a gradient is multiplied with
 SLOW = (0.5, 8.0)  # seconds that a disk takes longer for each file that is waited for, and for how long it is so slow
 JUMP = 5400.0  # seconds by which a clock jumps, forwards on even ranks and backwards on odd ones
@@ -104,9 +105,9 @@ class Miscompute(Hook):
 class Orders(Hook):
     """Does once what a file of the name `<kind>.<rank>` asks for, and removes the file first.
 
-    nan and spike spoil a gradient of this rank in the next step, flip changes a bit of a weight, die_in_save ends the
-    rank with SIGKILL some time after the next checkpoint has begun to be written, slow_disk makes this rank's disk slow
-    for some seconds, clock makes the clock of this process jump.
+    nan and spike spoil a gradient of this rank in the next step, gradient changes a bit of one after ranks have summed
+    it, flip a bit of a weight, die_in_save ends the rank with SIGKILL some time after the next checkpoint has begun to
+    be written, slow_disk makes this rank's disk slow for some seconds, clock makes the clock of this process jump.
 
     Args:
         folder: of the files.
@@ -124,6 +125,8 @@ class Orders(Hook):
         for kind, factor in ((NAN, float("nan")), (SPIKE, HUGE)):
             if self._take(kind, rank):
                 self._spoil(trainer, factor)
+        if self._take(GRADIENT, rank):
+            corrupt_gradient(getattr(trainer.engine, "optimizer"))  # noqa: B009  (the protocol does not have it)
         if self._take(FLIP, rank):
             flip(_parameter(trainer))
         if self._take(SLOW_DISK, rank):
@@ -157,6 +160,20 @@ def flip(tensor: torch.Tensor) -> None:
     in the rounding of the next update, and then there is nothing to be found."""
     with torch.no_grad():
         tensor.view(-1)[:1].view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 6
+
+
+def corrupt_gradient(optimizer: torch.optim.Optimizer) -> None:
+    """In the next update of this rank alone, a bit of the largest element of the first gradient is another one."""
+    update = optimizer.step
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        vars(optimizer)["step"] = update
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        flat = next(gradients).view(-1)
+        flip(flat[int(flat.abs().argmax()) :])
+        return update(*arguments, **options)
+
+    vars(optimizer)["step"] = step
 
 
 def slow_disk(more: float, seconds: float) -> None:

@@ -18,7 +18,7 @@ from megatron.config.sections.layout import LaunchSection
 from megatron.trials.chaos import Event, Round, own_network
 from megatron.trials.faults import AGAIN, FAULTS, GOES_ON, RESTART, damage, mount, unmount_all
 from megatron.trials.hosts import RUNNER, VARIABLE, TrialHosts
-from megatron.trials.inject import KINDS, flip
+from megatron.trials.inject import KINDS, corrupt_gradient, flip
 from megatron.trials.job import TrialJob
 from megatron.trials.table import table
 from tests.paths import ROOT
@@ -141,6 +141,18 @@ def test_flip_changes_one_bit() -> None:
     assert 0.2 < float((tensor[0] / before[0]).abs()) < 2, "no update rounds it away"
 
 
+def test_a_gradient_is_corrupted_in_one_update() -> None:
+    """As SGD's updates tell: the largest element's is another one once, and no other's ever."""
+    weight = torch.zeros(5, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    corrupt_gradient(optimizer)
+    for largest in (-6.0, -4.0, -4.0):  # the highest bit of the mantissa of 4 is worth 2
+        before = weight.detach().clone()
+        weight.grad = torch.tensor([0.0, 1.0, 4.0, -2.0, 0.0])
+        optimizer.step()
+        assert (weight.detach() - before).tolist() == [0.0, -1.0, largest, 2.0, 0.0]
+
+
 def test_a_job_knows_its_own_processes(tmp_path: Path) -> None:
     """And those that they have started, and no others."""
     mine, other = TrialJob(tmp_path / "a", [], 1), TrialJob(tmp_path / "b", [], 1)
@@ -177,7 +189,7 @@ def test_the_table_has_every_fault_and_every_miss() -> None:
 
 def test_every_fault_says_what_must_follow() -> None:
     names = [each.name for each in FAULTS]
-    assert len(set(names)) == len(names) and len(KINDS) == 6
+    assert len(set(names)) == len(names) and len(KINDS) == 7
     for each in FAULTS:
         assert each.then in (RESTART, AGAIN, GOES_ON)
         assert each.noticed is None or each.then == GOES_ON
