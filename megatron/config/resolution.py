@@ -21,6 +21,7 @@ from .problems import ABSENT, ConfigError, Problem, list_problems
 from .rule_context import RuleContext
 from .schema import Config, current_schema, using_extensions
 from .sections.layout import LaunchSection
+from .sections.output import RUN_NAME
 from .sections.recipe import OptimizerSection
 from .shorthand import normalise
 from .structure import check_structure
@@ -145,6 +146,7 @@ def _combine(
     view = View(thaw(given), name, ranks)
     derived = derive(view)
     derived.update(complete_variants(view, given))
+    _fill_in_the_name(view)
     config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
@@ -161,6 +163,14 @@ def _combine(
         notes,
         ranks,
     )
+
+
+def _fill_in_the_name(view: View) -> None:
+    """Checkpoints are called by their steps alone: with the run's name in the URL one line serves all runs of a
+    suite."""
+    url = view["checkpoint.upload"]
+    if url is not None:
+        put(view.values, ("checkpoint", "upload"), url.replace(RUN_NAME, str(view["run.name"])))
 
 
 def _ranks_here(launch: LaunchSection) -> int | None:

@@ -14,6 +14,7 @@ from megatron.config.catalog import dotted
 from megatron.config.origins import Origin
 from megatron.config.problems import ConfigError, Problem, UserError
 from megatron.config.resolution import Resolved, load
+from megatron.config.sections.output import RUN_NAME
 from megatron.config.tree import get, leaves
 from megatron.config.yaml_source import parse
 from megatron.installation import configuration_file
@@ -130,7 +131,7 @@ class Suite:
             if len(names) > 1:
                 shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
                 rule = f"must be a place of its own for every run, and {shown} have {url}"
-                fix = "set it in the values of an axis, one for each run, or leave it out"
+                fix = f"use {url}/{RUN_NAME}, or leave it out"
                 yield Problem("checkpoint.upload", rule, fix, where=str(self.path))
 
     def _one(self, member: Member, found: Mapping[str, Resolved], check_inputs: bool) -> Resolved | None:

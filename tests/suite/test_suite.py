@@ -135,6 +135,14 @@ def test_runs_that_upload_to_one_place_are_refused(folder, capsys):
     assert main(["small.yml", "launch"]) == 2
     said = capsys.readouterr().err
     assert "checkpoint.upload" in said and "w16-s1, w32-s1 have memory://bucket" in said and not Path("runs").exists()
+    assert "use memory://bucket/{run.name}" in said
+
+
+def test_runs_upload_to_places_of_their_names(folder):
+    Path("small.yml").write_text(SUITE.replace("set: {", "set: {checkpoint.upload: 'memory://bucket/{run.name}', "))
+    found = read_suite(Path("small.yml")).resolved()
+    uploads = {name: resolved.config.checkpoint.upload for name, resolved in found.items()}
+    assert len(uploads) == 4 and uploads == {name: f"memory://bucket/small-{name}" for name in uploads}
 
 
 def test_a_state_is_read_from_the_files(folder):

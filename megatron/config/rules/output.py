@@ -9,6 +9,7 @@ from .. import machine
 from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext
+from ..sections.output import RUN_NAME
 
 
 def one_way_to_start(context: RuleContext) -> Iterator[Problem]:
@@ -76,6 +77,12 @@ def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
 
 def uploads_come_about(context: RuleContext) -> Iterator[Problem]:
     checkpoint = context.config.checkpoint
+    if checkpoint.upload is not None and set(checkpoint.upload) & set("{}"):
+        yield context.problem(
+            "checkpoint.upload",
+            rule=f"must be a URL, in which only {RUN_NAME} may stand in braces",
+            fix=f"use {RUN_NAME}, or leave the braces out",
+        )
     for name in ("upload_every", "upload_keep_last"):
         if getattr(checkpoint, name) is not None and checkpoint.upload is None:
             yield context.problem(

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from ..registry import HOOK, METRIC
 from .base import Addition, Derivable, Derived, Section, key
 
+RUN_NAME = "{run.name}"  # what stands for it in `checkpoint.upload`
+
 
 def _run_name(own: dict[str, Any], at: Any) -> str:
     return at.name
@@ -112,7 +114,9 @@ class CheckpointSection(Section):
     )
     optimizer_state: bool = key(True, "Save optimizer state, without which a checkpoint cannot be resumed.")
     asynchronous: bool = key(False, "Write in the background after a copy to host memory.")
-    upload: str | None = key(None, "Also copy finished checkpoints to this fsspec URL.")
+    upload: str | None = key(
+        None, f"Also copy finished checkpoints to this fsspec URL; {RUN_NAME} stands for the run's name."
+    )
     upload_every: int | None = key(
         None, "Copy only checkpoints whose step is a multiple of this; none copies all.", unit="steps", gt=0
     )

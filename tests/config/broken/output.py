@@ -55,6 +55,12 @@ LAUNCH = [
         "must go with checkpoint.upload",
     ),
     case(
+        "uploads to a place of an unknown name",
+        "checkpoint: {upload: 'memory://a/{name}'}",
+        "a.yml:2: checkpoint.upload = 'memory://a/{name}'",
+        "in which only {run.name} may stand in braces",
+    ),
+    case(
         "uploads of what is not saved",
         "checkpoint: {every: 10, upload_every: 15, upload: 'memory://a'}",
         "a.yml:2: checkpoint.upload_every = 15",
