@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check this machine, or all hosts of a hostfile, before a run.
 
-It looks at versions, limits, disks, clocks and networks."""
+It looks at versions, limits, disks, clocks and networks; with --compare also at how fast each host is."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, default=30.0, metavar="SECONDS", help="until every host must have answered"
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="also measure products, memory, disk, and the network of hosts in pairs, and name hosts that are slow",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     launch = LaunchSection(
@@ -49,7 +54,8 @@ def main() -> int:
     except HostError as error:
         sys.stderr.write(f"doctor: {error}\n")
         return 2
-    findings = Doctor(choice, lambda job: choice.commands(job, launch), options.python, options.timeout).examine()
+    doctor = Doctor(choice, lambda job: choice.commands(job, launch), options.python, options.timeout, options.compare)
+    findings = doctor.examine()
     bad = any(each.grade == FAIL for each in findings)
     if options.json:
         json.dump({"ok": not bad, "findings": [each.to_json() for each in findings]}, sys.stdout, indent=2)

@@ -17,11 +17,13 @@ from megatron.worker.code_version import code_version, root
 
 from . import forwarding
 from .choose import RunnerChoice
+from .compare import MEASURES, PAIRS, Measure, best_pairs, outliers
 from .connection import Command
 from .console import RankConsole
 from .hints import hint_for
 from .launcher import Launcher, LauncherSettings, Result
 from .specification import Host, Specification
+from .status import Failure
 
 GIB = 1 << 30
 OK, WARN, FAIL = "ok", "warn", "FAIL"
@@ -79,6 +81,7 @@ class Doctor:
         start: builds the runner's commands for a job.
         python: interpreter on the hosts.
         timeout: seconds until every host must have answered.
+        compare: whether to measure how fast the hosts are, and to name those that are slower than the others.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class Doctor:
         start: Callable[[Specification], list[Command]],
         python: str | None = None,
         timeout: float = 30.0,
+        compare: bool = False,
     ) -> None:
-        self.choice, self.commands, self.timeout = choice, start, timeout
+        self.choice, self.commands, self.timeout, self.compare = choice, start, timeout, compare
         self.python = python or sys.executable
         self.names = [host.name for host in choice.hosts]
 
@@ -135,6 +139,7 @@ class Doctor:
                 )
             )
         findings += judge_clocks([host.offset for host in launcher.hosts], self.names)
+        findings += self._speeds() if self.compare else []
         return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
 
     def _run(
@@ -180,20 +185,39 @@ class Doctor:
             ]
         backends = ["gloo", "nccl"] if accelerators else ["gloo"]
         slots = (0, 1) if single and accelerators != 1 else (0,)
-        return [self._reduce(backend, name, address, slots) for name, address in networks for backend in backends]
+        ways = [(backend, name, address) for name, address in networks for backend in backends]
+        findings = [self._reduce(*way, slots) for way in ways]
+        return findings + [each for way in ways for each in (self._pairs(*way) if self.compare and not single else ())]
+
+    def _speeds(self) -> list[HostFinding]:
+        """How fast each host is by itself, all at once."""
+        _, result, collector = self._run(("speeds",))
+        if result.first:
+            return [_failed("speeds", "", result.first)]
+        answers = collector.answers()
+        return [
+            each
+            for measure in MEASURES
+            for each in judge_rates(measure, [answers[rank][measure.name] for rank in sorted(answers)], self.names)
+        ]
+
+    def _pairs(self, backend: str, name: str, address: str) -> list[HostFinding]:
+        """How fast messages are between two hosts, over one network."""
+        _, result, collector = self._run(("pairs", backend), address=address)
+        if result.first:
+            return [_failed(f"pairs {backend}", f"{name}: ", result.first)]
+        met = {
+            rank: {int(other): rate for other, rate in answer["rates"].items()}
+            for rank, answer in collector.answers().items()
+        }
+        best = best_pairs(met)
+        return judge_rates(PAIRS, [best[rank] for rank in sorted(best)], self.names, f"{name}, {backend}: ")
 
     def _reduce(self, backend: str, name: str, address: str, slots: tuple[int, ...]) -> HostFinding:
         _, result, collector = self._run(("reduce", backend), slots, address)
         check = f"all-reduce {backend}"
         if result.first:
-            text = result.first.text.strip()
-            return HostFinding(
-                FAIL,
-                check,
-                f"{name}: {(text or result.first.reason).rpartition(chr(10))[2]}",
-                (result.first.host,),
-                hint_for(text + result.first.reason, result.first.status) or "",
-            )
+            return _failed(check, f"{name}: ", result.first)
         answers = collector.answers()
         if not all(answer["right"] for answer in answers.values()):
             return HostFinding(
@@ -208,6 +232,26 @@ class Doctor:
         return HostFinding(
             OK, check, f"{name}: {size / slowest / 1e9:.2f} GB/s, {len(answers)} ranks", tuple(self.names)
         )
+
+
+def _failed(check: str, where: str, failure: Failure) -> HostFinding:
+    text = failure.text.strip()
+    value = f"{where}{(text or failure.reason).rpartition(chr(10))[2]}"
+    return HostFinding(FAIL, check, value, (failure.host,), hint_for(text + failure.reason, failure.status) or "")
+
+
+def judge_rates(measure: Measure, rates: list[float], names: list[str], where: str = "") -> list[HostFinding]:
+    """A line for each host that is slower than the others, else one for all."""
+
+    def shown(rate: float) -> str:
+        return f"{rate / measure.size:.3g} {measure.unit}"
+
+    slow = []
+    for host, usual in outliers(rates, measure.factor):
+        value = f"{where}{shown(rates[host])}, the others {shown(usual)}"
+        slow.append(HostFinding(WARN, measure.name, value, (names[host],), measure.advice))
+    span = f"{where}{shown(min(rates))} to {shown(max(rates))}"
+    return slow or [HostFinding(OK, measure.name, span, tuple(names))]
 
 
 def judge(answers: list[dict[str, Any]], names: list[str]) -> list[HostFinding]:

@@ -1,4 +1,5 @@
-"""What a host is like, as JSON on standard output; and a small all-reduce. Started on every host by the doctor."""
+"""What a host is like and how fast it is, as JSON on standard output, and messages between hosts. Started on every host
+by the doctor."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import platform
 import resource
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,12 @@ from megatron.worker import devices
 from megatron.worker.place import worker_environment
 from megatron.worker.rendezvous import open_store
 
+from .compare import partners
+
 PACKAGES = ("torch", "deepspeed", "transformers", "pydantic", "tokenizers")
 SIZE = 1 << 20  # elements of the all-reduce, 4 bytes each
+COPIED, WRITTEN = 64 << 20, 32 << 20  # bytes of the copy in memory and of the file
+REPEAT = 5
 
 
 def facts(shared: str) -> dict[str, Any]:
@@ -79,8 +87,68 @@ def _shared(folder: Path) -> bool:
     return True
 
 
-def reduce(backend: str) -> dict[str, Any]:
-    """All-reduce of 4 MiB over all hosts: seconds of the fastest of five, and whether the sum is right."""
+def speeds() -> dict[str, float]:
+    """Rates of this host, the best of a few: floating-point operations, bytes copied and bytes written per second. With
+    several devices those of the slowest; the disk is that of the current folder."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    places = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+    return {
+        "products": min(map(_products, places)),
+        "memory rate": min(map(_copies, places)),
+        "disk rate": WRITTEN / _best(_write, lambda: None),
+    }
+
+
+def _products(device: Any) -> float:
+    import torch
+
+    width, kind = (4096, torch.bfloat16) if device.type == "cuda" else (768, torch.float32)
+    matrix = torch.ones(width, width, device=device, dtype=kind)
+    return 2 * width**3 / _best(lambda: matrix @ matrix, _waiter(device))
+
+
+def _copies(device: Any) -> float:
+    import torch
+
+    source = torch.ones(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED / _best(lambda: target.copy_(source), _waiter(device))
+
+
+def _write() -> None:
+    """A file without a name, on the disk: nothing is left, however this ends."""
+    with tempfile.TemporaryFile(dir=".") as file:
+        file.write(bytes(WRITTEN))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _waiter(device: Any) -> Callable[[], None]:
+    """What waits until a device has done what it was told."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return wait
+
+
+def _best(run: Callable[[], Any], wait: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few, after one that warms up."""
+    times = []
+    for _ in range(1 + REPEAT):
+        begin = time.perf_counter()
+        run()
+        wait()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _join(backend: str) -> tuple[int, int, Any]:
+    """(rank, ranks, device) once all hosts are in one process group."""
     from datetime import timedelta
 
     import torch
@@ -93,24 +161,59 @@ def reduce(backend: str) -> dict[str, Any]:
     rank, world = place.rank, place.world_size
     store = open_store(rank, world, place.master_address, place.master_port, timeout, one_host=place.one_host)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    times = []
-    for _ in range(5):
+    return rank, world, device
+
+
+def reduce(backend: str) -> dict[str, Any]:
+    """All-reduce of 4 MiB over all hosts: seconds of the fastest of five, and whether the sum is right."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world, device = _join(backend)
+    wait, times = _waiter(device), []
+    for _ in range(REPEAT):
         data = torch.full((SIZE,), float(rank + 1), device=device)
         dist.barrier()
         begin = time.perf_counter()
         dist.all_reduce(data)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - begin)
     right = bool((data == world * (world + 1) / 2).all())
     dist.destroy_process_group()
     return {"seconds": min(times), "right": right, "bytes": 4 * SIZE}
 
 
+def pairs(backend: str) -> dict[str, Any]:
+    """There and back again with each partner: bytes per second one way, the best of a few, by partner."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world, device = _join(backend)
+    wait, data = _waiter(device), torch.ones(SIZE, device=device)
+    rates: dict[int, float] = {}
+
+    def there_and_back(other: int) -> None:
+        if rank < other:
+            dist.send(data, other)
+            dist.recv(data, other)
+        else:
+            dist.recv(data, other)
+            dist.send(data, other)
+
+    for other in partners(rank, world):
+        dist.barrier()  # rounds do not mix
+        if other is not None:
+            rates[other] = 2 * 4 * SIZE / _best(partial(there_and_back, other), wait)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"rates": rates}
+
+
 def main(arguments: list[str]) -> int:
-    """`facts FOLDER` or `reduce BACKEND`."""
-    answer = facts(arguments[1]) if arguments[0] == "facts" else reduce(arguments[1])
-    sys.stdout.write(json.dumps(answer) + "\n")
+    """`facts FOLDER`, `speeds`, `reduce BACKEND` or `pairs BACKEND`."""
+    asked: dict[str, Callable[..., dict[str, Any]]]
+    asked = {"facts": facts, "speeds": speeds, "reduce": reduce, "pairs": pairs}
+    sys.stdout.write(json.dumps(asked[arguments[0]](*arguments[1:])) + "\n")
     return 0
 
 

@@ -10,9 +10,12 @@ import pytest
 
 from megatron.config.sections.layout import LaunchSection
 from megatron.launch.choose import RunnerChoice
-from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, table
+from megatron.launch.compare import MEASURES, PAIRS, best_pairs, partners
+from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
 from megatron.launch.runners import local
 from megatron.launch.specification import Host
+from megatron.trials.chaos import own_network
+from megatron.trials.hosts import RUNNER, TrialHosts
 from tests.paths import ROOT
 
 GOOD = {
@@ -94,7 +97,7 @@ def test_the_table_has_a_line_of_advice_for_what_is_wrong():
 
 def test_this_machine():
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json"],
+        [sys.executable, str(ROOT / "tools" / "doctor.py"), "--compare", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -103,6 +106,7 @@ def test_this_machine():
     answer = json.loads(done.stdout)
     checks = {each["check"]: each for each in answer["findings"]}
     assert checks["reachable"]["grade"] == OK and checks["all-reduce gloo"]["grade"] == OK, answer
+    assert all(checks[each.name]["value"].endswith(each.unit) for each in MEASURES), "alone it is an outlier of nothing"
     assert checks["python"]["value"] == ".".join(map(str, sys.version_info[:3]))
     assert checks["shared folder"]["grade"] == OK and not list(ROOT.glob(".doctor-*"))
     assert done.returncode == (0 if answer["ok"] else 1)
@@ -126,3 +130,52 @@ def test_a_missing_hostfile_is_an_error(tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "No such file" in done.stderr
+
+
+def test_pairs_are_all_different_and_everybody_is_in_one_at_a_time():
+    for world in range(2, 20):
+        met = [partners(rank, world) for rank in range(world)]
+        for round_ in zip(*met, strict=True):
+            assert all(other is None or round_[other] == rank for rank, other in enumerate(round_))
+            assert sum(other is None for other in round_) == world % 2
+        for rank, others in enumerate(met):
+            known = [other for other in others if other is not None]
+            assert rank not in known and len(set(known)) == len(known) >= min(world - 1, 2)
+
+
+@pytest.mark.parametrize("world", [3, 4, 5, 8, 9])
+def test_a_host_with_a_bad_cable_is_named_and_no_other(world):
+    for bad in range(world):
+        met: dict[int, dict[int, float]] = {rank: {} for rank in range(world)}
+        for rank in range(world):
+            for other in filter(lambda each: each is not None, partners(rank, world)):
+                met[rank][other] = 1.0 if bad in (rank, other) else 9.0 + rank % 2
+        rates = best_pairs(met)
+        findings = judge_rates(PAIRS, [rates[rank] for rank in range(world)], [f"h{rank}" for rank in range(world)])
+        assert [(each.grade, each.hosts) for each in findings] == [(WARN, (f"h{bad}",))]
+
+
+def test_a_slow_host_is_named_beside_the_others_rate():
+    measure = MEASURES[0]
+    (found,) = judge_rates(measure, [50e9, 30e9, 52e9], NAMES)
+    assert (found.grade, found.hosts, found.value) == (WARN, ("h1",), "30 GFLOP/s, the others 51 GFLOP/s")
+    (found,) = judge_rates(measure, [50e9, 45e9, 52e9], NAMES)
+    assert (found.grade, found.hosts, found.value) == (OK, tuple(NAMES), "45 GFLOP/s to 52 GFLOP/s")
+    assert [each.hosts for each in judge_rates(measure, [50e9, 30e9], NAMES)] == [("h1",)], "two hosts are compared too"
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
+def test_a_slow_network_between_real_hosts_is_named(tmp_path, monkeypatch):
+    """Three hosts made of namespaces; what is sent to the second comes with 20 Mbit/s."""
+    monkeypatch.chdir(tmp_path)
+    with TrialHosts(3) as hosts:
+        choice = RunnerChoice("trial", tuple(Host(name, (0,)) for name in hosts.names), "a test")
+        monkeypatch.setenv(*next(iter(hosts.variables.items())))
+        doctor = Doctor(choice, lambda job: RUNNER.commands(job, LaunchSection()), timeout=200.0, compare=True)
+        even = {each.check: each for each in doctor.examine()}
+        hosts.slow("host2", 20_000)
+        uneven = [each for each in doctor.examine() if each.check == "pairs"]
+    assert even["pairs"].grade == OK and {*even} >= {each.name for each in MEASURES}, even
+    assert [(each.grade, each.hosts) for each in uneven] == [(WARN, ("host2",))], uneven
