@@ -181,11 +181,12 @@ class BaseEngine:
             self.gate.begin()
 
     def _tell_of_reductions(self) -> None:
-        """DeepSpeed reduces gradients at the end of a backward pass."""
-        reduce = self.deepspeed.allreduce_gradients
+        """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step."""
+        reduce, each = self.deepspeed.allreduce_gradients, self.config.zero.stage > 1
 
         def told(*arguments: Any, **options: Any) -> None:
-            self.beacon.at(REDUCE)
+            if each or self.deepspeed.is_gradient_accumulation_boundary():
+                self.beacon.at(REDUCE)
             reduce(*arguments, **options)
 
         self.deepspeed.allreduce_gradients = told
@@ -362,7 +363,8 @@ class PlainEngine(BaseEngine):
             with phase("backward"):
                 self.deepspeed.backward(loss)
             self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
-            self.beacon.at(OPTIMIZER, number + 1, count)
+            if number + 1 == count:  # before the last one DeepSpeed only counts
+                self.beacon.at(OPTIMIZER, count, count)
             yield number
 
     @phase("update")

@@ -60,7 +60,9 @@ class RunningWindow:
         if count < self._least:
             return None
         mean = math.fsum(self.values) / count
-        if value <= mean:  # most are, while a loss falls: no deviation is needed
+        # Of values as far apart as these the deviation is at least the last factor: mostly it need not be computed.
+        least = (max(self.values) - min(self.values)) / math.sqrt(2 * (count - 1))
+        if value - mean <= (1 - 1e-9) * self._sigma * least:
             return None
         deviations = [each - mean for each in self.values]
         limit = mean + self._sigma * math.sqrt(sum(map(operator.mul, deviations, deviations)) / (count - 1))

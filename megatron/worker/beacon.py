@@ -15,10 +15,10 @@ import mmap
 import os
 import signal
 import struct
-import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import monotonic
 from typing import TextIO
 
 # Phases, in the order in which a step goes through them.
@@ -119,20 +119,18 @@ class Beacon:
         memory: shared with the agent; without one, what is written is seen by nobody, but times are still kept.
 
     Attributes:
-        own: seconds in each phase so far, without waiting for other ranks in collectives.
-        waited: seconds in collectives so far.
         born: when it was made (`time.monotonic`).
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
         self._memory = bytearray(SIZE) if memory is None else memory
         self.shared = memory is not None
-        self.own = [0.0] * len(NAMES)
-        self.waited = 0.0
-        self._spent = [0.0] * len(NAMES)
-        self._waiting_since = self._waited_here = 0.0
+        self._inside = memoryview(self._memory)[_INSIDE_AT : _INSIDE_AT + 8].cast("q")  # one write is one instruction
+        self._spent = [0.0] * len(NAMES)  # seconds by phase, and those in collectives
+        self._waited = [0.0] * len(NAMES)
+        self._waiting_since = 0.0
         self.told: Callable[[int], None] | None = None  # hears of each phase that begins, as a profiler does
-        self._number, self._phase, self._since = 0, START, time.monotonic()
+        self._number, self._phase, self._since = 0, START, monotonic()
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
         self._step, self._done, self._last = -1, 0, (0, 0, b"")
@@ -142,7 +140,7 @@ class Beacon:
         self._before: list[tuple] = []
         self._free = 1
         self._stack_file: TextIO | None = None
-        _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
+        self._inside[0] = -1
         _GROUP_NAME.pack_into(self._memory, self._slots[PEERS], b"peers", b"messages", b"")
         _HEAD.pack_into(self._memory, 0, _MARK, os.getpid(), 0)
 
@@ -173,13 +171,9 @@ class Beacon:
 
     def at(self, phase: int, part: int = 0, parts: int = 0, detail: bytes = b"") -> None:
         """The rank enters a phase."""
-        now = time.monotonic()
-        stay, before = now - self._since, self._phase
-        self.own[before] += stay - self._waited_here
+        now, before = monotonic(), self._phase
+        stay = now - self._since
         self._spent[before] += stay
-        self._waited_here = 0.0
-        if self.told is not None:
-            self.told(phase)
         if stay > self._longest[before] and self._done > 1:
             self._longest[before] = stay
             _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * before, stay)
@@ -188,6 +182,8 @@ class Beacon:
         _PLACE.pack_into(
             self._memory, _PLACE_AT[number & 1], number, now, self._step, self._done, part, parts, phase, detail, number
         )
+        if self.told is not None:
+            self.told(phase)
 
     def begin(self, step: int) -> None:
         """A step begins, with its data."""
@@ -202,14 +198,22 @@ class Beacon:
     def spent(self) -> list[float]:
         """Seconds in each phase so far, waiting for others included. They sum to the time since the beacon was made."""
         found = list(self._spent)
-        found[self._phase] += time.monotonic() - self._since
+        found[self._phase] += monotonic() - self._since
         return found
 
     def waits(self) -> list[float]:
         """Seconds in collectives by phase so far. On gloo a rank waits there for the others; on NCCL it does not."""
-        found = [spent - own for spent, own in zip(self._spent, self.own)]
-        found[self._phase] += self._waited_here
-        return found
+        return list(self._waited)
+
+    @property
+    def waited(self) -> float:
+        """Seconds in collectives so far."""
+        return sum(self._waited)
+
+    @property
+    def own(self) -> list[float]:
+        """Seconds in each phase that has ended, without those in collectives."""
+        return [spent - waited for spent, waited in zip(self._spent, self._waited)]
 
     def total(self, phase: int) -> float:
         """Seconds in a phase that the rank is not in now."""
@@ -248,23 +252,21 @@ class Beacon:
         what, place = (slot, operation, elements if sized else 0), len(calls)
         calls.append(what)
         new = bool(before) and (place >= len(before) or before[place] != what)
-        self._waiting_since = now = time.monotonic()
+        self._waiting_since = now = monotonic()
         self._calls[slot] = number = self._calls[slot] + 1
         at = self._slots[slot] + _GROUP_NAME.size
         _GROUP_CALL.pack_into(self._memory, at, operation, now, elements, peer, new, number)
-        _INSIDE.pack_into(self._memory, _INSIDE_AT, slot)
+        self._inside[0] = slot
 
     def wait(self, slot: int) -> None:
         """The rank waits for an operation that was called earlier."""
-        self._waiting_since = time.monotonic()
-        _INSIDE.pack_into(self._memory, _INSIDE_AT, slot)
+        self._waiting_since = monotonic()
+        self._inside[0] = slot
 
     def leave(self) -> None:
         """The operation has returned."""
-        seconds = time.monotonic() - self._waiting_since
-        self._waited_here += seconds
-        self.waited += seconds
-        _INSIDE.pack_into(self._memory, _INSIDE_AT, -1)
+        self._waited[self._phase] += monotonic() - self._waiting_since
+        self._inside[0] = -1
 
 
 def read(memory: mmap.mmap | bytes) -> RankProgress | None:

@@ -32,7 +32,7 @@ def olmo(values: list[float], window: int, sigma: float) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("window, sigma", [(128, 6.0), (16, 3.0), (5, 2.0)])
+@pytest.mark.parametrize("window, sigma", [(128, 6.0), (16, 3.0), (5, 2.0), (16, 0.5), (128, 0.3)])
 def test_the_window_is_that_of_olmo_core(window: int, sigma: float) -> None:
     losses, norms = draw(150), draw(150, 1)
     rule = SpikeRule(SpikesSection(action="skip", window=window, sigma=sigma))

@@ -22,12 +22,18 @@ def test_hashes_count_as_often_as_they_are_taken() -> None:
     assert shares([rank, rank], 10 * BLOCK) == pytest.approx([0.03, 0.03])
 
 
-def test_parts_are_what_watched_calls_take_beyond_empty_ones() -> None:
+def test_a_call_that_is_timed_still_does_what_it_did() -> None:
     times = iter([0.0, 5.0, 5.0, 6.0, 10.0, 10.5])
     part, clock = WatcherCost(), lambda: next(times)
     assert part.timed(max, clock)(3, 4) == 4 and part.timed(min, clock)(3, 4) == 3
     part.timed(print, clock, -1)(end="")
-    assert (part.seconds, part.calls) == (5.5, 2)
-    parts = parts_of([{"watch": [5.5, 2], "training.hashes": [4.0, 1]}] * 2, 10, 10 * BLOCK)
-    assert parts["watch"] == {"seconds": 1.1, "calls": 0.4}
+    assert part.taken() == [5.5, 2] and part.taken() == [0.0, 0]
+
+
+def test_parts_are_medians_of_blocks_beyond_empty_ones() -> None:
+    """Two ranks; an interrupt of a second fell into one block."""
+    watch = {TIMED: [[0.5, 20], [1.5, 20], [0.6, 20]], EMPTY: [[0.1, 20], [0.1, 20], [9.0, 20]]}
+    hashes = {TIMED: [[4.0, 1], [4.0, 1], [5.0, 1]], EMPTY: [[0.0, 0], [0.0, 0], [0.0, 0]]}
+    parts = parts_of([{"watch": watch, "training.hashes": hashes}] * 2, 10 * BLOCK)
+    assert parts["watch"] == {"seconds": pytest.approx(0.1), "calls": 4.0}
     assert parts["training.hashes"]["seconds"] == pytest.approx(0.08), "a block has one, a run every tenth of that"

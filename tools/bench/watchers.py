@@ -16,8 +16,8 @@ nothing. Where the processors are busy with other work, this difference drowns i
 
 In blocks of the third kind the calls of each watcher are counted and timed: the processor time of the rank's main
 thread inside them, or of all its threads, where a call waits in a collective. In the fourth kind calls that do nothing
-are timed in the places of the many short ones, and taken off: what is left are the "parts". They do not see what a
-watcher does to others, such as to a cache.
+are timed in the places of the many short ones, and taken off: what is left are the "parts", each the median of its
+blocks, since an interrupt may fall into any. They do not see what a watcher does to others, such as to a cache.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def mode(step: int) -> str:
 
 @dataclass
 class WatcherCost:
-    """What the calls of a watcher took on a rank, in blocks that are timed."""
+    """What the calls of a watcher took on a rank, in the block at work."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -81,18 +81,25 @@ class WatcherCost:
 
         return call
 
+    def taken(self) -> list[float]:
+        """[seconds, calls] of a block that has ended."""
+        found = [self.seconds, self.calls]
+        self.seconds, self.calls = 0.0, 0
+        return found
+
 
 class WatcherTurns(Hook):
     """Turns watchers off and on, and takes the processor time of each block.
 
     Args:
-        output: file for {"blocks": [[mode, seconds, seconds of hashes], ...], "parts": {watcher: [seconds, calls]}},
-            one file for each rank.
+        output: file for {"blocks": [[mode, seconds, seconds of hashes], ...], "parts": {watcher: {mode: [[seconds,
+            calls], ...]}}}, with the timed and the empty blocks; one file for each rank.
     """
 
     def __init__(self, output: str) -> None:
         self._output, self._found, self._hashing = Path(output), list[list[Any]](), WatcherCost()
         self._parts = {name: WatcherCost() for name in ("watch", *HOOKS)}
+        self._taken: dict[str, dict[str, list[list[float]]]] = {name: {TIMED: [], EMPTY: []} for name in self._parts}
         self._begun: tuple[str, float] | None = None
         self._all: list[Hook] = []
         self._changed: list[tuple[Any, str, Any]] = []
@@ -115,22 +122,24 @@ class WatcherTurns(Hook):
             if now == OFF:
                 self._change(trainer.beacon, name, _nothing)
             elif now != ON and step >= WARM:
-                sign, function = (1, getattr(trainer.beacon, name)) if now == TIMED else (-1, _nothing)
-                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.thread_time, sign))
+                function = getattr(trainer.beacon, name) if now == TIMED else _nothing
+                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.thread_time))
         if now == TIMED and step >= WARM:
             self._time(gate)
         self._begun = (now, time.process_time())
 
     def on_end(self, trainer: Trainer) -> None:
         self._end()
-        parts = {name: [part.seconds, part.calls] for name, part in self._parts.items()}
-        found = {"blocks": self._found, "parts": parts}
+        found = {"blocks": self._found, "parts": self._taken}
         self._output.with_suffix(f".{trainer.mesh.rank}").write_text(json.dumps(found))
 
     def _end(self) -> None:
         if self._begun is not None:
             now, begin = self._begun
             self._found.append([now, time.process_time() - begin, self._hashing.seconds])
+            if now in (TIMED, EMPTY) and len(self._found) > WARM // BLOCK:
+                for name, part in self._parts.items():
+                    self._taken[name][now].append(part.taken())
         self._begun, self._hashing.seconds = None, 0.0
         while self._changed:
             changed, name, old = self._changed.pop()
@@ -176,17 +185,21 @@ def shares(ranks: list[list[list[Any]]], every: int) -> list[float]:
     return found
 
 
-def parts_of(ranks: list[dict[str, list[float]]], steps: int, every: int) -> dict[str, dict[str, float]]:
-    """Of each watcher the calls and seconds in a step, over all ranks.
+def parts_of(ranks: list[dict[str, dict[str, list[list[float]]]]], every: int) -> dict[str, dict[str, float]]:
+    """Of each watcher the calls and seconds in a step, over all ranks: medians of blocks.
 
     Args:
-        ranks: of each rank, seconds and calls of each watcher.
-        steps: that were timed.
+        ranks: of each rank, [seconds, calls] of each watcher's timed blocks and empty ones.
         every: steps between hashes, of which a block has one.
     """
+
+    def median(blocks: list[list[float]], index: int) -> float:
+        return statistics.median(block[index] for block in blocks) / BLOCK if blocks else 0.0
+
     found = {}
     for name in ranks[0]:
-        seconds, calls = (sum(each[name][index] for each in ranks) / steps for index in range(2))
+        seconds = sum(median(each[name][TIMED], 0) - median(each[name][EMPTY], 0) for each in ranks)
+        calls = sum(median(each[name][TIMED], 1) for each in ranks)
         found[name] = {"seconds": seconds * BLOCK / every if name == "training.hashes" else seconds, "calls": calls}
     return found
 
@@ -224,7 +237,7 @@ def _result(ranks: list[dict[str, Any]], rounds: int, every: int) -> dict[str, A
     blocks = [each["blocks"] for each in ranks]
     found = shares(blocks, every)
     off = [sum(each[1] for each in turns) for turns in zip(*blocks, strict=True) if turns[0][0] == OFF]
-    parts = parts_of([each["parts"] for each in ranks], rounds * BLOCK, every)
+    parts = parts_of([each["parts"] for each in ranks], every)
     low, middle, high = statistics.quantiles(found, n=4)
     step = statistics.median(off) / BLOCK
     return {

@@ -57,11 +57,11 @@ class SlowRanksHook(Hook):
         if comparison is None or every is None or (step + 1) % every or step < self._first:
             return
         own = self._own(trainer)
-        steps = step + 1 - self._first
-        local = torch.tensor([now - before for now, before in zip(own, self._before)], dtype=torch.float64) / steps
+        steps, device = step + 1 - self._first, trainer.exchange.device
+        local = [(now - before) / steps for now, before in zip(own, self._before)]
         self._before = own
-        everyone = torch.empty(len(self._hosts), len(PHASES), dtype=torch.float64, device=trainer.exchange.device)
-        dist.all_gather_into_tensor(everyone, local.to(trainer.exchange.device)[None])
+        everyone = torch.empty(len(self._hosts), len(PHASES), dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(everyone, torch.tensor([local], dtype=torch.float64, device=device))
         begun, over = comparison.window(self._first, step, everyone.tolist())
         self._first = step + 1
         for slow in begun:
@@ -84,7 +84,8 @@ class SlowRanksHook(Hook):
             trainer.log(f"slow: {self._text(slow)}")
 
     def _own(self, trainer: Trainer) -> list[float]:
-        return [trainer.beacon.own[phase] for phase in PHASES]
+        own = trainer.beacon.own
+        return [own[phase] for phase in PHASES]
 
     def _text(self, slow: Slow) -> str:
         when = f"since step {slow.since}" if slow.until is None else f"from step {slow.since} to {slow.until}"
