@@ -13,7 +13,7 @@ network namespaces, joined by links, with `--ranks` on each of them, and more of
 take the places of those that are lost.
 
 Exit status 1: something was not as it must be (its folder is kept); 2: the configuration has mistakes; 3: the run fails
-without any fault.
+without any fault, or none is possible.
 """
 
 from __future__ import annotations
@@ -66,14 +66,23 @@ def _main(options: argparse.Namespace, stack: ExitStack) -> int:
         print(text, file=sys.stderr, flush=True)
 
     rounds: list[Round] = []
+    happened: list[str] = []
+
+    def hear(fault: str) -> None:
+        happened.append(fault)
+        tell(fault)
+
+    def enough() -> bool:
+        return time.monotonic() > end or (options.most is not None and len(happened) >= options.most)
+
     try:
         hosts = stack.enter_context(TrialHosts(options.hosts + SPARES)) if options.hosts > 1 else None
     except OSError as error:
         print(f"--hosts {options.hosts}: {error}", file=sys.stderr)
         return 2
-    arena = Arena(folder, words, config, options.ranks, options.steps, options.every, tell, hosts)
+    arena = Arena(folder, words, config, options.ranks, options.steps, options.every, hear, hosts)
     try:
-        for each in chaos(arena, seed=options.seed, until=lambda: time.monotonic() > end, only=options.only or ()):
+        for each in chaos(arena, seed=options.seed, until=enough, only=options.only or ()):
             rounds.append(each)
             tell(f"run {each.number}: {len(each.events)} faults, " + ("; ".join(each.problems) or "equal in every bit"))
             if each.problems:
@@ -99,6 +108,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("file", nargs="?", help="configuration")
     parser.add_argument("overrides", nargs="*", help="key.path=value")
     parser.add_argument("--minutes", type=float, default=30.0, help="no fault after that time; the last run ends (30)")
+    parser.add_argument("--most", type=int, metavar="N", help="no fault after so many; the last run ends")
     parser.add_argument("--seed", type=int, default=1, help="of the order of faults (1)")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes (2), on each host if there are several (1)")
     parser.add_argument("--hosts", type=int, default=1, metavar="N", help="hosts made of network namespaces (1: none)")
@@ -115,6 +125,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")
     if options.ranks is None:
         options.ranks = 2 if options.hosts == 1 else 1
+    if options.most is not None and options.most < 1:
+        parser.error("--most must be at least 1")
     if not 1 <= 3 * options.every <= options.steps or options.ranks < 1 or options.hosts < 1:
         parser.error("--ranks and --hosts must be at least 1, and --steps at least three times --every")
     return options

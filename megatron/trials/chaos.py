@@ -131,7 +131,7 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
         only: names of faults; all that are possible where there are none.
 
     Raises:
-        TrialError: the run that is left alone fails, so nothing can be said.
+        TrialError: the run that is left alone fails, or no fault is possible, so nothing can be said.
     """
     alone = arena.job("alone")
     try:
@@ -147,6 +147,8 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
         disk = mount(job.run / "checkpoints", DISK * size + (1 << 20))
         faults = [each for each in arena.possible(disk) if not only or each.name in only]
         try:
+            if not faults:
+                raise TrialError("none of these faults can happen to this run here (some need root, some --hosts)")
             _round(arena, job, found, faults, draw, until, bag)
             if not found.problems:
                 found.problems += problems_of(alone, job, arena.steps)

@@ -44,12 +44,12 @@ def chaos(folder: Path, *words: str) -> tuple[int, list[dict], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [each.name for each in FAULTS])
+@pytest.mark.parametrize("name", [each.name for each in FAULTS if "hosts" not in each.needs])
 def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
-    status, rounds, said = chaos(tmp_path, "--only", name, "--steps", "60", "--every", "5", "--minutes", "0.5")
-    assert status == 0, said
-    if "disk" not in name:  # needs the right to mount
-        assert rounds[0]["events"], said
+    status, rounds, said = chaos(tmp_path, "--only", name, "--steps", "60", "--every", "5", "--most", "2")
+    if status == 3 and "none of these faults can happen" in said:
+        pytest.skip("needs root, for mounts and network namespaces")
+    assert status == 0 and rounds[0]["events"], said
 
 
 @pytest.mark.slow
@@ -58,7 +58,8 @@ def test_each_fault_is_survived(name: str, tmp_path: Path) -> None:
 def test_what_happens_between_hosts_is_survived(tmp_path: Path) -> None:
     names = ("host lost", "network cut for a while", "slow network", "agent killed")
     only = [word for name in names for word in ("--only", name)]
-    status, rounds, said = chaos(tmp_path, "--hosts", "2", *only, "--steps", "120", "--every", "5", "--minutes", "1")
+    most = ("--most", str(len(names)))
+    status, rounds, said = chaos(tmp_path, "--hosts", "2", *only, *most, "--steps", "120", "--every", "5")
     assert status == 0 and {each["fault"] for each in rounds[0]["events"]} == set(names), said
 
 
@@ -66,7 +67,7 @@ def test_what_happens_between_hosts_is_survived(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_like_the_other_is_told(tmp_path: Path) -> None:
     """A hook with a state that no checkpoint knows: after a restart other weights come out."""
     hooks = "hooks=['tests.trials.test_verify_resume:Forgetful']"
-    words = ("--only", "rank killed", "--steps", "40", "--every", "5", "--minutes", "5", "--ranks", "1")
+    words = ("--only", "rank killed", "--most", "3", "--steps", "40", "--every", "5", "--ranks", "1")
     status, rounds, said = chaos(tmp_path, hooks, "checkpoint.prove=false", *words)
     assert status == 1, said
     assert rounds[-1]["problems"], said
