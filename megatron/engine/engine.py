@@ -332,6 +332,7 @@ class PlainEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
+        self.beacon.at(FORWARD, 1, batch.tokens.shape[0])
         self._begin(batch.step, lr)
         self.model.train()
         scale = self._scale(batch)
@@ -352,14 +353,15 @@ class PlainEngine(BaseEngine):
         """Forward and backward of each micro-batch."""
         count = batch.tokens.shape[0]
         for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further))):
-            if look is not None and number:
-                look(number, count)
-            self.beacon.at(FORWARD, number + 1, count)
+            if number:
+                if look is not None:
+                    look(number, count)
+                self.beacon.part(FORWARD, number + 1, count)
             with phase("forward"):
                 given, extras = (micro.tokens, micro.labels, micro.weights), known(micro.extras, self.form)
                 taught = None if self.teacher is None else self.teacher.teach(micro)
                 loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
-            self.beacon.at(BACKWARD, number + 1, count)
+            self.beacon.part(BACKWARD, number + 1, count)
             with phase("backward"):
                 self.deepspeed.backward(loss)
             self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
@@ -445,6 +447,7 @@ class PipelinedEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
+        self.beacon.at(FORWARD)
         self._begin(batch.step, lr)
         scale = self._scale(batch)
         if scale is None:

@@ -155,7 +155,6 @@ class StepGate:
         assert self._prints is not None
         self._prints += [hash_bits(each) for each in grads]
 
-    @phase("exchange")
     def _decide(self) -> None:
         if self._decided or not self._judges:
             return
@@ -170,6 +169,7 @@ class StepGate:
             now = min(size, most) if most > 0 else size
             self._factor = bound / now if bound < now else None
 
+    @phase("exchange")
     def _meet(self, loss: Number, labels: Number, norm: Number) -> tuple[float, float]:
         """For engines without a trainer."""
         sums = torch.zeros(3, dtype=torch.float64, device=self._device)

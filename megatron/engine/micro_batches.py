@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class LossAccumulator:
         )
 
     def add(self, ce_BS: Tensor, weights_BS: Tensor, kl_BS: Tensor | None = None) -> None:
+        for name in ("mean", "labels"):
+            vars(self).pop(name, None)
         if kl_BS is not None:
             own = (kl_BS * weights_BS).sum(dtype=torch.float64)
             self.divergence = own if self.divergence is None else self.divergence + own
@@ -54,11 +57,11 @@ class LossAccumulator:
             for ids_BS in next(self.groups).unbind(-1):
                 self.sums.index_add_(1, ids_BS.flatten(), both)
 
-    @property
+    @cached_property
     def mean(self) -> Tensor:
         return self.loss / self.weight
 
-    @property
+    @cached_property
     def labels(self) -> Tensor:
         """How many they were, or their own weights."""
         return self.weight / self.scale

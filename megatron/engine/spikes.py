@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import operator
 import statistics
-from collections import deque
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,11 @@ class Spike:
 
 
 class RunningWindow:
-    """The last values of a number."""
+    """The last values of a number, side by side in memory: they are read in every step, when no cache has them."""
 
     def __init__(self, length: int, sigma: float) -> None:
-        self._least, self._sigma = max(2, length // 2), sigma
-        self.values: deque[float] = deque(maxlen=length)
+        self._length, self._least, self._sigma = length, max(2, length // 2), sigma
+        self.values = array("d")
 
     def exceeded(self, value: float) -> float | None:
         """The largest value that is no spike, if this one is above it; None where it is not, or too few are there."""
@@ -60,7 +60,9 @@ class RunningWindow:
         if count < self._least:
             return None
         mean = math.fsum(self.values) / count
-        # Of values as far apart as these the deviation is at least the last factor: mostly it need not be computed.
+        if value <= mean:  # as half of them are: no deviation is needed
+            return None
+        # Of values that are as far apart as these the deviation is at least so large, and mostly that says enough.
         least = (max(self.values) - min(self.values)) / math.sqrt(2 * (count - 1))
         if value - mean <= (1 - 1e-9) * self._sigma * least:
             return None
@@ -69,7 +71,11 @@ class RunningWindow:
         return limit if value > limit else None
 
     def add(self, value: float) -> None:
-        self.values.append(value)
+        self.extend([value])
+
+    def extend(self, values: Iterable[float]) -> None:
+        self.values.extend(values)
+        del self.values[: -self._length]
 
 
 class ZClip:
@@ -145,8 +151,8 @@ class SpikeRule:
     def restore(self, state: Mapping[str, Any]) -> None:
         """From `state`; nothing of it leaves the rule new. A window that has become shorter keeps the newest."""
         for name, window in self.windows.items():
-            window.values.clear()
-            window.values.extend(map(float, state.get(name, ())))
+            del window.values[:]
+            window.extend(map(float, state.get(name, ())))
         self.acted = list(map(int, state.get("acted", ())))
         clip = state.get(CLIP, {})
         self.clip = ZClip(self._options.clip)

@@ -18,7 +18,7 @@ from megatron.parallel.account import phase
 from megatron.parallel.mesh import Mesh
 from megatron.report.ledger import Ledger
 from megatron.report.sinks import Sinks
-from megatron.worker.beacon import END, EXCHANGE, FORWARD, HOOKS, SETUP, Beacon
+from megatron.worker.beacon import END, EXCHANGE, HOOKS, SETUP, Beacon
 
 from .clock import Clock
 from .early_stop import Looks
@@ -164,15 +164,16 @@ class Trainer:
     def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
         self._batch, self._begun, self._met = batch, time.monotonic(), None
-        self.beacon.at(FORWARD)
         look = Looks(self, step, self._pace)
         if self.replay is None:
             result = self.engine.step(batch, lr, look)
         else:
             result = self.replay.step(self, step, batch, lr, look)
-        self.beacon.at(EXCHANGE)
-        met = self._meet(result.loss, result.tokens) if self._met is None else self._met
-        report = StepReport(step, lr, result, met)
+        if self._met is None:
+            self.beacon.at(EXCHANGE)
+            self._meet(result.loss, result.tokens)
+        assert self._met is not None  # that was told of in the optimizer's phase, or just now
+        report = StepReport(step, lr, result, self._met)
         self._after = time.monotonic() - self._met_at
         self._requests -= self._told
         self.completed = step + 1

@@ -42,6 +42,7 @@ BEACON, STACKS = "JOB_BEACON", "JOB_STACKS"  # variables with descriptors that a
 STACK_SIGNAL, ALL_STACKS_SIGNAL = signal.SIGRTMIN + 9, signal.SIGRTMIN + 10  # ask for the main thread's, for all stacks
 
 SIZE = 12288
+BRIEF = 0.05  # seconds of a micro-batch that is not told of by itself: telling may take a thousandth of it
 GROUPS = 40  # process groups that are followed, and in slot 0 messages between two ranks
 PEERS = 0
 _HEAD = struct.Struct("=4siq")  # mark, process, whether stacks can be asked for
@@ -133,7 +134,8 @@ class Beacon:
         self._number, self._phase, self._since = 0, START, monotonic()
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
-        self._step, self._done, self._last = -1, 0, (0, 0, b"")
+        self._step, self._done = -1, 0
+        self._begun, self._parts, self._brief = self._since, 0, False  # of the step; whether the last one's parts were
         self._slots = [_GROUP_AT + _GROUP_SIZE * index for index in range(GROUPS)]
         self._calls = [0] * GROUPS
         self._now: list[tuple] = []  # what was called in this step, in all groups, and in the one before
@@ -177,7 +179,7 @@ class Beacon:
         if stay > self._longest[before] and self._done > 1:
             self._longest[before] = stay
             _LONGEST.pack_into(self._memory, _LONGEST_AT + 8 * before, stay)
-        self._phase, self._since, self._last = phase, now, (part, parts, detail)
+        self._phase, self._since = phase, now
         self._number = number = self._number + 1
         _PLACE.pack_into(
             self._memory, _PLACE_AT[number & 1], number, now, self._step, self._done, part, parts, phase, detail, number
@@ -187,9 +189,18 @@ class Beacon:
 
     def begin(self, step: int) -> None:
         """A step begins, with its data."""
+        now = monotonic()
+        self._brief, self._begun, self._parts = now - self._begun < BRIEF * self._parts, now, 0
         self._step = step
         self._before, self._now = self._now, []
         self.at(DATA)
+
+    def part(self, phase: int, part: int, parts: int) -> None:
+        """A micro-batch of a step enters a phase. Brief ones are told of together, as one forward phase: to tell takes
+        a microsecond, but ten or more where a model's own code has filled the processor's caches."""
+        self._parts = parts
+        if not self._brief:
+            Beacon.at(self, phase, part, parts)
 
     def done(self) -> None:
         """A step has ended."""
@@ -222,12 +233,13 @@ class Beacon:
     @contextmanager
     def during(self, phase: int, detail: bytes = b"") -> Iterator[None]:
         """A phase inside another one, which goes on afterwards."""
-        before, last = self._phase, self._last
+        place = _PLACE.unpack_from(self._memory, _PLACE_AT[self._number & 1])
+        before, (part, parts, _, words) = self._phase, place[4:8]
         self.at(phase, 0, 0, detail)
         try:
             yield
         finally:
-            self.at(before, *last)
+            self.at(before, part, parts, words)
 
     # ---- collectives
 

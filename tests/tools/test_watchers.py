@@ -30,10 +30,10 @@ def test_a_call_that_is_timed_still_does_what_it_did() -> None:
     assert part.taken() == [5.5, 2] and part.taken() == [0.0, 0]
 
 
-def test_parts_are_medians_of_blocks_beyond_empty_ones() -> None:
-    """Two ranks; an interrupt of a second fell into one block."""
+def test_parts_are_medians_of_steps_or_blocks_beyond_empty_ones() -> None:
+    """Two ranks; an interrupt of a second fell into one step of either kind."""
     watch = {TIMED: [[0.5, 20], [1.5, 20], [0.6, 20]], EMPTY: [[0.1, 20], [0.1, 20], [9.0, 20]]}
     hashes = {TIMED: [[4.0, 1], [4.0, 1], [5.0, 1]], EMPTY: [[0.0, 0], [0.0, 0], [0.0, 0]]}
     parts = parts_of([{"watch": watch, "training.hashes": hashes}] * 2, 10 * BLOCK)
-    assert parts["watch"] == {"seconds": pytest.approx(0.1), "calls": 4.0}
-    assert parts["training.hashes"]["seconds"] == pytest.approx(0.08), "a block has one, a run every tenth of that"
+    assert parts["watch"] == {"seconds": pytest.approx(1.0), "calls": 40.0}
+    assert parts["training.hashes"]["seconds"] == pytest.approx(8.0 / (10 * BLOCK)), "one in so many steps"

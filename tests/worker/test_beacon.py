@@ -15,6 +15,7 @@ import pytest
 from megatron.worker.beacon import (
     BACKWARD,
     BEACON,
+    BRIEF,
     DATA,
     FORWARD,
     SAVE,
@@ -81,6 +82,20 @@ def test_time_in_phases_is_kept_apart_from_waiting():
     assert 0.02 <= beacon.own[DATA] <= changed - begin
     assert 0.03 <= beacon.own[BACKWARD] <= end - begin - beacon.waited and beacon.waited >= 0.2
     assert beacon.own[DATA] + beacon.own[BACKWARD] + beacon.waited <= end - begin
+
+
+def test_brief_micro_batches_are_told_of_together():
+    memory = mmap.mmap(-1, SIZE)
+    beacon, places = Beacon(memory), []
+    for seconds in (0.0, 0.0, 2.5 * BRIEF, 0.0):
+        beacon.begin(0)
+        beacon.at(FORWARD)
+        for part in (1, 2):
+            beacon.part(BACKWARD, part, 2)
+        places.append((read(memory).phase, read(memory).part))
+        time.sleep(seconds)
+    whole, together = ("backward", 2), ("forward", 0)
+    assert places == [whole, together, together, whole], "as long as those of the step before"
 
 
 def test_any_bytes_give_a_place_or_none():

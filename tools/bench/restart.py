@@ -7,7 +7,8 @@ A run of a few steps leaves a checkpoint; then it is started again, and each ran
 clock and in processor time of all its threads. Shown is the rank for which the clock took longest. What comes before
 is not in it: noticing a failure, ending the other ranks, and the launcher's and the agents' own start.
 
-"imports" are what a rank that were forked from a process that has everything loaded would not need.
+"imports" are what a rank that were forked from a process that has everything loaded would not need: all modules that
+the same rank had in the end when it left the checkpoint, in that order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if __name__ == "__main__":
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import importlib  # noqa: E402
 import json  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -50,11 +53,25 @@ def rank() -> int:
     def note(name: str) -> None:
         marks.append((name, time.time(), time.process_time()))
 
-    import megatron.engine.preload  # noqa: F401  (what every rank imports at one time or another)
+    modules = Path(os.environ[FOLDER], f"modules_{os.environ['RANK']}.json")
+    again = modules.exists()
+    if again:
+        import torch
+
+        from megatron.engine.engine import prepare_deepspeed
+
+        prepare_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))  # which keeps compilers out
+    for name in json.loads(modules.read_text()) if again else ():
+        with contextlib.suppress(Exception):  # what is made as a program runs has names that cannot be imported
+            importlib.import_module(name)
     from megatron.training.run import train
     from megatron.worker.beacon import NAMES, Beacon
 
     note("joining")
+    if not again:
+        status = train()
+        modules.write_text(json.dumps(list(sys.modules)))
+        return status
     at, done = Beacon.at, Beacon.done
 
     def told(self: Beacon, phase: int, part: int = 0, parts: int = 0, detail: bytes = b"") -> None:
@@ -100,13 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_intermixed_args(arguments)
     files, overrides = split_arguments(options.sources)
-    train = str(Path(__file__).resolve().parents[2] / "train.py")
     with tempfile.TemporaryDirectory() as folder:
         own = [*files, *overrides, f"run.dir={folder}/run", "logging.console=quiet", "logging.curve=false"]
         own += ["evaluation.at_end=false", "checkpoint.every=null"]
         os.environ[FOLDER] = folder
-        for script, last in ((train, STEPS), (__file__, STEPS + 1)):
-            if status := launch(["--ranks", str(options.ranks), script, *own, f"training.stop_at_step={last}"]):
+        for last in (STEPS, STEPS + 1):
+            if status := launch(["--ranks", str(options.ranks), __file__, *own, f"training.stop_at_step={last}"]):
                 return status
         ranks = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(options.ranks)]
     parts = split(max(ranks, key=lambda marks: marks[-1][1] - marks[0][1]))

@@ -6,7 +6,7 @@ Blocks of steps take turns with every watcher on, and with all off.
     python tools/bench/watchers.py a.yml key.path=value ... [--ranks 2] [--rounds 20] [--hashes 100] [--json]
 
 On are: where each rank is, for its agent (`watch`), the times of ranks (`watch.slow`, every 10 steps), the decision
-about each update (`spikes.action: report`), and hashes of the state (`training.hashes`). Blocks of 10 steps of one run
+about each update (`spikes.action: report`), and hashes of the state (`training.hashes`). Blocks of 20 steps of one run
 take turns, so that a change of the machine's load meets all; which comes first changes from round to round.
 
 In blocks of the first two kinds watchers are off or on, and what is compared is the processor time of all threads of
@@ -14,10 +14,12 @@ all ranks: others may use the processors too. In a block hashes are taken once; 
 steps has that share of what they cost. What stays on in all is the wrapper of torch's collectives, which then does
 nothing. Where the processors are busy with other work, this difference drowns in the spread of the steps.
 
-In blocks of the third kind the calls of each watcher are counted and timed: the processor time of the rank's main
-thread inside them, or of all its threads, where a call waits in a collective. In the fourth kind calls that do nothing
-are timed in the places of the many short ones, and taken off: what is left are the "parts", each the median of its
-blocks, since an interrupt may fall into any. They do not see what a watcher does to others, such as to a cache.
+In blocks of the third kind the calls of each watcher are counted and timed; in the fourth kind calls that do nothing
+are timed in their places, and taken off. What is left are the "parts". Calls that wait for others count by the
+processor time of all the rank's threads, as the median of blocks. Those of `watch` and `spikes` do not wait, and last
+for microseconds, in which the clock of the processor would be seen above all: they count by the wall clock, as the
+median of steps, so that an interrupt in one of them changes nothing. Parts do not see what a watcher does to others,
+such as to a cache.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import json  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterable  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -46,12 +48,14 @@ from megatron.training.hooks.slow import SlowRanksHook  # noqa: E402
 from megatron.training.hooks.spikes import SpikesHook  # noqa: E402
 
 if TYPE_CHECKING:
+    from megatron.engine.protocol import Engine
     from megatron.training.trainer import Trainer
 
-BLOCK = 10  # steps of a turn
+BLOCK = 20  # steps of a turn, after which `watch.slow` has exchanged as many windows as it does at once
 MODES = OFF, ON, TIMED, EMPTY = "off", "on", "timed", "empty"
 WARM = len(MODES) * BLOCK  # steps before the first that counts
-TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
+TOLD = ("at", "part", "enter", "wait", "leave")  # what a beacon is told
+SHORT = ("watch", "spikes")  # whose calls do not wait
 HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": SpikesHook}
 
 
@@ -63,7 +67,7 @@ def mode(step: int) -> str:
 
 @dataclass
 class WatcherCost:
-    """What the calls of a watcher took on a rank, in the block at work."""
+    """What the calls of a watcher took on a rank, in the step or the block at work."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -82,7 +86,7 @@ class WatcherCost:
         return call
 
     def taken(self) -> list[float]:
-        """[seconds, calls] of a block that has ended."""
+        """[seconds, calls] of what has ended."""
         found = [self.seconds, self.calls]
         self.seconds, self.calls = 0.0, 0
         return found
@@ -93,7 +97,7 @@ class WatcherTurns(Hook):
 
     Args:
         output: file for {"blocks": [[mode, seconds, seconds of hashes], ...], "parts": {watcher: {mode: [[seconds,
-            calls], ...]}}}, with the timed and the empty blocks; one file for each rank.
+            calls], ...]}}}, of timed and of empty blocks, or of their steps; one file for each rank.
     """
 
     def __init__(self, output: str) -> None:
@@ -108,24 +112,25 @@ class WatcherTurns(Hook):
         self._all = list(trainer.hooks)
 
     def before_step(self, trainer: Trainer, step: int) -> None:
+        self._take(SHORT)
         if step % BLOCK:
             return
         self._end()
         now, watchers = mode(step), tuple(HOOKS.values())
         gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
-        gate._judges = watched = now in (ON, TIMED)
-        trainer.hooks = [hook for hook in self._all if watched or not isinstance(hook, watchers)]
+        gate._judges = now in (ON, TIMED)
+        trainer.hooks = [hook for hook in self._all if now != OFF or not isinstance(hook, watchers)]
         for hook in self._all:
             if isinstance(hook, HashesHook) and now == ON:
                 self._change(hook, "after_step", self._hashing.timed(hook.after_step, time.process_time))
         for name in TOLD:
             if now == OFF:
                 self._change(trainer.beacon, name, _nothing)
-            elif now != ON and step >= WARM:
+            elif now != ON:
                 function = getattr(trainer.beacon, name) if now == TIMED else _nothing
-                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.thread_time))
-        if now == TIMED and step >= WARM:
-            self._time(gate)
+                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.perf_counter))
+        if now in (TIMED, EMPTY):
+            self._time(trainer.engine, gate, now)
         self._begun = (now, time.process_time())
 
     def on_end(self, trainer: Trainer) -> None:
@@ -136,10 +141,8 @@ class WatcherTurns(Hook):
     def _end(self) -> None:
         if self._begun is not None:
             now, begin = self._begun
+            self._take([name for name in self._parts if name not in SHORT])
             self._found.append([now, time.process_time() - begin, self._hashing.seconds])
-            if now in (TIMED, EMPTY) and len(self._found) > WARM // BLOCK:
-                for name, part in self._parts.items():
-                    self._taken[name][now].append(part.taken())
         self._begun, self._hashing.seconds = None, 0.0
         while self._changed:
             changed, name, old = self._changed.pop()
@@ -148,18 +151,31 @@ class WatcherTurns(Hook):
             else:
                 vars(changed)[name] = old
 
+    def _take(self, names: Iterable[str]) -> None:
+        """What these watchers took in the step, or the block, that has ended."""
+        for name in names:
+            taken = self._parts[name].taken()
+            if self._begun is not None and self._begun[0] in (TIMED, EMPTY) and len(self._found) >= WARM // BLOCK:
+                self._taken[name][self._begun[0]].append(taken)
+
     def _change(self, what: Any, name: str, new: Callable[..., Any]) -> None:
         self._changed.append((what, name, vars(what).get(name)))
         vars(what)[name] = new
 
-    def _time(self, gate: Any) -> None:
+    def _time(self, engine: Engine, gate: Any, now: str) -> None:
+        """Have the calls of hooks and of the gate counted; in empty blocks those that do nothing instead of them."""
         spikes = self._parts["spikes"]  # which have the step's numbers exchanged a little earlier
-        self._change(gate, "_decide", spikes.timed(gate._decide, time.process_time))
-        self._change(gate, "meet", spikes.timed(gate.meet, time.process_time, -1))
+        self._change(gate, "_decide", spikes.timed(gate._decide, time.perf_counter))
+        if now == TIMED:
+            self._change(gate, "meet", spikes.timed(gate.meet, time.perf_counter, -1))
+        # which need not compute the loss any more, where the gate has done so
+        self._change(engine, "_result", spikes.timed(getattr(engine, "_result"), time.perf_counter))  # noqa: B009
         for name, kind in HOOKS.items():
+            clock = time.perf_counter if name in SHORT else time.process_time
             for hook in (each for each in self._all if isinstance(each, kind)):
                 for point in ("before_step", "after_step", "on_numbers"):
-                    self._change(hook, point, self._parts[name].timed(getattr(hook, point), time.process_time))
+                    function = getattr(hook, point) if now == TIMED else _nothing
+                    self._change(hook, point, self._parts[name].timed(function, clock))
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -186,20 +202,21 @@ def shares(ranks: list[list[list[Any]]], every: int) -> list[float]:
 
 
 def parts_of(ranks: list[dict[str, dict[str, list[list[float]]]]], every: int) -> dict[str, dict[str, float]]:
-    """Of each watcher the calls and seconds in a step, over all ranks: medians of blocks.
+    """Of each watcher the calls and seconds in a step, over all ranks: medians of steps or blocks.
 
     Args:
-        ranks: of each rank, [seconds, calls] of each watcher's timed blocks and empty ones.
+        ranks: of each rank, [seconds, calls] of each watcher's timed blocks and empty ones, or of their steps.
         every: steps between hashes, of which a block has one.
     """
 
-    def median(blocks: list[list[float]], index: int) -> float:
-        return statistics.median(block[index] for block in blocks) / BLOCK if blocks else 0.0
+    def median(taken: list[list[float]], index: int) -> float:
+        return statistics.median(each[index] for each in taken)
 
     found = {}
     for name in ranks[0]:
-        seconds = sum(median(each[name][TIMED], 0) - median(each[name][EMPTY], 0) for each in ranks)
-        calls = sum(median(each[name][TIMED], 1) for each in ranks)
+        steps = 1 if name in SHORT else BLOCK
+        seconds = sum(median(each[name][TIMED], 0) - median(each[name][EMPTY], 0) for each in ranks) / steps
+        calls = sum(median(each[name][TIMED], 1) for each in ranks) / steps
         found[name] = {"seconds": seconds * BLOCK / every if name == "training.hashes" else seconds, "calls": calls}
     return found
 

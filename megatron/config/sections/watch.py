@@ -9,7 +9,10 @@ from .base import Section, key
 
 class SlowOptions(Section):
     every: int | None = key(
-        10, "Compare the ranks' times every n steps, in one small collective; none never does.", unit="steps", gt=0
+        10,
+        "Compare the ranks' times over n steps each, two such windows in one small collective; none never does.",
+        unit="steps",
+        gt=0,
     )
     factor: float = key(
         1.5, "A rank is slow that needs this many times what the median of the others, or its own past, needs.", gt=1

@@ -16,9 +16,11 @@ from ..hook import Hook, HookContext
 from ..slow import PHASES, Comparison, Slow
 from ..trainer import Trainer
 
+AT_ONCE = 2  # windows that are exchanged together: the message takes longer than all that is done with it
+
 
 class SlowRanksHook(Hook):
-    """Gathers each rank's own time in the phases of a step every n steps, and compares the ranks of a stage.
+    """Takes each rank's own time in the phases of a step over windows of n steps, and compares the ranks of a stage.
 
     A rank's own time leaves out what it waits in collectives. On an accelerator these are the times of the host.
 
@@ -30,6 +32,7 @@ class SlowRanksHook(Hook):
     def __init__(self, options: SlowOptions, hosts: Sequence[str]) -> None:
         self._options, self._hosts = options, list(hosts)
         self._first, self._before = 0, [0.0] * len(PHASES)
+        self._kept: list[tuple[int, int, list[float]]] = []  # first step, last step and own seconds of a window
         self._comparison: Comparison | None = None
         self._record: dict[str, float] = {}
 
@@ -56,17 +59,22 @@ class SlowRanksHook(Hook):
         comparison, every = self._comparison, self._options.every
         if comparison is None or every is None or (step + 1) % every or step < self._first:
             return
-        own = self._own(trainer)
-        steps, device = step + 1 - self._first, trainer.exchange.device
-        local = [(now - before) / steps for now, before in zip(own, self._before)]
-        self._before = own
-        everyone = torch.empty(len(self._hosts), len(PHASES), dtype=torch.float64, device=device)
-        dist.all_gather_into_tensor(everyone, torch.tensor([local], dtype=torch.float64, device=device))
-        begun, over = comparison.window(self._first, step, everyone.tolist())
-        self._first = step + 1
+        own, steps = self._own(trainer), step + 1 - self._first
+        self._kept.append((self._first, step, [(now - before) / steps for now, before in zip(own, self._before)]))
+        self._first, self._before = step + 1, own
+        if len(self._kept) < AT_ONCE:
+            return
+        kept, self._kept, device = self._kept, [], trainer.exchange.device
+        local = torch.tensor([[window[2] for window in kept]], dtype=torch.float64, device=device)
+        everyone = torch.empty(len(self._hosts), *local.shape[1:], dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(everyone, local)
+        for (first, last, _), seconds in zip(kept, everyone.transpose(0, 1).tolist(), strict=True):
+            self._tell(trainer, comparison, *comparison.window(first, last, seconds))
+
+    def _tell(self, trainer: Trainer, comparison: Comparison, begun: list[Slow], over: list[Slow]) -> None:
         for slow in begun:
             trainer.log(f"slow: {self._text(slow)}")
-            trainer.record("slow", step=step, rank=slow.rank, host=self._hosts[slow.rank], since=slow.since,
+            trainer.record("slow", step=trainer.at, rank=slow.rank, host=self._hosts[slow.rank], since=slow.since,
                          times_others=slow.others, times_past=slow.past, phase=slow.phase)  # fmt: skip
         for slow in over:
             trainer.log(f"rank {slow.rank} on {self._hosts[slow.rank]} is no longer slow, since step {slow.until}")
