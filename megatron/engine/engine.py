@@ -33,7 +33,7 @@ from megatron.parallel.account import EVALUATE, phase
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
-from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, REDUCE, Beacon
+from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
 
 from .adagc import AdaGC
 from .clipping import GlobalClipping, global_limit
@@ -50,7 +50,14 @@ from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import DIVERGENCE, PASSES, PASSES_BACKWARD, LabelGroups, StepResult
-from .reduction import clear_sums_once, compress_gradients, reduce_nothing, reduced_once, sum_large_gradients_in_place
+from .reduction import (
+    clear_sums_once,
+    compress_gradients,
+    reduce_nothing,
+    reduced_once,
+    sum_large_gradients_in_place,
+    tell_of_reductions,
+)
 from .spikes import ADAGC
 from .state import EngineState
 from .statistics import UpdateStatistics
@@ -136,7 +143,7 @@ class BaseEngine:
             reduce_nothing(self.deepspeed, stage)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
         self.stages = SequenceStages(self.config, module, getattr(self.deepspeed, "reset_activation_shape", _nothing))
-        self._tell_of_reductions()
+        tell_of_reductions(self.deepspeed, self.beacon)
         sum_large_gradients_in_place(self.deepspeed)
         clear_sums_once(self.deepspeed.optimizer)
         wire = self.config.parallel.communication.compress.data
@@ -179,17 +186,6 @@ class BaseEngine:
         self.losses = LossAccumulator.zero(self.device)
         if self.gate is not None:
             self.gate.begin()
-
-    def _tell_of_reductions(self) -> None:
-        """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step."""
-        reduce, each = self.deepspeed.allreduce_gradients, self.config.zero.stage > 1
-
-        def told(*arguments: Any, **options: Any) -> None:
-            if each or self.deepspeed.is_gradient_accumulation_boundary():
-                self.beacon.at(REDUCE)
-            reduce(*arguments, **options)
-
-        self.deepspeed.allreduce_gradients = told
 
     def _initialize(self, module: nn.Module, mpu: ModelParallelUnit | None) -> Any:
         import deepspeed

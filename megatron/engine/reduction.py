@@ -11,6 +11,23 @@ from torch import Tensor
 
 from megatron.parallel.account import phase
 from megatron.parallel.compression import CompressedSum
+from megatron.worker.beacon import REDUCE, Beacon
+
+
+def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
+    """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    reduce, each = engine.allreduce_gradients, engine.zero_optimization_stage() > 1
+
+    def told(*arguments: Any, **options: Any) -> None:
+        if each or engine.is_gradient_accumulation_boundary():
+            beacon.at(REDUCE)
+        reduce(*arguments, **options)
+
+    engine.allreduce_gradients = told
 
 
 def sum_large_gradients_in_place(engine: Any) -> None:
