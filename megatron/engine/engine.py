@@ -348,16 +348,18 @@ class PlainEngine(BaseEngine):
     def _passes(self, batch: StepBatch, scale: Tensor | float, look: Look | None) -> Iterator[int]:
         """Forward and backward of each micro-batch."""
         count = batch.tokens.shape[0]
+        each = self.beacon.tells_of(count)
         for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further))):
-            if number:
-                if look is not None:
-                    look(number, count)
-                self.beacon.part(FORWARD, number + 1, count)
+            if number and look is not None:
+                look(number, count)
+            if number and each:
+                self.beacon.at(FORWARD, number + 1, count)
             with phase("forward"):
                 given, extras = (micro.tokens, micro.labels, micro.weights), known(micro.extras, self.form)
                 taught = None if self.teacher is None else self.teacher.teach(micro)
                 loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
-            self.beacon.part(BACKWARD, number + 1, count)
+            if each:
+                self.beacon.at(BACKWARD, number + 1, count)
             with phase("backward"):
                 self.deepspeed.backward(loss)
             self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it

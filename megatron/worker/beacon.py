@@ -195,12 +195,12 @@ class Beacon:
         self._before, self._now = self._now, []
         self.at(DATA)
 
-    def part(self, phase: int, part: int, parts: int) -> None:
-        """A micro-batch of a step enters a phase. Brief ones are told of together, as one forward phase: to tell takes
-        a microsecond, but ten or more where a model's own code has filled the processor's caches."""
+    def tells_of(self, parts: int) -> bool:
+        """Whether the rank tells of each of a step's micro-batches. Brief ones are told of together, as one forward
+        phase: to tell takes a microsecond, but ten or more where a model's own code has filled the processor's
+        caches."""
         self._parts = parts
-        if not self._brief:
-            Beacon.at(self, phase, part, parts)
+        return not self._brief
 
     def done(self) -> None:
         """A step has ended."""

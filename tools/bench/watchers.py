@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 BLOCK = 20  # steps of a turn, after which `watch.slow` has exchanged as many windows as it does at once
 MODES = OFF, ON, TIMED, EMPTY = "off", "on", "timed", "empty"
 WARM = len(MODES) * BLOCK  # steps before the first that counts
-TOLD = ("at", "part", "enter", "wait", "leave")  # what a beacon is told
+TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
 SHORT = ("watch", "spikes")  # whose calls do not wait
 HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": SpikesHook}
 
