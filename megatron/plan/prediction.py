@@ -87,13 +87,13 @@ class Prediction:
         return not self.capacity or self.corrected.memory <= self.capacity
 
     def text(self, steps: int) -> str:
-        """The line at the start of a run with so many steps to go."""
+        """Two lines, of at most 80 columns, at the start of a run with so many steps to go."""
         need = self.corrected
         share = f" of {self.capacity / 2**30:,.0f}" if self.capacity else ""
         basis = f"corrected by {self.runs} runs on this device" if self.runs else "by formulas alone"
         return (
-            f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device, {need.seconds:,.3g} s a step, "
-            f"{span(need.seconds * steps)} for {steps:,} steps ({basis})"
+            f"plan: {need.memory / 2**30:,.1f}{share} GiB on the fullest device, {need.seconds:,.3g} s a step,\n"
+            f"      {span(need.seconds * steps)} for {steps:,} steps ({basis})"
         )
 
 
