@@ -91,10 +91,6 @@ def prepare_deepspeed(device: torch.device) -> None:
 NO_LABELS = StepResult(loss=0.0, tokens=0.0, grad_norm=None, unlabelled=True)
 
 
-def _nothing() -> None:
-    """What an engine without pipeline stages does where samples get another length."""
-
-
 @contextlib.contextmanager
 def deepspeed_quietly() -> Iterator[None]:
     """DeepSpeed on the process group that exists; what it prints while it builds is not for users."""
@@ -142,7 +138,8 @@ class BaseEngine:
         if self.mesh.replicas.size == self.mesh.expert_data.size == 1:
             reduce_nothing(self.deepspeed, stage)
         count_each_element_once(self.deepspeed.optimizer, self.mesh)
-        self.stages = SequenceStages(self.config, module, getattr(self.deepspeed, "reset_activation_shape", _nothing))
+        forget_shapes = getattr(self.deepspeed, "reset_activation_shape", lambda: None)  # stages of a pipeline alone do
+        self.stages = SequenceStages(self.config, module, forget_shapes)
         tell_of_reductions(self.deepspeed, self.beacon)
         sum_large_gradients_in_place(self.deepspeed)
         clear_sums_once(self.deepspeed.optimizer)
@@ -340,9 +337,9 @@ class PlainEngine(BaseEngine):
                 self._update()
             return self._result()
         with reduced_once(self.deepspeed):
-            waiting = [self._update for _ in self._passes(batch, scale, look)]
-        for update in waiting:  # DeepSpeed counts micro-batches by these
-            update()
+            passes = [*self._passes(batch, scale, look)]
+        for _ in passes:  # DeepSpeed counts micro-batches by these
+            self._update()
         return self._result()
 
     def _passes(self, batch: StepBatch, scale: Tensor | float, look: Look | None) -> Iterator[int]:
