@@ -22,15 +22,18 @@ def test_a_table_by_hand():
 @pytest.mark.parametrize(("second", "status"), [(4.00001, 0), (4.001, 1), (float("nan"), 1)])
 def test_what_differs_is_an_error(monkeypatch, capsys, second, status):
     losses = {1: 4.0, 2: second}
-    monkeypatch.setattr(long_context, "measure", lambda files, overrides, length, ranks: row(ranks, losses[ranks]))
+    monkeypatch.setattr(
+        long_context, "measure", lambda files, overrides, length, ranks, folded: row(ranks, losses[ranks])
+    )
     assert main(["a.yml", "--lengths", "64", "--context", "1", "2"]) == status
 
 
 @pytest.mark.slow
-def test_real_runs(capfd):
+@pytest.mark.parametrize("more", [[], ["--folded"]])
+def test_real_runs(more, capfd):
     """Of a hybrid, whose attention has a window in one layer."""
     words = [str(ROOT / "configs/test/tiny_bamba.yml"), "schedule.warmup_steps=0"]
-    assert main([*words, "--lengths", "64", "--context", "1", "2"]) == 0
+    assert main([*words, "--lengths", "64", "--context", "1", "2", *more]) == 0
     one, two = capfd.readouterr().out.splitlines()[-2:]
     assert one.startswith("| 64 | 1 | ") and one.endswith("| – |")
     assert two.startswith("| 64 | 2 | ") and float(two.split("|")[-2]) > 0

@@ -3,7 +3,8 @@
 
 Results of several numbers of context parallel ranks must agree.
 
-    python tools/bench/long_context.py a.yml key.path=value ... [--lengths 8192 32768] [--context 1 2 4] [--json FILE]
+    python tools/bench/long_context.py a.yml key.path=value ... [--lengths 8192 32768] [--context 1 2 4] [--folded]
+        [--json FILE]
 
 Each pair of a length and a number of ranks is a run of its own of one step, with one sample per step. A rank's peak is
 its resident memory at its highest, and *of the step* is what that is above the highest of before the step, when model,
@@ -88,8 +89,11 @@ class MemoryHook(Hook):
         (self._folder / f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
 
 
-def measure(files: list[str], overrides: list[str], length: int, ranks: int) -> Row:
+def measure(files: list[str], overrides: list[str], length: int, ranks: int, folded: bool) -> Row:
     """Train one step of one sample.
+
+    Args:
+        folded: the ranks share the rows of matrices, too.
 
     Raises:
         RuntimeError: the run failed.
@@ -103,7 +107,7 @@ def measure(files: list[str], overrides: list[str], length: int, ranks: int) -> 
             "training.steps=1",
             "training.global_batch_size=1",
             "training.micro_batch_size=1",
-            f"parallel.context={ranks}",
+            f"parallel.{'folded' if folded else 'context'}={ranks}",
             "evaluation.every=null",
             "checkpoint.every=null",
             "logging.communication=counts",
@@ -153,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("sources", nargs="+", metavar="a.yml", help="files and overrides of the run")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], metavar="N")
     parser.add_argument("--context", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="numbers of ranks")
+    parser.add_argument("--folded", action="store_true", help="ranks share the rows of matrices, too")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers there")
     options = parser.parse_intermixed_args(arguments)
@@ -161,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for length in options.lengths:
         for ranks in options.context:
-            rows.append(measure(files, overrides, length, ranks))
+            rows.append(measure(files, overrides, length, ranks, options.folded))
             print(f"{length:,} tokens, {ranks} ranks: {rows[-1].peak / 2**20:,.0f} MiB", file=sys.stderr, flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
