@@ -25,6 +25,9 @@ LAYOUTS = {
     "tp2 · dp2 · ep2, ZeRO 0": (("moe",), ()),
     "tp2 · dp2, ZeRO 1": (("rwkv7",), ("state space", "zamba2", "gpt2")),
     "tp2 · cp2, ZeRO 1, sequence parallel": (("documents", "rwkv7", "state space"), ("gpt2",)),
+    "fold2, ZeRO 0": (("even vocabulary",), ("state space",)),
+    "fold4 by ring, ZeRO 2": ((), ("documents",)),
+    "cp2, chunks": ((), ("state space", "documents")),
 }
 PAIRS = [
     *((name, layout) for layout, (often, _) in LAYOUTS.items() for name in often),
