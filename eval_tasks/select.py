@@ -134,5 +134,5 @@ def _name(name: str, index: TaskManager) -> str | None:
     if _is_file(name) or name in index.task_index or fnmatch.filter(known, name):
         return None
     close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
-    hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
+    hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness."
     return f"there is no task {name!r}; {hint} The project's own are {', '.join(own_tasks())}"
