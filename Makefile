@@ -15,6 +15,7 @@ help:
 	@echo 'make test-fast    one case of every test that takes under a second: what to run while you work (3 minutes)'
 	@echo 'make numerics     the tests of numbers again, as a processor with fewer instructions computes them'
 	@echo 'make durations    the whole suite, and tests/durations.json, from which order and choice of tests follow'
+	@echo 'make bench        measure speed and memory beside other programs, and write the tables of docs/performance.md'
 	@echo 'make package      build wheel and sdist, and try them outside of the repository'
 	@echo 'make site         the documentation as a site, in build/site'
 	@echo 'make lint         check the source: mistakes and format (ruff), types (mypy)'
@@ -82,7 +83,16 @@ lint: dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+# Rows that are there already are kept: an interrupted run goes on. BENCH='--only start data', '--clock wall', '--fresh', ...
+PEERS := $(CURDIR)/build/peers
+bench: dev $(PEERS)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PEERS) $(RUN) tools/bench/page.py $(BENCH)
+
+$(PEERS)/.installed: tools/bench/peers.txt
+	$(RUN) -m pip install --quiet --upgrade --no-deps --target $(PEERS) --requirement $<
+	touch $@
+
 docs: dev
 	$(RUN) tools/config.py docs
 
-.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics durations package site lint docs
+.PHONY: help quickstart venv dev test layouts tour hosts test-slow test-fast numerics durations bench package site lint docs

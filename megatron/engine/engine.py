@@ -51,7 +51,7 @@ from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
 from .protocol import DIVERGENCE, PASSES, PASSES_BACKWARD, LabelGroups, StepResult
 from .reduction import (
-    clear_sums_once,
+    begin_sums_with_copies,
     compress_gradients,
     reduce_nothing,
     reduced_once,
@@ -142,7 +142,7 @@ class BaseEngine:
         self.stages = SequenceStages(self.config, module, forget_shapes)
         tell_of_reductions(self.deepspeed, self.beacon)
         sum_large_gradients_in_place(self.deepspeed)
-        clear_sums_once(self.deepspeed.optimizer)
+        begin_sums_with_copies(self.deepspeed.optimizer)
         wire = self.config.parallel.communication.compress.data
         compressed = wire != "none" and self.mesh.replicas.size > 1
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.parallel.account import phase
 from megatron.parallel.compression import CompressedSum
@@ -127,17 +128,45 @@ def reduce_nothing(engine: Any, stage: int) -> None:
         engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = False
 
 
-def clear_sums_once(optimizer: Any) -> None:
-    """DeepSpeed's bf16 optimizer fills its fp32 sums of gradients with zeros after each update, twice. Here it does so
-    where something was added to them."""
+def begin_sums_with_copies(optimizer: Any) -> None:
+    """Have DeepSpeed's bf16 optimizer copy the first gradient of a step into its fp32 sum, and add later ones.
+
+    It fills all sums with zeros after each update (twice), makes an fp32 copy of each gradient, and adds that. Here
+    zeros are written only where a step had no gradient, before anything reads the sums.
+    """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     if not isinstance(optimizer, BF16_Optimizer):
         return
-    clear = optimizer.clear_hp_grads
+    sums = optimizer.fp32_groups_gradients
+    reduced, step = optimizer.get_grads_for_reduction, optimizer.step
 
-    def clear_if_used() -> None:
-        if any(any(group) for group in optimizer.fp32_groups_has_gradients):
-            clear()
+    def add(parameter: nn.Parameter, group: int, place: int, clear_lp_grads: bool) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        there, total = optimizer.fp32_groups_has_gradients[group], sums[group][place]
+        (total.add_ if there[place] else total.copy_)(gradient.reshape(total.shape))
+        setattr(parameter, "_hp_grad", total)  # noqa: B010  (DeepSpeed's name for it)
+        there[place] = True
+        if clear_lp_grads:
+            gradient.zero_()
 
-    optimizer.clear_hp_grads = clear_if_used
+    def forget() -> None:
+        optimizer.fp32_groups_has_gradients = [[False] * len(group) for group in sums]
+
+    def complete() -> None:
+        for group, there in zip(sums, optimizer.fp32_groups_has_gradients):
+            for total in (each for each, used in zip(group, there) if not used):
+                total.zero_()
+
+    def reduce() -> Any:
+        complete()
+        return reduced()
+
+    def update(*arguments: Any, **options: Any) -> Any:
+        complete()
+        return step(*arguments, **options)
+
+    optimizer._update_hp_grad, optimizer.clear_hp_grads = torch.no_grad()(add), forget
+    optimizer.get_grads_for_reduction, optimizer.step = reduce, update

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from . import protocol
@@ -94,7 +95,12 @@ class Specification:
 
     def to_message(self, index: int | None) -> dict[str, Any]:
         """The message for host `index`; None where one message goes to all and each agent knows its index."""
-        return {"type": "specification", "version": protocol.VERSION, "index": index, "job": dataclasses.asdict(self)}
+        return {"type": "specification", "version": protocol.VERSION, "index": index, "job": self._values}
+
+    @cached_property
+    def _values(self) -> dict[str, Any]:
+        """Each host's message has all of it, so for 1,280 hosts it is not made 1,280 times."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Specification:

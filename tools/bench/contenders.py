@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from megatron.checkpoint.hf.architecture import Architecture
     from megatron.config import Config
+    from megatron.parallel.layout import Layout
 
 LR, BETAS, EPSILON, WEIGHT_DECAY, CLIP, SEED = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
 VOCABULARY = 50304
@@ -35,6 +38,11 @@ SHAPES = {  # of the Pythia suite: hidden size, layers, heads
     "pythia-410m": (1024, 24, 16),
     "pythia-1.4b": (2048, 24, 16),
     "tiny": (32, 2, 2),
+    # As Llama's layers are: grouped queries (a quarter of the heads have keys), SwiGLU, RMSNorm, no biases
+    "llama-14m": (128, 6, 4),
+    "llama-70m": (512, 6, 8),
+    "llama-160m": (768, 12, 12),
+    "llama-tiny": (32, 2, 4),
     # Mamba-2 of the same widths: a layer has about as many parameters as half a block of attention and mlp
     "mamba2-14m": (128, 12, 4),
     "mamba2-70m": (512, 12, 16),
@@ -130,6 +138,14 @@ def architecture(shape: str) -> dict[str, Any]:
             "norm": {"type": "layernorm", "bias": True},
             "rwkv7": {"head_dim": hidden // heads},
         }
+    if shape.startswith("llama"):
+        return {
+            "layers": f"(attention/mlp) x{layers}",
+            "hidden_size": hidden,
+            "attention": {"heads": heads, "kv_heads": heads // 4},
+            "mlp": {"hidden_size": -(-hidden * 8 // 3 // 64) * 64, "activation": "silu", "gated": True},
+            "norm": {"type": "rmsnorm", "epsilon": 1e-5},
+        }
     return {
         "layers": f"(attention/mlp) x{layers}",
         "hidden_size": hidden,
@@ -159,25 +175,38 @@ class Contender(Protocol):
 
 
 class Ours:
-    """The engine that trains."""
+    """The engine that trains.
 
-    def __init__(self, setup: Setup, configure: Callable[[Setup], Config] | None = None):
+    Args:
+        rank, layout: of one rank of several; the ranks meet at the file `store`.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        configure: Callable[[Setup], Config] | None = None,
+        rank: int = 0,
+        layout: Layout | None = None,
+        store: str | None = None,
+    ):
         import torch
         import torch.distributed as dist
 
         from megatron.engine.engine import build_engine, prepare_deepspeed
         from megatron.parallel.mesh import Mesh
 
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # DeepSpeed reads them
+        ranks = 1 if layout is None else layout.world_size
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # DeepSpeed reads them
         prepare_deepspeed(torch.device(setup.device))
         dist.init_process_group(
             "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl",
-            rank=0,
-            world_size=1,
-            init_method="tcp://127.0.0.1:0",
+            rank=rank,
+            world_size=ranks,
+            init_method="tcp://127.0.0.1:0" if store is None else f"file://{store}",
         )
         self.setup = setup
-        self.engine = build_engine((configure or configuration)(setup), Mesh.single(), setup.device)
+        mesh = Mesh.single() if layout is None else Mesh.build(layout)
+        self.engine = build_engine((configure or configuration)(setup), mesh, setup.device)
 
     def step(self, step: int) -> tuple[Any, Any]:
         import torch
@@ -226,9 +255,8 @@ class Transformers:
     def step(self, step: int) -> tuple[Any, Any]:
         torch = self.torch
         tokens = batch_tokens(self.setup, step)[0].to(self.setup.device)
-        labels = tokens[:, 1:].contiguous()
         with torch.autocast(self.setup.device, torch.bfloat16, enabled=self.autocast):
-            loss = self.forward(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels, use_cache=False).loss
+            loss = self.loss(tokens[:, :-1], tokens[:, 1:].contiguous())
         loss.backward()
         if self.weights is not None:
             for master, weight in zip(self.masters, self.weights):
@@ -241,27 +269,84 @@ class Transformers:
                 torch._foreach_copy_(self.weights, self.masters)
         return loss.detach(), norm
 
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean cross-entropy of [M, S] labels, each at the token before it."""
+        return self.forward(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+
     def close(self) -> None:
         pass
 
 
-def twin(config: Config) -> nn.Module:
-    """transformers' model with the initial values of ours, through the tables that export uses."""
-    import transformers
+def exported(config: Config) -> tuple[Architecture, Any, dict[str, torch.Tensor]]:
+    """transformers' architecture and configuration, and the initial values of ours by the names of its checkpoints,
+    through the tables that export uses."""
+    import torch
 
     from megatron.checkpoint.hf import convert
     from megatron.checkpoint.hf.config import hf_config
     from megatron.model.stack import build_model
     from megatron.parallel.parameters import logical_of
 
-    architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else "gpt_neox")
-    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
-    ours = {logical_of(p).name: p.detach() for p in build_model(config, dtype=theirs.dtype).parameters()}
+    family = "llama" if config.model.mlp.gated else "gpt_neox"
+    architecture, theirs_config = hf_config(config, "mamba2" if "mamba2" in config.model.layers else family)
+    ours = {logical_of(p).name: p.detach() for p in build_model(config, dtype=torch.float32).parameters()}
     steps = convert.plan(architecture, ours, config.model)
+    return architecture, theirs_config, dict(convert.to_hf(steps, ours.__getitem__))
+
+
+def twin(config: Config) -> nn.Module:
+    """transformers' model with the initial values of ours."""
+    import transformers
+
+    architecture, theirs_config, values = exported(config)
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs_config)
     in_memory = {disk: memory for memory, disk in architecture.aliases.items()}
-    state = {in_memory.get(name, name): tensor for name, tensor in convert.to_hf(steps, ours.__getitem__)}
-    theirs.load_state_dict(state, strict=True)
+    theirs.load_state_dict({in_memory.get(name, name): tensor for name, tensor in values.items()}, strict=True)
     return theirs
+
+
+class LitGPT(Transformers):
+    """The same loop around litgpt's `GPT`, with the loss of its `pretrain.py` (`pip install litgpt`; it is imported
+    nowhere else). In bf16 its weights stay in fp32, as with its `bf16-mixed`."""
+
+    def __init__(self, setup: Setup, compiled: bool):
+        super().__init__(setup, compiled, litgpt_twin, autocast=setup.compute == "bf16")
+
+    def loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        from litgpt.utils import chunked_cross_entropy
+
+        return chunked_cross_entropy(self.forward(tokens), labels)
+
+
+def litgpt_twin(setup: Setup) -> nn.Module:
+    """litgpt's model with the initial values of ours, through transformers' names, which it converts."""
+    from litgpt import GPT, Config
+    from litgpt.scripts.convert_hf_checkpoint import copy_weights_gpt_neox, copy_weights_hf_llama
+
+    hidden, layers, heads = SHAPES[setup.shape]
+    config = configuration(setup).model
+    common = {"block_size": setup.sequence, "n_layer": layers, "n_embd": hidden, "n_head": heads, "norm_eps": 1e-5}
+    common |= {"vocab_size": setup.vocabulary, "padded_vocab_size": setup.vocabulary}
+    *_, weights = exported(configuration(setup))
+    state: dict[str, Any] = {}
+    if not config.mlp.gated:
+        theirs = Config(**common, bias=True, attn_bias=True, parallel_residual=True, rotary_percentage=0.25)
+        copy_weights_gpt_neox(theirs, state, weights)
+    else:
+        theirs = Config(
+            **common,
+            bias=False,
+            parallel_residual=False,
+            rotary_percentage=1.0,
+            n_query_groups=config.attention.kv_heads,
+            norm_class_name="RMSNorm",
+            mlp_class_name="LLaMAMLP",
+            intermediate_size=config.mlp.hidden_size,
+        )
+        copy_weights_hf_llama(theirs, {}, state, weights)
+    model = GPT(theirs)
+    model.load_state_dict(state, strict=True)
+    return model
 
 
 def with_fla(setup: Setup) -> Ours:
@@ -304,6 +389,8 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "compiled": lambda setup: Transformers(setup, compiled=True),
     "autocast": lambda setup: Transformers(setup, compiled=False, autocast=True),
     "autocast-compiled": lambda setup: Transformers(setup, compiled=True, autocast=True),
+    "litgpt": lambda setup: LitGPT(setup, compiled=False),
+    "litgpt-compiled": lambda setup: LitGPT(setup, compiled=True),
     "fla": with_fla,
 }
 
@@ -311,6 +398,8 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
 def has(name: str, shape: str, compute: str = "fp32") -> bool:
     """Whether a contender can train the shape in this type."""
     if name.startswith("autocast") and compute != "bf16":
+        return False
+    if name.startswith("litgpt") and (shape.startswith("mamba2") or find_spec("litgpt") is None):
         return False
     return name == "ours" or (name == "fla") == shape.startswith("rwkv7")
 

@@ -19,9 +19,11 @@ import sys
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+import json  # noqa: E402
 import statistics  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
+from tools.bench.beside import lines  # noqa: E402
 from tools.bench.contenders import Ours, Setup, Transformers, recipe  # noqa: E402
 from tools.bench.train_step import CHECKED_STEPS, TOLERANCE, Mismatch, check_equal, started  # noqa: E402
 
@@ -148,16 +150,29 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="as of train_step.py")
+    parser.add_argument("--precision", choices=TOLERANCE, default="fp32")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     asked = parser.parse_args(given)
-    print("| shape | sequence | micro-batch | ours: tokens/s | speed / transformers | speed / dense |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    made: list[dict[str, Any]] = []
+    if not asked.json:
+        print("| shape | sequence | micro-batch | ours: tokens/s | speed / transformers | speed / dense |")
+        print("| --- | --- | --- | --- | --- | --- |")
     for shape in asked.shapes:
-        setup = Setup(shape, asked.sequence, asked.micro_batch, asked.device, VOCABULARY, clock=asked.clock)
+        setup = Setup(
+            shape, asked.sequence, asked.micro_batch, asked.device, VOCABULARY, (), asked.clock, asked.precision
+        )
         try:
-            print(line(measure(setup, asked.steps, asked.rounds)), flush=True)
+            row = measure(setup, asked.steps, asked.rounds)
         except (Mismatch, RuntimeError) as error:
             print(f"{shape}: {error}", file=sys.stderr)
             return 1
+        if asked.json:
+            what = f"MoE {shape}, {setup.compute}, {setup.micro_batch} x {setup.sequence} tokens"
+            made += lines(what, "tokens/s", row["seconds"], setup.tokens)
+        else:
+            print(line(row), flush=True)
+    if asked.json:
+        print(json.dumps(made))
     return 0
 
 

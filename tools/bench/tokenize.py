@@ -3,10 +3,10 @@
 
 Both encoders of tools/data/tokenize.py are compared with a loop like GPT-NeoX's preprocess_data.
 
-    python tools/bench/tokenize.py --tokenizer tokenizer.json --workers 2 --megabytes 200
+    python tools/bench/tokenize.py --workers 2 --megabytes 200 [--tokenizer tokenizer.json]
 
 The text is the Python standard library's, repeated with a running number in each document up to the size asked for. All
-ways write the same token file, which is checked. They take turns, `--rounds` times; the best time of each counts.
+ways write the same token file, which is checked. They take turns, `--rounds` times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import multiprocessing  # noqa: E402
 import shutil  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 
@@ -34,7 +36,9 @@ from megatron.data.corpus.registry import stdlib_texts  # noqa: E402
 from megatron.data.token_file import token_dtype  # noqa: E402
 from megatron.data.token_writer import TokenFileWriter  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
+from tools.bench.beside import in_turns, lines, markdown  # noqa: E402
 
+PEER = "a pool that encodes line by line"  # as GPT-NeoX's preprocess_data.py does
 _state: dict = {}
 
 
@@ -86,51 +90,73 @@ def ours(corpus: Path, tokenizer: str, workers: int, output: Path, encoder: str)
     )
 
 
-def main() -> int:
+def train_tokenizer(path: Path, size: int) -> str:
+    """A byte-level BPE vocabulary of the standard library's texts, for a machine that has no other."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator((record["text"] for record in stdlib_texts()), trainer)
+    made.save(str(path))
+    return str(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
+    parser.add_argument("--tokenizer", help="a tokenizer.json; without it a BPE of 4,096 tokens is trained first")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
-    given = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: of all processes together")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    given = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp())
     try:
-        result = measure(folder, given)
+        made = measure(folder, given)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     finally:
         shutil.rmtree(folder)
-    print(json.dumps(result, indent=1))
-    return 0 if result["identical"] else 1
+    print(json.dumps(made) if given.json else markdown(made))
+    return 0
 
 
-def measure(folder: Path, given: argparse.Namespace) -> dict:
-    """Best seconds and MB/s of each way; whether all wrote the same."""
+def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each of our encoders beside the plain loop.
+
+    Raises:
+        RuntimeError: not all wrote the same files.
+    """
     corpus = folder / "corpus.jsonl"
+    tokenizer = given.tokenizer or train_tokenizer(folder / "tokenizer.json", 4096)
     size = write_corpus(corpus, int(given.megabytes * 1e6))
-    ways = {
-        "plain loop": lambda output: plain_loop(corpus, given.tokenizer, given.workers, output),
-        "tokenizer": lambda output: ours(corpus, given.tokenizer, given.workers, output, "tokenizer"),
-        "gigatoken": lambda output: ours(corpus, given.tokenizer, given.workers, output, "gigatoken"),
-    }
-    best: dict[str, float] = {}
-    used: dict[str, float] = {}
-    for _ in range(given.rounds):
-        for number, (name, way) in enumerate(ways.items()):
-            begin, before = time.perf_counter(), _processor_seconds()
-            way(folder / str(number))
-            best[name] = min(best.get(name, float("inf")), time.perf_counter() - begin)
-            used[name] = min(used.get(name, float("inf")), _processor_seconds() - before)
-    contents = {
-        (folder / f"{number}.bin").read_bytes() + (folder / f"{number}.idx").read_bytes() for number in range(len(ways))
-    }
-    return {
-        "bytes": size,
-        "workers": given.workers,
-        "seconds": best,
-        "processor_seconds": used,
-        "megabytes_per_second": {name: size / 1e6 / each for name, each in best.items()},
-        "times_the_plain_loop": {name: best["plain loop"] / each for name, each in best.items()},
-        "identical": len(contents) == 1,
-    }
+    encoders, now = ("tokenizer", "gigatoken"), _processor_seconds if given.clock == "cpu" else time.perf_counter
+
+    def timed(name: str) -> float:
+        begin = now()
+        if name in encoders:
+            ours(corpus, tokenizer, given.workers, folder / name, name)
+        else:
+            plain_loop(corpus, tokenizer, given.workers, folder / name)
+        return now() - begin
+
+    names = (PEER, *encoders)
+    seconds = in_turns({name: partial(timed, name) for name in names}, given.rounds)
+    written = {(folder / f"{name}.bin").read_bytes() + (folder / f"{name}.idx").read_bytes() for name in names}
+    if len(written) > 1:
+        raise RuntimeError("the ways wrote different files")
+    what = f"tokenise {given.megabytes:g} MB, {given.workers} workers"
+    return [
+        line
+        for name in encoders
+        for line in lines(f"{what}, {name}", "MB/s", {PEER: seconds[PEER], name: seconds[name]}, size / 1e6, ours=name)
+    ]
 
 
 def _processor_seconds() -> float:

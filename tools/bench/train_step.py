@@ -60,7 +60,14 @@ class Remote:
         self._receive()
 
     def run(self, first: int, steps: int) -> dict[str, Any]:
+        self.begin(first, steps)
+        return self.answer()
+
+    def begin(self, first: int, steps: int) -> None:
+        """Have it take steps, while others do too."""
         self.pipe.send((first, steps))
+
+    def answer(self) -> dict[str, Any]:
         return self._receive()
 
     def _receive(self) -> Any:

@@ -21,10 +21,12 @@ from megatron.parallel.random import uniform
 
 from .attention_pattern import Dropped, Pattern
 from .ring import attend_in_pieces
+from .tiles import attend_in_tiles
 
 Remember = Callable[[tuple[Hashable, ...], Callable[[], Any]], Any]  # `Stream.remember`
 
 FLEX_CHANNELS = 16  # the fewest per head that FlexAttention's kernels take
+TILED = 512  # the longest sequence that torch's flash attention for CPUs would compute all pairs of
 LONG = 4096  # tokens of a sequence beyond which a mask, or logits, of all pairs of tokens take too much memory
 
 
@@ -40,7 +42,7 @@ def choose(
     channels: int = FLEX_CHANNELS,
     compiled: bool = False,
 ) -> tuple[str, str]:
-    """The implementation ("causal", "masked", "flex", "math" or "pieces") and the reason for it.
+    """The implementation ("tiles", "causal", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
@@ -48,6 +50,8 @@ def choose(
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
+    if plain and square and device == "cpu" and keys <= TILED and not compiled:
+        return "tiles", "plain causal attention of a short sequence on a CPU: few products in vain"
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
     if device == "cuda" and square and channels >= FLEX_CHANNELS and dropout == 0.0:
@@ -96,7 +100,9 @@ def attend(
         channels=min(q.shape[-1], v.shape[-1]),
         compiled=torch.compiler.is_compiling(),
     )
-    if kind == "causal":
+    if kind == "tiles" and torch.backends.cuda.flash_sdp_enabled():
+        return attend_in_tiles(q, k, v, pattern.scale)
+    if kind in ("tiles", "causal"):  # `sdpa_kernel` may ask for torch's written out form, whose products are counted
         return _fused(q, k, v, pattern, None)
     if kind == "pieces":
         return attend_in_pieces(q, k, v, pattern, documents_BS, dropout, sinks_n, remember)

@@ -1,0 +1,144 @@
+"""The tables of docs/performance.md: which rows are measured, kept and written; and the tools, on tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench import page
+from tools.bench.beside import in_turns, lines, markdown
+from tools.bench.page import ROWS, TABLES, Kept, Row, as_lines
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ratios_are_those_of_neighbouring_rounds():
+    """Above 1 where ours takes less time; the median of ratios is not the ratio of medians."""
+    (line,) = lines("x", "tokens/s", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 2.0, 8.0]}, 100)
+    assert (line["ratio"], line["least"], line["most"]) == (2.0, 1.0, 3.0)
+    assert (line["ours"], line["theirs"], line["peer"]) == (50.0, 100 / 3, "theirs")
+    (line,) = lines("x", "s", {"ours": [2.0], "theirs": [3.0]})
+    assert (line["ours"], line["theirs"], line["ratio"]) == (2.0, 3.0, 1.5)
+    assert "| x | 2 s | theirs | 3 s | 1.50 (1.50 – 1.50) |  |" in markdown([line])
+
+
+def test_turns():
+    order: list[str] = []
+    ways = {name: lambda name=name: float(len(order.append(name) or order)) for name in ("a", "b")}
+    assert in_turns(ways, 2) == {"a": [1.0, 3.0], "b": [2.0, 4.0]} and order == ["a", "b", "a", "b"]
+
+
+def test_rows_of_steps_become_lines():
+    row = {
+        "shape": "tiny",
+        "precision": "fp32",
+        "micro_batch": 2,
+        "sequence": 64,
+        "tokens_per_second": {"ours": 20.0, "eager": 10.0},
+        "speed_ratio": {"eager": 2.0},
+        "speed_ratio_range": {"eager": (1.5, 2.5)},
+        "memory_ratio": {"eager": 0.5},
+        "peak_flops": 2e9,
+        "share_of_peak": {"ours": 0.25},
+    }
+    (line,) = as_lines([row])
+    assert line["what"] == "tiny, fp32, 2 x 64 tokens (25% of 2 GFLOP/s)" and line["memory"] == 0.5
+    assert (line["ours"], line["theirs"], line["ratio"], line["least"], line["most"]) == (20.0, 10.0, 2.0, 1.5, 2.5)
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch):
+    """A page and rows of its own, and the rows that were measured."""
+    text = "before\n" + "".join(f"<!-- measured: {name} -->\nold\n<!-- end -->\nbetween\n" for name in TABLES)
+    (tmp_path / "page.md").write_text(text)
+    rows = [Row("start", "start", (name,)) for name in ("one", "two")] + [Row("data", "reading", ("three",))]
+    measured: list[str] = []
+
+    def measure(row: Row, clock: str) -> list[dict]:
+        measured.append(row.arguments[0])
+        if row.arguments[0] in fails:
+            raise RuntimeError("no such peer")
+        return lines(row.arguments[0], "s", {"ours": [1.0], "theirs": [2.0]})
+
+    fails = {"two"}
+    for name, value in {"PAGE": tmp_path / "page.md", "ROWS": rows, "measure": measure}.items():
+        monkeypatch.setattr(page, name, value)
+    monkeypatch.setattr(page, "Kept", lambda clock: Kept(clock, tmp_path / "kept"))
+    return tmp_path / "page.md", measured, fails
+
+
+def test_a_row_is_measured_once_and_failures_do_not_stop_the_others(small, capsys):
+    text, measured, fails = small
+    assert page.main([]) == 1 and measured == ["one", "two", "three"]
+    assert "start two: no such peer" in capsys.readouterr().err
+    written = text.read_text()
+    assert "| one | 1 s | theirs | 2 s | 2.00" in written and "| three |" in written and "| two |" not in written
+    assert "old" not in written and written.startswith("before\n") and written.count("between\n") == len(TABLES)
+    measured.clear()
+    fails.clear()
+    assert page.main(["--only", "start"]) == 0 and measured == ["two"]
+    assert text.read_text().index("| one |") < text.read_text().index("| two |")
+    assert page.main(["--write-only"]) == 0 and measured == ["two"]
+    assert page.main(["--fresh", "--only", "data"]) == 0 and measured == ["two", "three"]
+    assert page.main(["--fresh", "--match", "one"]) == 0 and measured == ["two", "three", "one"]
+
+
+def test_the_clock_has_rows_of_its_own(small):
+    _, measured, _ = small
+    page.main(["--only", "data"])
+    page.main(["--only", "data", "--clock", "wall"])
+    assert measured == ["three", "three"]
+
+
+def test_the_page_has_every_table(tmp_path: Path):
+    text = page.PAGE.read_text()
+    assert page.write(text, "cpu", Kept("cpu", tmp_path)).count("<!-- measured: ") == len(TABLES)
+    assert {row.table for row in ROWS} == set(TABLES)
+    with pytest.raises(ValueError, match="measured: start"):
+        page.write(text.replace("<!-- measured: start -->", ""), "cpu", Kept("cpu", tmp_path))
+
+
+@pytest.mark.parametrize("row", {row.tool: row for row in ROWS}.values(), ids=lambda row: row.tool)
+def test_tools_take_the_arguments_of_their_rows(row: Row):
+    """Their parsers; the last argument ends them before they measure."""
+    done = subprocess.run(
+        [*row.command("wall"), "--help"], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0 and "--json" in done.stdout, done.stderr
+
+
+@pytest.mark.slow  # each starts several processes
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("checkpoints", "saving", ("--shape", "tiny", "--rounds", "1")),
+        Row("start", "start", ("--ranks", "2", "--rounds", "1")),
+        Row(
+            "ranks",
+            "replicas",
+            ("--shapes", "tiny", "--sequence", "32", "--micro-batch", "2", "--rounds", "1"),
+            clocks=False,
+        ),
+        Row("tokenising", "tokenize", ("--megabytes", "0.3", "--rounds", "1")),
+    ],
+    ids=lambda row: row.tool,
+)
+def test_a_tool(row: Row):
+    done = subprocess.run(
+        row.command("wall"),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = as_lines(json.loads(done.stdout.strip().splitlines()[-1]))
+    assert found and all(line["ours"] > 0 and line["least"] <= line["ratio"] <= line["most"] for line in found)
+    assert sys.executable in row.command("wall")

@@ -1,0 +1,228 @@
+#!/usr/bin/env python
+"""Measure every row of docs/performance.md's tables beside its peers, and write the tables.
+
+    OMP_NUM_THREADS=1 python tools/bench/page.py                       what is not measured yet, then the tables
+    OMP_NUM_THREADS=1 python tools/bench/page.py --only start data     some tables
+    OMP_NUM_THREADS=1 python tools/bench/page.py --match 160m          rows with this in their names
+    python tools/bench/page.py --list | --write-only | --fresh
+
+`make bench` runs it in an environment that has the peers (requirements/bench.txt). Each row is kept in build/bench as
+soon as it is found, by processor and clock, so that an interrupted run goes on where it was; `--fresh` measures again.
+A row that fails is named, with the last line of its error, and the others follow: the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import re  # noqa: E402
+import subprocess  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from dataclasses import asdict, dataclass  # noqa: E402
+from importlib.metadata import PackageNotFoundError, version  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tools.bench.beside import Beside, markdown  # noqa: E402
+from tools.bench.processor import processor  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, KEPT = ROOT / "docs" / "performance.md", ROOT / "build" / "bench"
+PACKAGES = ("torch", "transformers", "deepspeed", "litgpt", "megatron-core", "tokenizers", "gigatoken")
+TABLES = {
+    "training": "Training steps",
+    "ranks": "Two data parallel ranks",
+    "start": "From the command to the first step",
+    "data": "Order of samples, and the loader alone",
+    "tokenising": "Tokenising",
+    "checkpoints": "Saving and resuming",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: a tool of this folder with its arguments, which prints JSON.
+
+    Attributes:
+        clocks: whether the tool takes `--clock`; else it has one of its own.
+    """
+
+    table: str
+    tool: str
+    arguments: tuple[str, ...]
+    clocks: bool = True
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.tool, *self.arguments))
+
+    def command(self, clock: str) -> list[str]:
+        more = ["--clock", clock] if self.clocks else []
+        return [sys.executable, str(ROOT / "tools" / "bench" / f"{self.tool}.py"), *self.arguments, *more, "--json"]
+
+
+def _step(shape: str, samples: int, sequence: int = 512, rounds: int = 5, among: Sequence[str] = ()) -> list[Row]:
+    """In both types. All contenders are in memory at once, so large shapes meet some of them."""
+    given = ["--shapes", shape, "--micro-batch", str(samples), "--sequence", str(sequence), "--steps", "1"]
+    given += ["--rounds", str(rounds), *(["--contenders", "ours", *among] if among else [])]
+    return [Row("training", "train_step", (*given, "--precision", precision)) for precision in ("bf16", "fp32")]
+
+
+ROWS = (
+    *_step("pythia-14m", 4),
+    *_step("llama-14m", 4),
+    *_step("pythia-70m", 2, rounds=3, among=("eager", "compiled", "autocast", "litgpt")),
+    *_step("pythia-160m", 2, rounds=3, among=("eager", "litgpt")),
+    *_step("llama-70m", 2, rounds=3, among=("eager", "compiled", "litgpt")),
+    *_step("pythia-14m", 1, 2048, among=("eager", "compiled", "litgpt")),
+    *_step("mamba2-14m", 2, among=("eager",)),
+    *(
+        Row("training", "moe", ("--shapes", "small", "--precision", precision, "--steps", "1"))
+        for precision in ("bf16", "fp32")
+    ),
+    *(
+        Row("ranks", "replicas", ("--shapes", shape, "--precision", precision, "--micro-batch", samples), clocks=False)
+        for shape, samples in (("pythia-14m", "4"), ("pythia-70m", "2"))
+        for precision in ("bf16", "fp32")
+    ),
+    *(Row("start", "start", ("--ranks", ranks)) for ranks in ("1", "2", "8")),
+    Row("data", "reading", ("--documents", "200000", "--tokens", "100e6"), clocks=False),
+    Row("data", "reading", ("--documents", "5e6", "--tokens", "5e9", "--batches", "0", "--rounds", "3"), clocks=False),
+    Row("tokenising", "tokenize", ("--megabytes", "20")),
+    Row("checkpoints", "saving", ("--shape", "pythia-14m")),
+    Row("checkpoints", "saving", ("--shape", "pythia-160m", "--rounds", "3")),
+)
+
+
+class Kept:
+    """What has been measured on this processor with this clock, a file for each row."""
+
+    def __init__(self, clock: str, folder: Path = KEPT):
+        machine = f"{processor()}; {clock}; {os.environ.get('OMP_NUM_THREADS', 'all')} threads"
+        self.folder = folder / re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+
+    def path(self, row: Row) -> Path:
+        return self.folder / row.table / f"{hashlib.sha256(row.name.encode()).hexdigest()[:16]}.json"
+
+    def find(self, row: Row) -> dict[str, Any] | None:
+        path = self.path(row)
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def add(self, row: Row, lines: list[dict[str, Any]]) -> None:
+        path = self.path(row)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        draft.write_text(json.dumps({"row": row.name, "versions": versions(), "lines": lines}, indent=1))
+        draft.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part, where it is installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def as_lines(output: Any) -> list[dict[str, Any]]:
+    """What a tool printed: lines already, or the rows of `train_step.py`."""
+    return [line for row in output for line in (_of_step(row) if "tokens_per_second" in row else [row])]
+
+
+def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
+    what = f"{row['shape']}, {row['precision']}, {row['micro_batch']} x {row['sequence']} tokens"
+    if "share_of_peak" in row:
+        what += f" ({row['share_of_peak']['ours']:.0%} of {row['peak_flops'] / 1e9:.0f} GFLOP/s)"
+    speeds, made = row["tokens_per_second"], []
+    for name, ratio in row["speed_ratio"].items():
+        least, most = row["speed_ratio_range"][name]
+        numbers = speeds["ours"], speeds[name], ratio, least, most, row["memory_ratio"][name]
+        made.append(asdict(Beside(what, "tokens/s", name, *numbers)))
+    return made
+
+
+def measure(row: Row, clock: str) -> list[dict[str, Any]]:
+    """Raises RuntimeError with the last line of what the tool said, where it fails."""
+    done = subprocess.run(row.command(clock), capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "it said nothing").splitlines()[-1])
+    return as_lines(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def write(page: str, clock: str, kept: Kept) -> str:
+    """The page with what has been measured between its marks.
+
+    Raises:
+        ValueError: the page has no marks of a table.
+    """
+    for table in TABLES:
+        begin, end = f"<!-- measured: {table} -->\n", "<!-- end -->"
+        if begin not in page:
+            raise ValueError(f"{PAGE}: there is no line {begin.strip()}")
+        before, rest = page.split(begin, 1)
+        after = rest[rest.index(end) :]
+        page = f"{before}{begin}{text(table, clock, kept)}{after}"
+    return page
+
+
+def text(table: str, clock: str, kept: Kept) -> str:
+    """A table, its commands left out; nothing where nothing was measured."""
+    found = [each for row in ROWS if row.table == table and (each := kept.find(row)) is not None]
+    if not found:
+        return ""
+    used = ", ".join(f"{name} {each}" for name, each in found[-1]["versions"].items())
+    time = "the clock" if clock == "wall" else "processor time, where a row's tool can"
+    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    return (
+        f"{markdown([line for each in found for line in each['lines']])}\n\n"
+        f"{processor()}; OMP_NUM_THREADS={threads}; by {time}; {used}.\n"
+    )
+
+
+def wanted(only: Sequence[str], part: str) -> list[Row]:
+    return [row for row in ROWS if (not only or row.table in only) and part in row.name]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=[], help="these tables")
+    parser.add_argument("--match", default="", metavar="TEXT", help="rows with this in the name that --list shows")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="cpu", help="cpu: for machines that do other work")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is kept")
+    parser.add_argument("--list", action="store_true", help="print the rows, and which are kept")
+    parser.add_argument("--write-only", action="store_true", help="write the tables from what is kept")
+    given = parser.parse_args(arguments)
+    kept, failed = Kept(given.clock), False
+    rows = wanted(given.only, given.match)
+    if given.list:
+        print("\n".join(f"{'kept' if kept.find(row) else '    '}  {row.table:12} {row.name}" for row in rows))
+        return 0
+    for number, row in enumerate([] if given.write_only else rows, 1):
+        if kept.find(row) is not None and not given.fresh:
+            continue
+        print(f"{number}/{len(rows)}: {row.name}", flush=True)
+        try:
+            lines = measure(row, given.clock)
+            kept.add(row, lines)
+            print(markdown(lines), flush=True)
+        except (RuntimeError, ValueError) as error:
+            failed = True
+            print(f"error: {row.name}: {error}", file=sys.stderr, flush=True)
+        PAGE.write_text(write(PAGE.read_text(), given.clock, kept))
+    PAGE.write_text(write(PAGE.read_text(), given.clock, kept))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
