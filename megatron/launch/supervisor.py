@@ -22,6 +22,7 @@ from .hosts import HostError
 from .job_plan import JobPlan, commands, restarted, with_spares, without_hosts
 from .launcher import Launcher, Result
 from .listener import AgentListener
+from .need import tell_need
 from .restarts import CYCLES, Restarts
 from .status import NO_PROGRESS, describe_status
 
@@ -32,6 +33,7 @@ STEADY = 600.0  # a start that lived this long ends the row of failures
 def supervise(plan: JobPlan) -> int:
     """Run a plan to its end; returns the exit status."""
     _announce(plan)
+    plan = tell_need(plan)
     allowed = 0 if plan.choice.wrapper.restarts else plan.launch.restarts
     attempt, in_a_row = 0, 0
     restarts = Restarts(allowed)

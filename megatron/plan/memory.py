@@ -146,7 +146,8 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
     parts = states(config, layout, weights)
     kinds = [shapes.layer(place, choice) for place in places]
     flying = max(1, min(choice.pipeline - stage, training.accumulation or 1))
-    parts["activations"] = flying * tokens * sum(each.saved[choice.recompute] for each in kinds)
+    modes = [shapes.recomputes(config, choice, place) for place in places]
+    parts["activations"] = flying * tokens * sum(each.saved[mode] for each, mode in zip(kinds, modes))
     working = max(each.whole for each in kinds) * tokens
     again = choice.recompute != "none" or training.sequence_chunks > 1
     parts["working"] = (working if again else 0.5 * working) / training.sequence_chunks

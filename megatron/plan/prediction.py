@@ -30,6 +30,7 @@ ENOUGH = 3  # runs of one device, before their errors correct a prediction
 NEAR = 8.0  # times longer or shorter a step may be predicted: what a kernel's start costs is all of a small step
 RECENT = 50  # runs whose errors count: drivers and libraries change
 READ = 4 << 20  # bytes at the end of the file that are looked at
+TOO_LARGE = "warning: that is more than a device has; `deepy plan` shows layouts that fit"
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,16 @@ def predict(config: Config, ranks: int, device: str, per_host: int, capacity: fl
     need = Need(
         StepEstimator(config, shapes, at).step(config, choice).seconds, memory(config, shapes, choice, at).total
     )
-    kinds = sorted({word for block in config.model.blocks for word in re.findall(r"[a-z]\w*", str(block))})
-    entry = HistoryEntry(device, config.precision.compute, tuple(kinds), ranks, str(choice), need, Need(0.0, 0.0))
+    alike = (device, config.precision.compute, kinds_of_layers(config), ranks)
+    entry = HistoryEntry(*alike, str(choice), need, Need(0.0, 0.0))
     factor, runs = correction(read_history(), entry)
     corrected = Need(need.seconds * factor.seconds, need.memory * factor.memory)
     return Prediction(entry, corrected, runs, capacity or found.bytes)
+
+
+def kinds_of_layers(config: Config) -> tuple[str, ...]:
+    """Sorted."""
+    return tuple(sorted({word for block in config.model.blocks for word in re.findall(r"[a-z]\w*", str(block))}))
 
 
 def choice_of(config: Config) -> Candidate:

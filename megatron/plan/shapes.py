@@ -109,6 +109,7 @@ class RankLayer:
         expert_rows: bytes per token of the rows that are sent to experts and back, each way; 0 without them.
         state: numbers per sample that a recurrence carries, for context parallelism.
         rows: elements of the matrices whose rows ranks share, of which this one has its part.
+        tensors: its parameters, as tensors; those that blocks share count in each.
     """
 
     own: RankWeights
@@ -121,6 +122,7 @@ class RankLayer:
     expert_rows: float = 0.0
     state: float = 0.0
     rows: int = 0
+    tensors: int = 0
 
 
 class Shapes:
@@ -180,6 +182,12 @@ class Shapes:
         """Whether it is a block of a recurrent core."""
         return 0 < place < self.places - 1 and self.config.model.blocks[place - 1].recurrent
 
+    def recomputes(self, config: Config, choice: Candidate, place: int) -> str:
+        """What is recomputed of a layer: full recomputation may leave out blocks (`activation_checkpointing.every`)."""
+        block, every = place - 1, config.training.activation_checkpointing.every
+        left_out = choice.recompute == "full" and 0 <= block < self.places - 2 and block % every
+        return "none" if left_out else choice.recompute
+
     def class_of(self, place: int) -> str:
         """A word for what is alike."""
         return self._classes[place]
@@ -199,7 +207,7 @@ class Shapes:
             choice.tensor,
             choice.sequence,
             choice.micro_batch,
-            choice.recompute,
+            self.recomputes(config, choice, place),
             choice.context,
         )
         if key not in self._sends:
@@ -239,6 +247,7 @@ class Shapes:
             expert_rows=top_k * model.hidden_size * size if experts else 0.0,
             state=counts.memory / cut,
             rows=sum(each.numel() for each in module.parameters() if shares_rows(each)),
+            tensors=sum(1 for _ in module.parameters()),
         )
 
     def experts(self, place: int) -> tuple[int, int]:

@@ -35,6 +35,10 @@ BACKWARD_ATTENTION = 2.5  # times the forward pass: scores are made again (Dao 2
 OVERLAP = 0.8  # of the computation beside which communication runs, where it does
 OPTIMIZER_BYTES = 30  # per parameter: reads weight, gradient and moments, writes weight, moments and a 16-bit copy
 KERNELS = 12  # of a layer's forward pass, beside its products
+# Work of DeepSpeed's Python for each tensor of parameters, in launches: of a step, and of a micro-batch, in which ZeRO
+# 3 gathers, releases and reduces every tensor. Measured with the models of tools/bench/plan_choice.py, in processor
+# time. It takes a CPU's time; on a GPU it is done beside the kernels, and is left out.
+HOOKS = {0: (0, 0), 1: (6, 0), 2: (0, 5), 3: (0, 50)}
 
 
 @lru_cache(maxsize=200_000)
@@ -139,13 +143,14 @@ class StepEstimator:
         parts = {name: count * seconds for name, seconds in vars(works[slowest]).items()}
         parts |= {"pipeline": count * send, "bubble": bubble, "data": data, "accumulate": 0.0, "optimizer": update}
         parts["accumulate"] = count * self._accumulate(config, layout, weights)
-        seconds = running + bubble + data + update + parts["accumulate"]
+        parts["hooks"] = self._hooks(choice, range(bounds[slowest], bounds[slowest + 1]), layout, count)
+        seconds = running + bubble + data + update + parts["accumulate"] + parts["hooks"]
         return StepTime(seconds, parts, tuple(totals))
 
     def _stage(self, config: Config, choice: Candidate, places: range, at: dict[str, Group]) -> MicroBatchTime:
         total = MicroBatchTime()
         for place in places:
-            key = (self.shapes.class_of(place), choice)
+            key = (self.shapes.class_of(place), self.shapes.recomputes(config, choice, place), choice)
             if key not in self._work:
                 self._work[key] = self._layer(config, choice, place, at)
             passes = self.shapes.passes(place)  # the forward pass is a third of a layer's work
@@ -164,7 +169,7 @@ class StepEstimator:
         return whole.times(1 / 3)  # of a layer's work
 
     def _layer(self, config: Config, choice: Candidate, place: int, at: dict[str, Group]) -> MicroBatchTime:
-        layer = self.shapes.layer(place, choice)
+        layer, mode = self.shapes.layer(place, choice), self.shapes.recomputes(config, choice, place)
         kept = config.model.recurrence.backward if self.shapes.recurs(place) else 1
         tokens = choice.micro_batch * config.training.sequence_length / choice.context
         products = [(self._product(tokens, each), self._gradients(tokens, each)) for each in layer.matrices]
@@ -175,12 +180,12 @@ class StepEstimator:
         again = 0.0
         if 0 < place < self.shapes.places - 1:
             full = forward + attention + moved
-            again = {"none": 0.0, "selective": moved, "full": full}[choice.recompute]
+            again = {"none": 0.0, "selective": moved, "full": full}[mode]
         tensor = sum(
             collective(self.at, at["tensor"], call.operation, size, messages)
             for call, messages, size in self.shapes.sends(place, choice, config)
         )
-        passes = 4 if choice.recompute == "none" else 6
+        passes = 4 if mode == "none" else 6
         expert = passes * collective(self.at, at["expert"], "all_to_all", tokens * layer.expert_rows)
         context = self._context(config, choice, place, at["context"], layer.state, attention)
         context += self._rows(config, choice, place, at["context"], layer.rows, forward + backward)
@@ -284,6 +289,14 @@ class StepEstimator:
             return 0.0
         size = self.size + 2 * BYTES[config.precision.accumulate]
         return weights.total * size / (self.device.bandwidth * 1e9 * self.device.efficiency.memory)
+
+    def _hooks(self, choice: Candidate, places: range, layout: Layout, count: int) -> float:
+        """What DeepSpeed does for each tensor of parameters, where that takes the device's time."""
+        if self.device.name != "cpu":
+            return 0.0
+        once, each = HOOKS[layout.zero_stage if layout.replicas > 1 or layout.zero_stage == 3 else 0]
+        tensors = sum(self.shapes.layer(place, choice).tensors for place in places)
+        return tensors * (once + count * each) * self.device.launch * 1e-6
 
     def _update(self, config: Config, layout: Layout, weights: RankWeights) -> float:
         owned = weights.dense / layout.replicas + weights.expert / layout.expert_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from .rank import RankCounts
 
 USAGE = "./deepy.py --rehearse --ranks N [--device NAME] [--rank N,...] [--json] train.py a.yml ... key.path=value ..."
-PRELOADED = "megatron.engine.preload"  # imported once, for the processes of all ranks
+# imported once, for the processes of all ranks
+PRELOADED = ["megatron.rehearsal.rank", "torch.distributed._tools.fake_collectives", "megatron.engine.preload"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,12 +52,17 @@ def main(argv: Sequence[str]) -> int:
 
 def in_own_process(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> RankCounts:
     """`rehearse_rank` in a process of its own: DeepSpeed keeps much for the life of a process."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(_rehearse, config, ranks, rank, micro_batches).result()
+
+
+def _rehearse(config: Config, ranks: int, rank: int, micro_batches: int | None) -> RankCounts:
     from .rank import rehearse_rank
 
-    context = get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    with ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(rehearse_rank, config, ranks, rank, micro_batches).result()
+    gc.freeze()  # DeepSpeed collects garbage while it starts: not among all that was imported
+    return rehearse_rank(config, ranks, rank, micro_batches)
 
 
 def _parser() -> argparse.ArgumentParser:

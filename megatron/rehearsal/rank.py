@@ -24,6 +24,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 
 from .labels import Labels
+from .repeats import Repeats
 from .states import mark_states, watch_gradients
 from .storage_counter import Allocation, Moment, ProgramPlace, StorageCounter
 
@@ -78,24 +79,29 @@ def with_micro_batches(config: Config, layout: Layout, micro_batches: int) -> Co
     return config.model_copy(update={"training": training})
 
 
-def rehearse_rank(config: Config, ranks: int, rank: int, micro_batches: int | None = None) -> RankCounts:
+def rehearse_rank(
+    config: Config, ranks: int, rank: int, micro_batches: int | None = None, repeats: bool = True
+) -> RankCounts:
     """Run a rank of `ranks` on tensors without values. The process must have no process group, and gets none.
 
     Args:
         config: resolved for `ranks`.
         micro_batches: of each step; None takes as many as show everything.
+        repeats: False runs every call of every scan.
     """
     layout = Layout.of(config, ranks)
     config = with_micro_batches(config, layout, micro_batches or enough_micro_batches(config, layout))
     prepare_deepspeed(torch.device("cpu"))
     with _group_of_nobody(ranks, rank), without_values():
-        return observe(config, Mesh.build(layout))
+        return observe(config, Mesh.build(layout), repeats=repeats)
 
 
-def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> RankCounts:
+def observe(config: Config, mesh: Mesh, batch: Batches | None = None, repeats: bool = False) -> RankCounts:
     """Build the engine of this process and make steps, with a ledger and a recorder.
 
     Args:
+        repeats: run the first of calls of a scan that are alike, and count it for the others. Their results have no
+            values.
         batch: gives what a step reads, by its number, and then weights get their initial values; None takes blank
             batches of the right shapes, and leaves weights as they are.
     """
@@ -103,7 +109,7 @@ def observe(config: Config, mesh: Mesh, batch: Batches | None = None) -> RankCou
     ledger = StorageCounter(labels.now)
     labels.install()
     try:
-        with ledger:
+        with ledger, Repeats(ledger).installed() if repeats else contextlib.nullcontext():
             return _observed(config, mesh, batch, labels, ledger)
     finally:
         labels.remove()

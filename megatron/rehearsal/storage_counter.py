@@ -59,6 +59,20 @@ class Moment:
     operation: str
 
 
+@dataclass(frozen=True)
+class Repetition:
+    """What a piece of the program takes each time.
+
+    Attributes:
+        operation: that ran when most of what it made lived; sizes: of these storages, bytes.
+    """
+
+    operations: int
+    flops: int
+    operation: str
+    sizes: tuple[int, ...]
+
+
 class StorageCounter(TorchDispatchMode):
     """Counts while it is active.
 
@@ -120,6 +134,22 @@ class StorageCounter(TorchDispatchMode):
             yield
         finally:
             self._part = before
+
+    def repetition(self) -> Repetition:
+        """All that was counted here, so that others can count it without running it."""
+        sizes = tuple(each.size for each in self.at_peak())
+        return Repetition(self.operations, sum(self.flops.values()), self.at.operation, sizes)
+
+    def repeat(self, done: Repetition) -> None:
+        """Count a piece of the program that is not run; what it gives is made behind this."""
+        place, most = self.place(), self.live + sum(done.sizes)
+        self.operations += done.operations
+        if done.flops:
+            self.flops[place] = self.flops.get(place, 0) + done.flops
+        if most > self.peak:
+            self.peak, self.at = most, Moment(place, done.operation)
+            self._present = [Allocation(size, place, self._part) for size in done.sizes]
+            self._later.clear()
 
     def at_peak(self) -> list[Allocation]:
         """What lived when most bytes did; the sizes add up to `peak`."""

@@ -31,7 +31,7 @@ from megatron.model.kernels import describe_kernels
 from megatron.model.stack import DTYPES
 from megatron.parallel.compression import describe_wire
 from megatron.parallel.watched import watched_collectives
-from megatron.plan.prediction import Prediction, predict
+from megatron.plan.prediction import TOO_LARGE, Prediction, predict
 from megatron.report.run import open_run
 from megatron.worker.beacon import SETUP
 from megatron.worker.job import read_job
@@ -99,10 +99,11 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     own = config.checkpoint
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
-    if prediction is not None:
+    told = place.attempt == 0 and "JOB_PLAN_TOLD" in os.environ  # by the launcher
+    if prediction is not None and not told:
         log(prediction.text(config.training.steps - (source.checkpoint.step if source.checkpoint else 0)))
         if not prediction.fits:
-            log("warning: that is more than a device has; `deepy plan` shows layouts that fit")
+            log(TOO_LARGE)
     tell(detail=b"building the model and the engine")
     teacher = Teacher.of(config, world.mesh, world.device)
     engine = build_engine(config, world.mesh, world.device, values=values, beacon=world.beacon, teacher=teacher)

@@ -105,6 +105,27 @@ def nvidia_buses() -> list[str]:
         library.nvmlShutdown()
 
 
+def name_of_first(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The first device that a process with this environment sees, as its maker and torch call it; None where there is
+    none, or nobody can say without torch (AMD, slices of a device). Takes nothing of the device."""
+    seen = physical(environment) if vendor() == "nvidia" else []
+    if not seen or not seen[0].isdigit():
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if library.nvmlInit_v2() != 0:
+        return None
+    try:
+        handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        if library.nvmlDeviceGetHandleByIndex_v2(int(seen[0]), ctypes.byref(handle)) != 0:
+            return None
+        return text.value.decode(errors="replace") if library.nvmlDeviceGetName(handle, text, 96) == 0 else None
+    finally:
+        library.nvmlShutdown()
+
+
 class _PciInfo(ctypes.Structure):
     _fields_ = [
         ("legacy", ctypes.c_char * 16),

@@ -72,6 +72,21 @@ def test_what_compressed_gradients_leave_out():
     assert rehearsed(values, 2)[1] - rehearsed(DENSE, 2)[1] == pytest.approx(more, rel=0.02)
 
 
+def test_every_second_block_is_recomputed():
+    """The others keep what they keep without recomputation; the fullest moment is in the head, which has it all."""
+    values = merged(DENSE, {"training": {"activation_checkpointing": {"mode": "full", "every": 2}}})
+    config = resolve(values, ranks=1)
+    shapes, choice = Shapes(config, 1), choice_of(config)
+    modes = [shapes.recomputes(config, choice, place) for place in range(shapes.places)]
+    assert modes == ["full", "full", "none", "full", "none", "full"]
+    at = Cluster(known_devices()[0]["h100"], known_devices()[1]["ib400"], 1, 1)
+    found = memory(config, shapes, choice, at).parts["activations"]
+    seen = in_own_process(config, 1, 0)
+    assert seen.at.place.layer == "head"
+    made = [each for each in seen.allocations if each.place.phase == "forward" and each.place.layer != "head"]
+    assert sum(each.size for each in made if not each.part) == pytest.approx(found, rel=0.03)
+
+
 @pytest.mark.slow
 def test_stages_of_sequence_length_need_what_the_longest_does():
     values = merged(DENSE, {"training": {"sequence_schedule": [{"until": 4, "sequence_length": 64}]}})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +14,7 @@ from megatron.config.layers import ConfigSource
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
 from megatron.plan.advice import remarks, why_not, why_nothing_fits
-from megatron.plan.candidate import Candidate, apply, layout_of, parse
+from megatron.plan.candidate import RECOMPUTE, Candidate, apply, layout_of, parse
 from megatron.plan.devices import cluster, known_devices
 from megatron.plan.memory import stage_weights, states
 from megatron.plan.search import Answers, Question
@@ -78,6 +81,21 @@ def test_structures_are_those_that_the_rules_allow(values):
         assert plan.step.seconds == pytest.approx(sum(plan.step.parts.values()))
         assert legal(values, plan.choice, devices), plan.choice
         asked.resolved(plan.choice)
+
+
+@pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
+def test_what_is_called_the_smallest_is(values):
+    """Where nothing fits; against every layout with micro-batches of one sample."""
+    asked = question(values)
+    none = asked.on(replace(asked.at, device=asked.at.device.model_copy(update={"memory": 0.001})))
+    found, least = none.answers(), math.inf
+    sizes = (1, 2, 4, 8)
+    for tensor, pipeline, expert in itertools.product(sizes, sizes, sizes):
+        for zero, sequence, mode in itertools.product((1, 2, 3), (False, True), RECOMPUTE):
+            choice = Candidate(tensor, pipeline, 1, expert, zero, 1, mode, sequence)
+            if 8 % (tensor * pipeline) == 0 and none.refusal(choice) is None:
+                least = min(least, none.judge(choice).memory.total)
+    assert not found.plans and found.closest.memory.total == least
 
 
 @pytest.mark.parametrize(

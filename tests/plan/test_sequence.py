@@ -52,7 +52,7 @@ def sent(names: list[str]) -> dict[str, list]:
 @pytest.fixture(scope="module")
 def rehearsed() -> dict[str, list]:
     context = get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(sent, list(CASES)).result()
 

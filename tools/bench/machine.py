@@ -2,11 +2,13 @@
 """Measure what one device reaches, for the plan: products, attention, memory, launches.
 
     python tools/bench/machine.py --name mine [--like h100] [--types bf16,fp32] [--output machine.yml] [--json]
+    OMP_NUM_THREADS=1 python tools/bench/machine.py --name mine --like cpu --clock cpu
 
 Writes an entry of `devices` into machine.yml, beside what else is there, for `tools/plan.py --gpu mine --machine
 machine.yml`. Matrix products have the shapes of transformers with --widths channels. Each figure is the median of
-repetitions after a warm-up; on a GPU times are those of events. What cannot be measured (watts, units, devices of a
-host and the link between them) is that of the known device which --like names. Collectives are measured by
+rounds, and in each of repetitions after a warm-up; on a GPU times are those of events. On a CPU with other work they
+are better taken of the processor's time, on one thread (--clock cpu). What cannot be measured (watts, units, devices of
+a host and the link between them) is that of the known device which --like names. Collectives are measured by
 tools/bench/communication.py into the same file.
 """
 
@@ -21,6 +23,7 @@ if __name__ == "__main__":
 import argparse  # noqa: E402
 import json  # noqa: E402
 import statistics  # noqa: E402
+import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from functools import partial  # noqa: E402
@@ -61,8 +64,10 @@ class MeasuredMachine:
     attention: dict[str, float] = field(default_factory=dict)
 
 
-def measure(device: torch.device, types: list[str], widths: list[int], tokens: int, repeat: int) -> MeasuredMachine:
-    """Take the times."""
+def measure(
+    device: torch.device, types: list[str], widths: list[int], tokens: int, repeat: int, clock: str = "wall"
+) -> MeasuredMachine:
+    """Take the times, once."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if module is not None:
@@ -71,7 +76,7 @@ def measure(device: torch.device, types: list[str], widths: list[int], tokens: i
 
     def seconds(run: Callable[[], Any]) -> float:
         times_of(device, run, 2)
-        return statistics.median(times_of(device, run, repeat))
+        return statistics.median((processor_times if clock == "cpu" else times_of)(device, run, repeat))
 
     one = torch.ones(1, device=device)
     found.launch = seconds(partial(one.add_, 1))
@@ -90,6 +95,30 @@ def measure(device: torch.device, types: list[str], widths: list[int], tokens: i
         time = seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
         found.attention[name] = 2 * samples * heads * length**2 * channels / time
     return found
+
+
+def processor_times(device: torch.device, run: Callable[[], Any], count: int) -> list[float]:
+    """Processor seconds of each of many operations of this process."""
+    marks = [time.process_time()]
+    for _ in range(count):
+        run()
+        marks.append(time.process_time())
+    return [b - a for a, b in zip(marks, marks[1:])]
+
+
+def middle(found: list[MeasuredMachine]) -> MeasuredMachine:
+    """The medians of rounds."""
+    first, median = found[0], statistics.median
+    products = {
+        name: [
+            (*shapes[0][:3], median(each[3] for each in shapes))
+            for shapes in zip(*(one.products[name] for one in found))
+        ]
+        for name in first.products
+    }
+    attention = {name: median(each.attention[name] for each in found) for name in first.attention}
+    bandwidth, launch = median(each.bandwidth for each in found), median(each.launch for each in found)
+    return MeasuredMachine(first.name, first.memory, bandwidth, launch, products, attention)
 
 
 def entry(found: MeasuredMachine, like: Device) -> dict[str, Any]:
@@ -135,6 +164,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", default="", help="channels (default 256,512 on a CPU, else 1024,2048,4096,8192)")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3, help="of all of them (default: 3)")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, on a busy CPU")
     parser.add_argument("--output", default="machine.yml", help="where the entry goes (default machine.yml)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
@@ -148,8 +179,10 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     options.widths = [int(word) for word in words]
     if wrong := [each for each in options.types if each not in TYPES]:
         parser.error(f"--types must be of {', '.join(TYPES)}, not {', '.join(wrong)}")
-    if options.tokens < 1 or options.repeat < 3:
-        parser.error("--tokens must be at least 1, and --repeat at least 3")
+    if options.tokens < 1 or options.repeat < 3 or options.rounds < 1:
+        parser.error("--tokens and --rounds must be at least 1, and --repeat at least 3")
+    if options.clock == "cpu" and gpu:
+        parser.error("--clock cpu is for CPUs: a GPU's own events say how long it works")
     return options
 
 
@@ -160,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
         devices = known_devices()[0]
         if options.like not in devices:
             raise UserError(f"--like must be one of {', '.join(devices)}, not {options.like}")
-        found = measure(options.device, options.types, options.widths, options.tokens, options.repeat)
+        how = (options.device, options.types, options.widths, options.tokens, options.repeat, options.clock)
+        found = middle([measure(*how) for _ in range(options.rounds)])
         made = Device.model_validate(entry(found, devices[options.like])).model_dump()
         put(options.output, {"devices": {options.name: made}})
     except (ConfigError, UserError) as error:

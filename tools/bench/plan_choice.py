@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Compare the plan's first choice with the best layout that a CPU finds by trying all.
 
-    python tools/bench/plan_choice.py [--ranks 2] [--steps 8] [--output choice.json] [--minutes 60]
+    python tools/bench/plan_choice.py --output choice.json [--clock cpu] [--machine machine.yml --device mine]
 
-Five small models are trained on every layout that the plan finds for two ranks of the device `cpu`. For each the result
-has the predicted and the measured time of a step of every layout, and how much slower than the best the plan's first
-choice is. Run it on a quiet machine: times on a busy one say nothing.
+Five small models make steps on every layout that the plan finds for two ranks of a device. For each the result has the
+predicted and the measured time of a step of every layout, and how much slower than the best the plan's first choice is.
+Layouts of a case are timed in turns, one round after the other (tools/bench/step_times.py). Take the times of the
+wall's clock on a quiet machine; on a busy one --clock cpu, which leaves out what ranks wait for each other, says more.
 
-With --output, runs are written as they end, and those that are there are kept: a comparison can be stopped and
-continued. No run is begun after --minutes.
+With --output rounds are written as they end, and those that are there are kept: a comparison can be stopped and
+continued. No layout is begun after --minutes. Exit status 1 if a first choice is more than 10 % slower than the best.
 """
 
 from __future__ import annotations
@@ -20,18 +21,16 @@ sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."
 
 import argparse  # noqa: E402
 import json  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
-from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
 
 from megatron.plan.devices import cluster  # noqa: E402
 from megatron.plan.search import Plan, Question  # noqa: E402
+from tools.bench.step_times import CLOCKS, Rounds, round_of, seconds, spread  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
+PROMISE = 0.1  # that the first choice is slower than the best, at most
 
 # Large enough that a step is more than messages of a few bytes.
 COMMON = [
@@ -40,9 +39,7 @@ COMMON = [
     "data.synthetic=copy",
     "data.train=null",
     "schedule.warmup_steps=1",
-    "checkpoint.every=null",
-    "logging.every=1",
-    "launch.device=cpu",
+    "training.steps=64",
 ]
 CASES = {
     "llama": ("tiny_llama", ["model.layers=(attention/mlp) x4"]),
@@ -53,78 +50,75 @@ CASES = {
 }
 
 
-def measured(path: Path, overrides: list[str], plan: Plan, ranks: int, steps: int) -> float | None:
-    """Seconds of a step, as the run's own records have it; None where it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        layout = Path(folder, "layout.yml")
-        layout.write_text(plan.choice.lines(), encoding="utf-8")
-        words = [str(path), str(layout), *overrides, f"training.steps={steps}", f"run.dir={folder}/run"]
-        command = [sys.executable, str(ROOT / "deepy.py"), "--ranks", str(ranks), str(ROOT / "train.py"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            print(done.stderr[-2000:], file=sys.stderr)
-            return None
-        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")]
-    tokens = rows[0]["tokens"] / max(1, rows[0]["step"])
-    return tokens / median(rates[len(rates) // 2 :])
-
-
-def case(
-    name: str, ranks: int, steps: int, done: dict[str, Any], keep: Callable[[], None], end: float
-) -> dict[str, Any]:
-    """All layouts of a case, and how the plan's first does among them; None in the place of what is missing.
-
-    Args:
-        done: seconds of a step by layout, of runs that have ended; more are added.
-        keep: writes them.
-        end: on the monotonic clock, after which no run is begun.
-    """
+def asked(name: str, options: argparse.Namespace) -> tuple[Question, list[Plan]]:
+    """A case, and the fastest layout of each structure in the plan's order."""
     file, own = CASES[name]
-    path, overrides = ROOT / "configs" / "test" / f"{file}.yml", [*COMMON, *own]
-    answers = Question.of([str(path)], overrides, cluster(ranks, "cpu")).answers()
+    path = ROOT / "configs" / "test" / f"{file}.yml"
+    at = cluster(options.ranks, options.device, path=options.machine)
+    question = Question.of([str(path)], [*COMMON, *own], at)
+    return question, question.answers().distinct
+
+
+def result(name: str, plans: list[Plan], rounds: Rounds, number: int, clock: str) -> dict[str, Any]:
+    """All layouts of a case, and how the plan's first does among them; None in the place of what is missing."""
     rows: list[dict[str, Any]] = []
-    for plan in answers.distinct:
-        layout = str(plan.choice)
-        if layout not in done and time.monotonic() < end:
-            done[layout] = measured(path, overrides, plan, ranks, steps)
-            print(f"{name}: {layout}: predicted {plan.step.seconds:.4f} s, measured {done[layout]}", file=sys.stderr)
-            keep()
-        rows.append({"layout": layout, "predicted": plan.step.seconds, "measured": done.get(layout)})
+    for plan in plans:
+        own = rounds.whole(key(name, plan), number)
+        measured, apart = (seconds(own, clock), spread(own, clock)) if own else (None, None)
+        rows.append({"layout": str(plan.choice), "predicted": plan.step.seconds, "measured": measured, "spread": apart})
     times = [row["measured"] for row in rows if row["measured"] is not None]
-    first = rows[0]["measured"] if rows else None
-    whole = len(times) == len(rows)
-    return {"case": name, "layouts": rows, "first_is_slower_by": first / min(times) - 1 if first and whole else None}
+    whole = times and len(times) == len(rows)
+    return {"case": name, "layouts": rows, "first_is_slower_by": times[0] / min(times) - 1 if whole else None}
 
 
-def main() -> int:
+def key(name: str, plan: Plan) -> str:
+    """Of a layout of a case in the file."""
+    return f"{name}: {plan.choice}"
+
+
+def text(found: dict[str, Any]) -> str:
+    """A case for people."""
+    missing, slower = sum(each["measured"] is None for each in found["layouts"]), found["first_is_slower_by"]
+    told = f"{missing} not measured" if slower is None else f"the first is {slower:.1%} slower than the best"
+    lines = [f"{found['case']}: {len(found['layouts'])} layouts, {told}"]
+    for each in found["layouts"]:
+        line = f"  {each['layout']}: predicted {1e3 * each['predicted']:.1f} ms"
+        if each["measured"] is not None:
+            line += f", measured {1e3 * each['measured']:.1f} ms (rounds are {each['spread']:.0%} apart)"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Take rounds, and compare; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--steps", type=int, default=8, help="of a layout in a round, after the first ones (default: 8)"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--output", type=Path, help="seconds of steps as runs end; those in it are kept")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no run is begun after them (default: 60)")
-    options = parser.parse_args()
-    end, about = time.monotonic() + 60 * options.minutes, f"{options.ranks} ranks, {options.steps} steps"
-    done: dict[str, Any] = {}
-    if options.output and options.output.exists():
-        done = json.loads(options.output.read_text(encoding="utf-8"))
+    parser.add_argument(
+        "--device", default="cpu", help="whose figures predict, of megatron/plan/devices.yml or --machine"
+    )
+    parser.add_argument("--machine", metavar="FILE", help="further devices")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="rounds as they end; those in it are kept")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no layout is begun after them (default: 60)")
+    options = parser.parse_args(given)
+    rounds = Rounds(options.output, time.monotonic() + 60 * options.minutes)
+    cases = {name: asked(name, options) for name in options.cases}
+    layouts = {key(name, plan): (question, plan) for name, (question, plans) in cases.items() for plan in plans}
 
-    def keep() -> None:
-        if options.output:
-            options.output.write_text(json.dumps(done, indent=2) + "\n", encoding="utf-8")
+    def measure(layout: str) -> dict[str, float]:
+        question, plan = layouts[layout]
+        return round_of(question.resolved(plan.choice).config, options.ranks, options.steps)
 
-    for name in options.cases:
-        own = done.setdefault(f"{name} on {about}", {})
-        found = case(name, options.ranks, options.steps, own, keep, end)
-        missing = sum(each["measured"] is None for each in found["layouts"])
-        slower = found["first_is_slower_by"]
-        told = f"{missing} not measured" if slower is None else f"the first is {slower:.1%} slower than the best"
-        print(f"{name}: {len(found['layouts'])} layouts, {told}")
-        for each in found["layouts"]:
-            print(f"  {each['layout']}: predicted {each['predicted']:.4f} s, measured {each['measured']}")
-    return 0
+    rounds.take([*layouts], measure, options.rounds)
+    found = [result(name, plans, rounds, options.rounds, options.clock) for name, (_, plans) in cases.items()]
+    print(json.dumps(found, indent=1) if options.json else "\n".join(map(text, found)))
+    return int(any((each["first_is_slower_by"] or 0.0) > PROMISE for each in found))
 
 
 if __name__ == "__main__":

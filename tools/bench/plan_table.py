@@ -4,15 +4,20 @@
 The runs cover all architectures and layouts.
 
     python tools/bench/plan_table.py [--cases 48] [--json FILE] [--markdown FILE]
-    python tools/bench/plan_table.py --times [--machine machine.yml --device mine]
+    python tools/bench/plan_table.py --times --json FILE [--clock cpu] [--machine machine.yml --device mine]
 
 The runs are of tests/layouts.yml, chosen so that each architecture and each layout is among them. Measured memory is
 the bytes of all tensors that live at the fullest moment, counted on real gloo ranks, of the rank that has most. It is
 set beside a rehearsal of the first and the last rank, and beside the plan's formulas. Bytes do not depend on what else
-the machine does. Times do: take them on a quiet machine, with figures of that machine (tools/bench/machine.py).
+the machine does.
 
-With --json rows are written as they are made, and those that are there are kept, so that a table can be stopped and
-continued. No run is begun after --minutes.
+Times do, and are those of runs with a core for each rank: take them on a quiet machine, with figures of that machine
+(tools/bench/machine.py), or by --clock cpu (tools/bench/step_times.py). They are taken in rounds, which take every run
+once. `planned` is of the formulas alone; `corrected` as predictions of a user's later runs are, by the errors of the
+other runs of the table.
+
+With --json rows or rounds are written as they are made, and those that are there are kept, so that a table can be
+stopped and continued. No run is begun after --minutes.
 """
 
 from __future__ import annotations
@@ -36,22 +41,24 @@ from megatron.config import Config, resolve  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.plan.devices import Cluster, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
-from megatron.plan.prediction import choice_of  # noqa: E402
+from megatron.plan.prediction import HistoryEntry, Need, choice_of, correction, kinds_of_layers  # noqa: E402
 from megatron.plan.shapes import Shapes  # noqa: E402
 from megatron.plan.step import StepEstimator  # noqa: E402
 from megatron.rehearsal.command import in_own_process  # noqa: E402
 from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches  # noqa: E402
 from megatron.testing.ranks import on_ranks  # noqa: E402
-from tests.training.matrix import Case, cases, merged  # noqa: E402
+from tests.training.matrix import Case, merged  # noqa: E402
+from tests.training.matrix import cases as every_case  # noqa: E402
+from tools.bench.step_times import CLOCKS, Rounds, round_of, seconds, spread  # noqa: E402
 
 SMALL = {"zero": {"bucket_size": 2000}}  # DeepSpeed's buckets would be larger than all else in models of this size
-LONGER = {"training": {"sequence_length": 128}}  # for times: steps that are more than their fixed costs
-TIMED = 8  # steps, the first half of which warms up
+LONGER = {"training": {"sequence_length": 128, "steps": 64}}  # for times: steps that are more than their fixed costs
 
 
-def chosen(number: int) -> list[Case]:
-    """Runs over all architectures, each on a layout that few others have so far, and then on layouts that none has."""
-    left, taken = list(cases()), list[Case]()
+def chosen(number: int, most: int) -> list[Case]:
+    """Runs of at most so many ranks over all architectures, each on a layout that few others have so far, and then on
+    layouts that none has."""
+    left, taken = [each for each in every_case() if each.ranks <= most], list[Case]()
     layouts: Counter[str] = Counter()
 
     def take(case: Case) -> None:
@@ -97,28 +104,6 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
         loader.close()
 
 
-def timed(values: dict[str, Any], ranks: int) -> float:
-    """On gloo ranks: seconds of a step of a real engine, the median of the later ones."""
-    import torch
-
-    from megatron.data.loader import build_loader
-    from megatron.engine.engine import build_engine, prepare_deepspeed
-    from megatron.parallel.mesh import Mesh
-
-    config = resolve(merged(values, {"training": {"steps": TIMED}}), ranks=ranks)
-    mesh = Mesh.build(Layout.of(config, ranks))
-    prepare_deepspeed(torch.device("cpu"))
-    engine, seconds = build_engine(config, mesh, torch.device("cpu")), []
-    loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
-    for step in range(TIMED):
-        batch = loader.step(step)
-        begin = time.perf_counter()
-        engine.step(batch, config.optimizer.lr)
-        seconds.append(time.perf_counter() - begin)
-    loader.close()
-    return median(seconds[TIMED // 2 :])
-
-
 def memory_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
     """Measured, rehearsed and planned bytes of a run."""
     values = merged(case.values, SMALL)
@@ -130,18 +115,40 @@ def memory_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
     return {"measured": measured, "rehearsed": rehearsed, "planned": planned(config, case.ranks, at(case.ranks))[0]}
 
 
-def time_row(case: Case, at: Callable[[int], Cluster]) -> dict[str, Any]:
-    """Measured and planned seconds of a step."""
-    values = merged(case.values, LONGER)
-    config = resolve(values, ranks=case.ranks)
-    measured = max(on_ranks(case.ranks, timed, values, case.ranks))
-    return {"measured": measured, "planned": planned(config, case.ranks, at(case.ranks))[1]}
+def entry(case: Case, at: Callable[[int], Cluster], measured: float) -> HistoryEntry | None:
+    """A run as a user's history has it, with its time alone; None where formulas do not cover it."""
+    config = resolve(merged(case.values, LONGER), ranks=case.ranks)
+    told = planned(config, case.ranks, at(case.ranks))[1]
+    if told is None:
+        return None
+    alike = ("cpu", config.precision.compute, kinds_of_layers(config), case.ranks)
+    return HistoryEntry(*alike, str(choice_of(config)), Need(told, 1.0), Need(measured, 1.0))
+
+
+def time_rows(
+    cases: Sequence[Case], at: Callable[[int], Cluster], rounds: Rounds, number: int, clock: str
+) -> list[dict[str, Any]]:
+    """Measured, planned and corrected seconds of a step, of the runs that have all rounds."""
+    entries: dict[str, tuple[Case, float, HistoryEntry | None]] = {}
+    for case in cases:
+        if taken := rounds.whole(case.name, number):
+            measured = seconds(taken, clock)
+            entries[case.name] = case, measured, entry(case, at, measured)
+    rows = []
+    for name, (case, measured, own) in entries.items():
+        row = {"run": name, "ranks": case.ranks, "measured": measured, "planned": None, "corrected": None}
+        if own is not None:
+            others = [each for other, (_, _, each) in entries.items() if each is not None and other != name]
+            factor, _ = correction(others, own)
+            row |= {"planned": own.predicted.seconds, "corrected": own.predicted.seconds * factor.seconds}
+        rows.append({**row, "spread": spread(rounds.found[name], clock)})
+    return rows
 
 
 def markdown(rows: Sequence[dict[str, Any]], times: bool) -> str:
     """The table, and the errors in one line."""
     unit, size = ("ms", 1e-3) if times else ("KiB", 1024.0)
-    columns = ["planned"] if times else ["rehearsed", "planned"]
+    columns = ["planned", "corrected"] if times else ["rehearsed", "planned"]
     head = ["run", "ranks", f"measured, {unit}", *(word for each in columns for word in (each, "error"))]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for row in rows:
@@ -164,11 +171,46 @@ def kept(path: Path | None) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["run"], row["what"]): row for row in json.loads(path.read_text(encoding="utf-8"))}
 
 
+def memory_of(
+    cases: Sequence[Case], at: Callable[[int], Cluster], options: argparse.Namespace, until: float
+) -> list[dict[str, Any]]:
+    """Rows of memory, made until a time."""
+    done, rows = kept(options.json), []
+    for case in cases:
+        row = done.get((case.name, "bytes"))
+        if row is None and time.monotonic() < until:
+            row = {"run": case.name, "ranks": case.ranks, "what": "bytes", **memory_row(case, at)}
+            done[case.name, "bytes"] = row
+            print(row, file=sys.stderr, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([*done.values()], indent=1) + "\n", encoding="utf-8")
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+def times_of(
+    cases: Sequence[Case], at: Callable[[int], Cluster], options: argparse.Namespace, until: float
+) -> list[dict[str, Any]]:
+    """Rows of times, of rounds taken until a time."""
+    rounds, by_name = Rounds(options.json, until), {case.name: case for case in cases}
+
+    def measure(name: str) -> dict[str, float]:
+        case = by_name[name]
+        return round_of(resolve(merged(case.values, LONGER), ranks=case.ranks), case.ranks, options.steps)
+
+    rounds.take([*by_name], measure, options.rounds)
+    return time_rows(cases, at, rounds, options.rounds, options.clock)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=48, help="runs, at least as many as architectures and layouts")
     parser.add_argument("--only", default="", help="runs whose names have this word")
     parser.add_argument("--times", action="store_true", help="times of steps instead of memory")
+    parser.add_argument("--rounds", type=int, default=3, help="of --times (default: 3)")
+    parser.add_argument("--steps", type=int, default=8, help="of a run in a round, after the first ones (default: 8)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of --times; cpu on a busy machine")
     parser.add_argument("--device", default="cpu", help="whose figures the times are predicted with")
     parser.add_argument("--machine", help="file with that device")
     parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after them (default: 120)")
@@ -180,19 +222,11 @@ def main() -> int:
     def at(ranks: int) -> Cluster:
         return Cluster(device, known_devices()[1]["ib400"], ranks, ranks)
 
-    done, begin = kept(options.json), time.monotonic()
-    rows, what = [], "seconds of a step" if options.times else "bytes"
-    for case in (each for each in chosen(options.cases) if options.only in each.name):
-        row = done.get((case.name, what))
-        if row is None and time.monotonic() - begin < 60 * options.minutes:
-            found = time_row(case, at) if options.times else memory_row(case, at)
-            row = {"run": case.name, "ranks": case.ranks, "what": what, "device": options.device, **found}
-            done[case.name, what] = row
-            print(row, file=sys.stderr, flush=True)
-            if options.json:
-                options.json.write_text(json.dumps([*done.values()], indent=1) + "\n", encoding="utf-8")
-        if row is not None:
-            rows.append(row)
+    until = time.monotonic() + 60 * options.minutes
+    # Ranks that share a core wait for each other's work, which no formula knows.
+    most = len(os.sched_getaffinity(0)) if options.times else 2**20
+    cases = [each for each in chosen(options.cases, most) if options.only in each.name]
+    rows = (times_of if options.times else memory_of)(cases, at, options, until)
     if not rows:
         print("no run was begun: give more --minutes, or another --only", file=sys.stderr)
         return 2

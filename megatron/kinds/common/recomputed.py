@@ -20,24 +20,34 @@ class _Recomputed(torch.autograd.Function):
         ctx.function, ctx.needed = function, [isinstance(each, Tensor) and each.requires_grad for each in inputs]
         ctx.save_for_backward(*inputs)
         with torch.no_grad():
-            return function(*inputs)
+            return call(function, *inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        inputs = [
-            each if each is None else each.detach().requires_grad_(needed)
-            for each, needed in zip(ctx.saved_tensors, ctx.needed)
-        ]
-        with torch.enable_grad():
-            outputs = ctx.function(*inputs)
-        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        pairs: list[tuple[Tensor, Tensor]] = [
-            (out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad and gradient is not None
-        ]
-        wanted = [each for each, needed in zip(inputs, ctx.needed) if needed and each is not None]
-        found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-        return None, *(next(found) if needed else None for needed in ctx.needed)
+        return None, *call(_gradients, ctx.function, ctx.needed, ctx.saved_tensors, gradients)
+
+
+def _gradients(
+    function: Callable, needed: list[bool], saved: tuple[Tensor | None, ...], gradients: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the inputs, None where nobody needs it."""
+    inputs = [each if each is None else each.detach().requires_grad_(wanted) for each, wanted in zip(saved, needed)]
+    with torch.enable_grad():
+        outputs = function(*inputs)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    pairs: list[tuple[Tensor, Tensor]] = [
+        (out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad and gradient is not None
+    ]
+    wanted = [each for each, need in zip(inputs, needed) if need and each is not None]
+    found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return tuple(next(found) if need else None for need in needed)
+
+
+def call(function: Callable[..., T], *inputs: Any) -> T:
+    """`function(*inputs)`, of a pure function. A rehearsal puts another one in its place, which runs the first of calls
+    that are alike."""
+    return function(*inputs)
 
 
 def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kinds.common import recomputed
 from megatron.kinds.common.decays import decays
 from megatron.parallel.precision import at_least_fp32
 
@@ -78,18 +79,21 @@ class _SSD(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, ctx.chunk, ctx.limits = inputs
         ctx.save_for_backward(*tensors)
-        return _ssd(*inputs)
+        return recomputed.call(_ssd, *inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_y: Tensor, of_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, dt_bias, A_log, D, B, C, initial, starts = ctx.saved_tensors
-        chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, ctx.chunk, ctx.limits)
-        before, _ = _carry(_written(chunks, left[1]), left[3], initial)
-        found = ssd_gradient(of_y, of_final, dt, dt_bias, ctx.limits, A_log, D, chunks, left, before)
-        inputs = (x, dt, dt_bias, A_log, D, B, C, initial)
-        gradients = (None if each is None else own.to(each.dtype) for each, own in zip(inputs, found))
-        return *gradients, None, None, None
+        return *recomputed.call(_gradients, of_y, of_final, *ctx.saved_tensors, ctx.chunk, ctx.limits), None, None, None
+
+
+def _gradients(of_y: Tensor, of_final: Tensor | None, *given: Any) -> tuple[Tensor | None, ...]:
+    """Of the inputs but the last three, where there are such inputs."""
+    x, dt, dt_bias, A_log, D, B, C, initial, starts, chunk, limits = given
+    chunks, left = _chunks(x, dt, dt_bias, A_log, B, C, starts, chunk, limits)
+    before, _ = _carry(_written(chunks, left[1]), left[3], initial)
+    found = ssd_gradient(of_y, of_final, dt, dt_bias, limits, A_log, D, chunks, left, before)
+    return tuple(None if each is None else own.to(each.dtype) for each, own in zip(given[:8], found))
 
 
 def _chunks(

@@ -1,0 +1,45 @@
+"""`python -m megatron.plan FILE RANKS PER_HOST DEVICE`: the line that the launcher prints before it starts ranks.
+
+FILE is the resolved configuration ("-": standard input), DEVICE a device's name as torch gives it. Prints nothing where
+nothing is known of the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config import Config
+from megatron.config.resolved_file import read_resolved, read_resolved_text
+
+from .prediction import TOO_LARGE, predict
+
+
+def steps_left(config: Config) -> int:
+    """Those behind the newest checkpoint that the run would go on from, whether it is intact or not."""
+    folder, done = Path(config.checkpoint.dir or ""), 0
+    if config.checkpoint.resume == "auto" and config.checkpoint.dir:
+        names = [each.name.removeprefix("step_") for each in folder.glob("step_*")]
+        done = max((int(each) for each in names if each.isascii() and each.isdigit()), default=0)
+    return max(0, config.training.steps - done)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print; returns the exit status, which says nothing of what fits."""
+    file, ranks, per_host, device = words
+    config = read_resolved_text(sys.stdin.read()) if file == "-" else read_resolved(file)
+    try:
+        found = predict(config, int(ranks), device, int(per_host))
+    except Exception as error:  # no plan is worth a run; a kind of a user's own may not let itself be counted
+        print(f"plan: none, since the formulas fail: {type(error).__name__}: {error}")
+        return 0
+    if found is not None:
+        print(found.text(steps_left(config)))
+        if not found.fits:
+            print(TOO_LARGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The line of the plan before the ranks of a run on GPUs are started: by another process, and not again by rank 0."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from megatron.config.resolved_file import read_resolved
+from megatron.launch import need
+from megatron.launch.job_plan import make_plan
+from megatron.launch.need import TOLD, tell_need
+from megatron.plan.__main__ import main, steps_left
+from megatron.plan.prediction import TOO_LARGE, predict
+from megatron.worker import devices
+from tests.paths import ROOT
+
+H100 = "NVIDIA H100 80GB HBM3"
+FILE = str(ROOT / "configs" / "test" / "tiny_neox.yml")
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = [FILE, f"run.dir={tmp_path}/run", "launch.ranks=2", "training.global_batch_size=8"]
+    return make_plan(str(ROOT / "train.py"), words, [], {})
+
+
+def test_the_launcher_says_what_the_formulas_say(plan, monkeypatch, capsys):
+    monkeypatch.setattr(devices, "name_of_first", lambda environment: H100)
+    told = tell_need(plan)
+    config = plan.resolved.config
+    wanted = predict(config, 2, H100, 2).text(config.training.steps)
+    lines = "".join(f"deepy: {line}\n" for line in wanted.splitlines())
+    assert lines == capsys.readouterr().err and "of 79 GiB" in wanted
+    assert told.job.environment[TOLD] == "1" and TOLD not in plan.job.environment
+
+
+def test_nothing_is_said_of_a_device_that_nobody_knows(plan, monkeypatch, capsys):
+    for name, patience in (("Some Other Device", 60.0), (H100, 0.001)):
+        monkeypatch.setattr(devices, "name_of_first", lambda environment, name=name: name)
+        monkeypatch.setattr(need, "PATIENCE", patience)
+        assert tell_need(plan) == plan and not capsys.readouterr().err
+
+
+def test_no_process_is_started_where_rank_0_says_it(plan, monkeypatch):
+    """On CPUs, for scripts that do not train, and for those who do not ask."""
+    monkeypatch.setattr(need, "_said", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(devices, "name_of_first", lambda environment: None)
+    assert tell_need(plan) is plan
+    monkeypatch.setattr(devices, "name_of_first", lambda environment: H100)
+    for words in (["launch.device=cpu"], ["logging.predictions=false"]):
+        other = make_plan(str(ROOT / "train.py"), [FILE, *words], [], {})
+        assert tell_need(other) is other
+
+
+def test_what_does_not_fit(tmp_path, capsys):
+    """Pythia 12B on one device; from its newest checkpoint on."""
+    (tmp_path / "run" / "checkpoints" / "step_00000040").mkdir(parents=True)
+    words = [
+        "training.steps=100",
+        "precision=bf16",
+        f"run.dir={tmp_path}/run",
+        "data.synthetic=copy",
+        "data.train=null",
+    ]
+    words += ["training.global_batch_size=8", "logging.predictions=true"]
+    plan = make_plan(str(ROOT / "train.py"), [str(ROOT / "configs/pythia/12b.yml"), *words], ["launch.ranks=1"], {})
+    file = tmp_path / "resolved.yml"
+    file.write_text(plan.job.configuration, encoding="utf-8")
+    assert read_resolved(file).training.steps == 100 and steps_left(read_resolved(file)) == 60
+    assert main([str(file), "1", "1", H100]) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    assert "for 60 steps" in " ".join(said) and last == TOO_LARGE
+
+
+def test_the_name_of_the_first_visible_device(monkeypatch):
+    class Library:
+        """As far as NVML is asked: device n is called "GPU n"."""
+
+        def __getattr__(self, name):
+            return lambda *_: 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, index, handle):  # noqa: N802
+            self.index = index
+            return 0
+
+        def nvmlDeviceGetName(self, handle, text, size):  # noqa: N802
+            text.value = f"GPU {self.index}".encode()
+            return 0
+
+    monkeypatch.setattr(devices, "vendor", lambda: "nvidia")
+    monkeypatch.setattr(devices, "nvidia_buses", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    assert devices.name_of_first({}) == "GPU 0"
+    assert devices.name_of_first({"CUDA_VISIBLE_DEVICES": "2,0"}) == "GPU 2"
+    assert devices.name_of_first({"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert devices.name_of_first({"CUDA_VISIBLE_DEVICES": "MIG-1"}) is None
+    monkeypatch.setattr(devices, "vendor", lambda: "amd")
+    assert devices.name_of_first({}) is None
