@@ -23,6 +23,7 @@ import hashlib  # noqa: E402
 import json  # noqa: E402
 import re  # noqa: E402
 import subprocess  # noqa: E402
+import textwrap  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from dataclasses import asdict, dataclass  # noqa: E402
 from importlib.metadata import PackageNotFoundError, version  # noqa: E402
@@ -182,10 +183,8 @@ def text(table: str, clock: str, kept: Kept) -> str:
     used = ", ".join(f"{name} {each}" for name, each in found[-1]["versions"].items())
     time = "the clock" if clock == "wall" else "processor time, where a row's tool can"
     threads = os.environ.get("OMP_NUM_THREADS", "all")
-    return (
-        f"{markdown([line for each in found for line in each['lines']])}\n\n"
-        f"{processor()}; OMP_NUM_THREADS={threads}; by {time}; {used}.\n"
-    )
+    note = f"{processor()}; OMP_NUM_THREADS={threads}; by {time}; {used}."
+    return f"{markdown([line for each in found for line in each['lines']])}\n\n{textwrap.fill(note, 120)}\n"
 
 
 def wanted(only: Sequence[str], part: str) -> list[Row]:
