@@ -8,6 +8,7 @@ What is said here and why (DeepSpeed 0.19.8):
 * in bf16 on one replica each gradient is added to its fp32 sum, and freed, as soon as it is there
   (`immediate_grad_update`); else all of them exist twice at the end of a backward pass, and are filled with zeros
   before the next.
+* its throughput timer, which nobody reads, would have the host wait for the device before each forward pass.
 * activations and gradients between pipeline stages travel whole (`pipe_partitioned`, `grad_partitioned`): the
   partitioned form carries a single tensor with a gradient.
 """
@@ -34,6 +35,7 @@ def deepspeed_options(config: Config, layout: Layout) -> dict[str, Any]:
         "train_batch_size": training.micro_batch_size * accumulation * layout.replicas,
         "gradient_clipping": global_limit(config) if zero_stage(config, layout) else 0.0,
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(config, layout),

@@ -144,6 +144,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, *of_head, *(None,) * 6
 
 
+def _has_wide_products(tensor: Tensor) -> bool:
+    """Whether products of 16 bits can be written in fp32 there; CPUs, ROCm and tensors without values cannot."""
+    return tensor.device.type == "cuda" and torch.version.hip is None and not hasattr(tensor, "fake_mode")
+
+
 class Gradients:
     """Accumulators of the gradients of the sum of losses.
 
@@ -161,12 +166,18 @@ class Gradients:
     def add(self, part: slice, grad_CV: Tensor, x_CH: Tensor, weight_VH: Tensor) -> None:
         """What the gradient of a chunk's products gives."""
         torch.mm(grad_CV, weight_VH, out=self.x[part])
-        if self.weight is None:
+        narrow = self.sum_dtype != grad_CV.dtype
+        if narrow and _has_wide_products(grad_CV):  # the product stays in fp32, and is added where it is made
+            if self.weight is None:
+                self.weight = torch.mm(grad_CV.T, x_CH, out_dtype=self.sum_dtype)
+            else:
+                torch.addmm(self.weight, grad_CV.T, x_CH, out_dtype=self.sum_dtype, out=self.weight)
+        elif self.weight is None:
             self.weight = (grad_CV.T @ x_CH).to(self.sum_dtype)
-        elif self.weight.dtype == grad_CV.dtype:
-            self.weight.addmm_(grad_CV.T, x_CH)
-        else:
+        elif narrow:
             self.weight += grad_CV.T @ x_CH
+        else:
+            self.weight.addmm_(grad_CV.T, x_CH)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self.weight is not None

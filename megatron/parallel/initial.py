@@ -2,7 +2,7 @@
 
 A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed,
 name and tile), so a rank makes only the tiles that overlap its shard, any shard of any layout has the same
-values, and no rank needs memory for more than one tile beyond its own shard. Orthogonal matrices are the exception:
+values, and no rank needs memory for more than one tile per thread beyond its own shard. Orthogonal matrices are the exception:
 each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after the other.
 """
 
@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,9 +89,10 @@ def initial_values(
             indices = np.ogrid[tuple(slice(p.start, p.stop) for p in pieces)]
             out[tuple(slice(p.local, p.local + p.length) for p in pieces)] = init.formula(*indices)
         return torch.from_numpy(out)
-    for pieces in itertools.product(*spans):
-        for tile in _tiles(tensor.shape, pieces):
-            _copy_tile(out, tensor, init, seed, pieces, tile)
+    parts = [(pieces, tile) for pieces in itertools.product(*spans) for tile in _tiles(tensor.shape, pieces)]
+    with ThreadPoolExecutor(min(torch.get_num_threads(), len(parts)) or 1) as pool:  # numpy draws without Python's lock
+        for _ in pool.map(lambda part: _copy_tile(out, tensor, init, seed, *part), parts):
+            pass
     return torch.from_numpy(out)
 
 
