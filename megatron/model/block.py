@@ -131,12 +131,22 @@ class Block(nn.Module):
             fed, stream = self._feed(ffn, x, stream, state, shared)
             return stream.with_hidden(x + mixed + fed)
         if mixer is not None:
-            mixed, stream = self._mix(mixer, x, stream, state)
-            x = self._joined(mixed, x, self.mixer_joint, self.mixer_output_norm)
+            x, stream = self.mixed(x, stream, state)
         if ffn is not None:
-            fed, stream = self._feed(ffn, x, stream, state)
-            x = self._joined(fed, x, self.ffn_joint, self.ffn_output_norm)
+            x, stream = self.fed(x, stream, state)
         return stream.with_hidden(x)
+
+    def mixed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
+        """x with the mixer's branch, and the stream with what it writes beside."""
+        assert self.mixer is not None
+        y, stream = self._mix(self.mixer, x, stream, state)
+        return self._joined(y, x, self.mixer_joint, self.mixer_output_norm), stream
+
+    def fed(self, x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
+        """x with the ffn's branch, likewise."""
+        assert self.ffn is not None
+        y, stream = self._feed(self.ffn, x, stream, state)
+        return self._joined(y, x, self.ffn_joint, self.ffn_output_norm), stream
 
     def _joined(self, y: Tensor, x: Tensor, joint: ChannelScale | None, norm: Norm | None) -> Tensor:
         """The stream with a branch's output."""

@@ -1,24 +1,28 @@
 """torch.compile of single blocks: which runs use it, and why.
 
 A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
-because what surrounds them (embedding, fused loss) has nothing to fuse.
+because what surrounds them (embedding, fused loss) has nothing to fuse. Of a block whose mixer or feed-forward has
+loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
+`compiled_parts`: elementwise work between its products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar, cast
 from warnings import warn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.pattern import BlockPattern
+from megatron.config.pattern import BlockPattern, Kind
 
 from .block import Block, BlockState
-from .options import kind_of
+from .options import kind_of, layer_class
 from .stream import Stream
+
+T = TypeVar("T")
 
 
 class Compilable(Protocol):
@@ -44,8 +48,8 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[bool
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
         return False, "dropout has its own keys in each block, so each would be compiled anew"
-    if not any(_fits(config, block) for block in model.blocks):
-        return False, "no block is made of attention and mlp"
+    if not any(_fits(config, block) or _halves(config, block) or _has_parts(config, block) for block in model.blocks):
+        return False, "no block has attention, mlp or a layer with parts that are compiled"
     if config.training.activation_checkpointing.mode == "selective":
         return False, "selective recomputation chooses among single operations, which a compiled block no longer has"
     if config.zero.stage == 3:
@@ -57,27 +61,65 @@ def choose_compilation(config: Config, device: torch.device | str) -> tuple[bool
     return False, "auto: on CPU it takes longer than it saves in most runs"
 
 
+def _compiles(config: Config, kinds: Iterable[Kind]) -> bool:
+    """Whether these are kinds without loops and kernels of their own."""
+    found = list(kinds)
+    return bool(found) and all(kind_of(config.model, each).compiles for each in found)
+
+
 def _fits(config: Config, block: BlockPattern) -> bool:
-    """Blocks of attention and mlp; other layers have loops or kernels of their own."""
-    return bool(block.mixers) and all(kind_of(config.model, each).compiles for each in block.kinds)
+    """Blocks of attention and mlp."""
+    return bool(block.mixers) and _compiles(config, block.kinds)
+
+
+def _halves(config: Config, block: BlockPattern) -> list[str]:
+    """The methods of a block that add one branch, of whatever kind the other is."""
+    if config.model.residual.form == "parallel" or _fits(config, block):
+        return []
+    mixes = not block.side and _compiles(config, block.mixers)
+    feeds = block.ffn is not None and _compiles(config, [block.ffn])
+    return ["mixed"] * mixes + ["fed"] * feeds
+
+
+def _has_parts(config: Config, block: BlockPattern) -> bool:
+    return any(hasattr(layer_class(config.model, kind), "compiled_parts") for kind in block.kinds)
 
 
 def describe_compile(config: Config, device: torch.device | str) -> str:
     """One line for people: the choice and its reason."""
     chosen, reason = choose_compilation(config, device)
-    return f"torch.compile: {'blocks of attention and mlp' if chosen else 'off'} ({reason})"
+    whole = all(_fits(config, block) for block in config.model.blocks)
+    what = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
+    return f"torch.compile: {what if chosen else 'off'} ({reason})"
 
 
 def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
-    """Compile the block's forward pass where the run does; decoding, whose shapes change, stays as it is.
+    """Compile the block's forward pass, or parts of it, where the run does; decoding, whose shapes change, stays as it
+    is.
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
     """
-    if not choose_compilation(config, device)[0] or not _fits(config, block.pattern):
+    if not choose_compilation(config, device)[0]:
         return
-    plain = block.forward
-    fast = _or_plain(torch.compile(plain, dynamic=False, options=_options(config, device)), plain)
+    options = _options(config, device)
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # or it would fail when it is first run, too late
 
+    def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
+        return _or_plain(torch.compile(plain, dynamic=dynamic, options=options), plain)
+
+    if _fits(config, block.pattern):
+        _compile_whole(block, compiled)
+        return
+    for name in _halves(config, block.pattern):
+        _compile_half(block, name, compiled)
+    for module in block.modules():
+        for name in getattr(module, "compiled_parts", ()):  # how many rows an expert gets may change
+            setattr(module, name, compiled(getattr(module, name), dynamic=None))
+
+
+def _compile_whole(block: Block, compiled: Callable) -> None:
+    plain = block.forward
+    fast = compiled(plain)
     prepare, module = cast(Compilable, block.mixer).prepare, cast(nn.Module, block)
 
     def forward(stream: Stream, state: BlockState | None = None) -> Stream:
@@ -87,6 +129,21 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
         return fast(stream)
 
     module.forward = forward
+
+
+def _compile_half(block: Block, name: str, compiled: Callable) -> None:
+    """Of kinds that write nothing beside the stream."""
+    plain: Callable[[Tensor, Stream, BlockState], tuple[Tensor, Stream]] = getattr(block, name)
+    fast, mixes, module = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed", block.mixer
+
+    def half(x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
+        if (state.mixer if mixes else state.ffn) is not None:
+            return plain(x, stream, state)
+        if mixes:
+            cast(Compilable, module).prepare(stream)
+        return fast(x, stream), stream
+
+    setattr(block, name, half)
 
 
 def _options(config: Config, device: torch.device | str) -> dict[str, Any] | None:
@@ -100,20 +157,19 @@ def _options(config: Config, device: torch.device | str) -> dict[str, Any] | Non
     return {"cpp.max_horizontal_fusion_size": 1} if narrow else None
 
 
-def _or_plain(fast: Callable[[Stream], Stream], plain: Callable[[Stream], Stream]) -> Callable[[Stream], Stream]:
+def _or_plain(fast: Callable[..., T], plain: Callable[..., T]) -> Callable[..., T]:
     """A compiled pass, and the plain one from the first time on that the compiler fails, which is said in one line."""
     failed = False
 
-    def forward(stream: Stream) -> Stream:
+    def forward(*inputs: Any, **options: Any) -> T:
         nonlocal failed
         if not failed:
-            try:  # of the backward pass, too: torch would compile it when it is first run
-                with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                    return fast(stream)
+            try:
+                return fast(*inputs, **options)
             except torch._dynamo.exc.TorchDynamoException as error:
                 failed = True
                 reason = " ".join(str(error).split())[:160]
                 warn(f"torch.compile failed, so blocks run as they are: {type(error).__name__}: {reason}", stacklevel=2)
-        return plain(stream)
+        return plain(*inputs, **options)
 
     return forward

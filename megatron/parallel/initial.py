@@ -2,8 +2,9 @@
 
 A tensor is cut into tiles of fixed size. Each tile has its own counter-based stream (Philox, keyed by seed,
 name and tile), so a rank makes only the tiles that overlap its shard, any shard of any layout has the same
-values, and no rank needs memory for more than one tile per thread beyond its own shard. Orthogonal matrices are the exception:
-each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after the other.
+values, and no rank needs memory for more than a tile for each thread beyond its own shard. Orthogonal matrices are the
+exception: each element depends on all others, so a rank makes the whole of each matrix that it has a part of, one after
+the other.
 """
 
 from __future__ import annotations

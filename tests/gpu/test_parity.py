@@ -31,7 +31,7 @@ def settings(architecture: str, **training: Any) -> Config:
 
 def batch(config: Config) -> dict[str, torch.Tensor]:
     """Tokens, weights, and what the architecture asks for besides."""
-    draws = torch.Generator().manual_seed(1)
+    draws, S = torch.Generator().manual_seed(1), config.training.sequence_length
     tokens = torch.randint(config.model.vocab_size, (B, S + 1), generator=draws)
     ends = torch.tensor([[20, 3], [41, 1]])
     documents = torch.stack([(torch.arange(S)[:, None] >= each).sum(1) for each in ends])

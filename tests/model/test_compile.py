@@ -51,6 +51,43 @@ def test_compiled_is_plain():
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+PARTLY = {
+    "experts": {"layers": "(attention/moe) x3", "moe": {"experts": 4, "top_k": 2, "hidden_size": 16}},
+    "experts with a limit": {
+        "layers": "(attention/moe) x2",
+        "moe": {"experts": 4, "top_k": 1, "hidden_size": 16, "limit": 0.5, "up_offset": 1.0, "bias": True},
+    },
+    "mamba2 and mlp": {"layers": "mamba2/mlp attention/mlp mamba2", "mamba2": {"head_dim": 16, "state_size": 8}},
+    "gated delta": {
+        "layers": "gated_delta/mlp x2",
+        "gated_delta": {"heads": 2, "key_heads": 2, "key_dim": 8, "value_dim": 8},
+    },
+    "rwkv7": {"layers": "(rwkv7/rwkv7_ffn) x3", "rwkv7": {"head_dim": 16}, "norm": {"type": "layernorm", "bias": True}},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", PARTLY)
+def test_blocks_of_other_layers_are_compiled_in_part(monkeypatch, name: str, recompute: str):
+    """Traced as for a compiler, run as torch's operations: no breaks, and each part once for all blocks."""
+    torch._dynamo.reset()
+    loss, wanted = gradients(build_model(settings("off", recompute, model=PARTLY[name])))
+    compiled = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda forward, dynamic, options: compiled(forward, dynamic=dynamic, backend="aot_eager")
+    )
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model = build_model(settings("layer", recompute, model=PARTLY[name]))
+    found_loss, found = gradients(model)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    torch.testing.assert_close(found_loss, loss, rtol=1e-6, atol=0)
+    for each, gradient in wanted.items():
+        torch.testing.assert_close(found[each], gradient, rtol=1e-4, atol=1e-6, msg=each)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert 1 <= graphs <= 12, graphs  # at most six functions, with a gradient and without
+    torch._dynamo.reset()
+
+
 def broken_forward(graph, inputs):
     raise RuntimeError("C++ compile error\nno compiler")
 

@@ -114,18 +114,36 @@ def attend(
     return _math(q, k, v, pattern, mask, dropout, sinks_n)
 
 
-# torch's kernels but those of cuDNN. In torch 2.11 on an H100 the gradients of queries and keys were wrong by more than
-# their own size wherever one process called these for one shape from compiled and from plain code, whose tensors differ
-# in strides: whichever came first was right. See also pytorch/pytorch#196678 (torch 2.11 and later, masks).
-EXACT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# torch's kernels for attention with a mask: but those of cuDNN (pytorch/pytorch#196678).
+KERNELS_OF_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class _OneLayout(torch.autograd.Function):
+    """[B, n, Q, D] as it is; its gradient lies in memory as [B, Q, n, D].
+
+    On Hopper torch takes cuDNN's kernels, in two thirds of the time of FlashAttention's. It remembers their plans by
+    the strides of q, k and v, but not by those of the gradient of the result: one in another layout than the first of
+    its shape gave gradients of q, k and v wrong by more than their own size (torch 2.11 on an H100: right wherever
+    there was one layout, wrong wherever it changed, as between compiled and plain code).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None) -> Tensor:
     """torch SDPA, causal where there is no mask."""
-    with sdpa_kernel(EXACT_KERNELS) if k.device.type == "cuda" else nullcontext():
-        return F.scaled_dot_product_attention(
+    on_gpu = k.device.type == "cuda"
+    with sdpa_kernel(KERNELS_OF_MASKS) if on_gpu and mask is not None else nullcontext():
+        y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=pattern.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
+    return _OneLayout.apply(y) if on_gpu else y
 
 
 def prepare(

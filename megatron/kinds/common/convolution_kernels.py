@@ -1,7 +1,7 @@
-"""The causal convolution by the kernels of causal_conv1d, which is loaded at the first call.
+"""The causal convolution by packages of kernels, which are loaded at the first call.
 
-It takes what the torch function of its name takes and gives the same, for whole sequences without a past. Other numbers
-of taps than the kernels have are left to torch.
+Each takes what the torch function takes and gives the same, for whole sequences without a past. Other numbers of taps
+than the kernels of causal_conv1d have are left to torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from torch import Tensor
 from megatron.config.kernels import installed
 
 from . import convolution
+from .documents import document_bounds
 
 
-def causal_convolution(
+def of_causal_conv1d(
     x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: None = None, starts_BS: Tensor | None = None
 ) -> Tensor:
     """See `convolution.causal_convolution`."""
@@ -28,6 +29,22 @@ def causal_convolution(
     return y_BCS.transpose(1, 2)
 
 
+def of_fla(
+    x_BSC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, past_BKC: None = None, starts_BS: Tensor | None = None
+) -> Tensor:
+    """See `convolution.causal_convolution`."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    x, bounds = x_BSC, None
+    if starts_BS is not None:  # documents of all samples one after another, as one sample
+        x, bounds = x_BSC.flatten(0, 1).unsqueeze(0), document_bounds(starts_BS)
+    y, _ = causal_conv1d(x, weight_C1K.squeeze(1), bias_C, activation="silu", cu_seqlens=bounds)
+    return y.view(x_BSC.shape)
+
+
 def sequences(starts_BS: Tensor | None) -> Tensor | None:
     """Numbers of documents: tokens are of one document where their starts are equal."""
     return None if starts_BS is None else starts_BS.to(torch.int32)
+
+
+CONVOLUTIONS = {"torch": convolution.causal_convolution, "mamba_ssm": of_causal_conv1d, "fla": of_fla}

@@ -28,6 +28,16 @@ def document_starts(documents_BS: Tensor, continued_B: Tensor | None = None) -> 
     return starts.masked_fill(documents_BS == continued_B.unsqueeze(-1), -(2**31))
 
 
+def document_bounds(starts_BS: Tensor) -> Tensor:
+    """Where documents begin in all samples laid end to end, and the end, int64: what kernels call `cu_seqlens`.
+
+    How many they are depends on the data, so the host waits for the device: make it once for all layers.
+    """
+    places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    begins = (starts_BS == places).flatten().nonzero().flatten()
+    return torch.cat([begins, begins.new_tensor([starts_BS.numel()])])
+
+
 class Continued(Protocol):
     """A mixer's state."""
 

@@ -37,7 +37,9 @@ def _gradients(
         outputs = function(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     pairs: list[tuple[Tensor, Tensor]] = [
-        (out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad and gradient is not None
+        (out, gradient)
+        for out, gradient in zip(outputs, gradients)
+        if isinstance(out, Tensor) and out.requires_grad and gradient is not None
     ]
     wanted = [each for each, need in zip(inputs, needed) if need and each is not None]
     found = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
@@ -54,7 +56,7 @@ def recomputed(function: Callable[..., T], *inputs: Tensor | None) -> T:
     """`function(*inputs)`, keeping nothing but the inputs for its gradient.
 
     Args:
-        function: pure, of tensors (or None) to a tensor or a tuple of tensors; what it closes over gets no gradient.
+        function: pure, of tensors (or None) to a tensor or a tuple of such; what it closes over gets no gradient.
     """
     if not torch.is_grad_enabled() or not any(isinstance(each, Tensor) and each.requires_grad for each in inputs):
         return function(*inputs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.kinds.common.documents import document_bounds
+
 from . import delta_rule
 
 WIDEST_KEY = 256  # channels of a head of keys that the kernels take
@@ -35,16 +37,9 @@ def gated_delta_rule(
     q, k = (each.repeat_interleave(share, 2) for each in (q_BSgK, k_BSgK))
     inputs, sequences = [q, k, v_BShV, decay_BSh, beta_BSh], None
     if starts_BS is not None:  # documents of all samples one after another, as one sample
-        inputs, sequences = [each.flatten(0, 1).unsqueeze(0) for each in inputs], _bounds(starts_BS)
+        inputs, sequences = [each.flatten(0, 1).unsqueeze(0) for each in inputs], document_bounds(starts_BS)
     q, k, v, decay, beta = (each.contiguous() for each in inputs)
     y, _ = chunk_gated_delta_rule(
         q, k, v, decay, beta, scale=q.shape[-1] ** -0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=sequences
     )
     return y.view_as(v_BShV), None
-
-
-def _bounds(starts_BS: Tensor) -> Tensor:
-    """Where documents begin in all samples laid end to end, and the end, int64."""
-    places = torch.arange(starts_BS.shape[1], device=starts_BS.device)
-    begins = (starts_BS == places).flatten().nonzero().flatten()
-    return torch.cat([begins, begins.new_tensor([starts_BS.numel()])])

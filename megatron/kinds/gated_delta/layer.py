@@ -23,7 +23,8 @@ from megatron.kinds.common.carried import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.convolution import Taps, causal_convolution
+from megatron.kinds.common.convolution import Taps
+from megatron.kinds.common.convolution_kernels import CONVOLUTIONS
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.gated_delta.options import KIND, GatedDeltaOptions
@@ -68,6 +69,8 @@ class GatedDelta(nn.Module):
     Heads of keys are cut over the ranks if their number allows; else every rank computes all of them and uses those of
     its heads of values.
     """
+
+    compiled_parts = ("_rates", "_gated_norm")
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: GatedDeltaOptions, init: Initialisation):
         super().__init__()
@@ -115,11 +118,13 @@ class GatedDelta(nn.Module):
             taps_before(self.context, each, old, options.convolution, starts)
             for each, old in ((query_key, past.query_key), (value, past.value))
         )
-        q, k = causal_convolution(query_key, *self.query_key_conv.taps(), keys_before, starts).chunk(2, dim=-1)
-        v = causal_convolution(value, *self.value_conv.taps(), values_before, starts).unflatten(-1, (self.heads, -1))
-        q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
         alone = self.context.size == 1
-        rule: Callable = kernels.gated_delta_rule if self.fused and state is None and alone else gated_delta_rule
+        fused = self.fused and state is None and alone
+        convolve: Callable = CONVOLUTIONS["fla" if fused else "torch"]
+        q, k = convolve(query_key, *self.query_key_conv.taps(), keys_before, starts).chunk(2, dim=-1)
+        v = convolve(value, *self.value_conv.taps(), values_before, starts).unflatten(-1, (self.heads, -1))
+        q, k = (self._used_keys(each.unflatten(-1, (-1, options.key_dim))) for each in (q, k))
+        rule: Callable = kernels.gated_delta_rule if fused else gated_delta_rule
         before = past.memory if alone else self._memory_before(k, v, decay, beta, starts, past.memory)
         y, memory = rule(q, k, v, decay, beta, chunk=options.chunk, initial_BhKV=before, starts_BS=starts)
         if state is not None:

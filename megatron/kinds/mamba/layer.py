@@ -120,7 +120,7 @@ class Mamba(nn.Module):
         past = state or MambaState()
         starts = document_begins(stream, state, self.context)
         fused = self.fused and state is None and self.context.size == 1
-        convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
+        convolve: Callable = convolution_kernels.of_causal_conv1d if fused else causal_convolution
         scan: Callable = kernels.selective_scan if fused else selective_scan
         before = taps_before(self.context, u, past.x, self.options.convolution, starts)
         v = convolve(u, *self.x_conv.taps(), before, starts)

@@ -1,15 +1,23 @@
-"""Mamba-2's scan by the kernels of mamba_ssm, for whole sequences without a past; loaded at the first call."""
+"""Mamba-2's scan by packages of kernels, for whole sequences without a past; loaded at the first call."""
 
 from __future__ import annotations
 
+import functools
 import math
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kinds.common.convolution_kernels import sequences
+from megatron.kinds.common.documents import document_bounds
+from megatron.kinds.common.recomputed import recomputed
+from megatron.parallel.precision import at_least_fp32
+
+from . import ssd as plain
 
 
-def ssd(
+def ssd_of_mamba_ssm(
     x_BShP: Tensor,
     dt_BSh: Tensor,
     dt_bias_h: Tensor,
@@ -42,3 +50,56 @@ def ssd(
         dt_limit=(least, math.inf if most is None else most),
     )
     return y, None
+
+
+def ssd_of_fla(
+    x_BShP: Tensor,
+    dt_BSh: Tensor,
+    dt_bias_h: Tensor,
+    A_log_h: Tensor,
+    D_h: Tensor,
+    B_BSgN: Tensor,
+    C_BSgN: Tensor,
+    *,
+    chunk: int,
+    limits: tuple[float, float | None] = (0.0, None),
+    initial_BhPN: None = None,
+    starts_BS: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """See `ssd.ssd`: gated linear attention with one decay for each head, of queries C, keys B and values dt x.
+
+    No state is returned, and nothing but the inputs is kept for the gradient. The kernels choose their own chunks;
+    inputs in fp32, which they would round, are left to torch.
+    """
+    inputs = (x_BShP, dt_BSh, dt_bias_h, A_log_h, D_h, B_BSgN, C_BSgN)
+    if x_BShP.dtype == torch.float32:
+        return plain.ssd(*inputs, chunk=chunk, limits=limits, starts_BS=starts_BS)
+    bounds = None if starts_BS is None else document_bounds(starts_BS)
+    return recomputed(functools.partial(_gated_attention, limits=limits, bounds=bounds), *inputs), None
+
+
+def _gated_attention(
+    x: Tensor,
+    dt: Tensor,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    limits: tuple[float, float | None],
+    bounds: Tensor | None,
+) -> Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    step = F.softplus(at_least_fp32(dt) + dt_bias).clamp(*limits)
+    share = x.shape[2] // B.shape[2]
+    query, key = (each.repeat_interleave(share, 2) for each in (C, B))
+    inputs = [query, key, (x * step.unsqueeze(-1)).to(x.dtype), step * -A_log.exp()]
+    if bounds is not None:  # documents of all samples one after another, as one sample
+        inputs = [each.flatten(0, 1).unsqueeze(0) for each in inputs]
+    y, _ = chunk_simple_gla(*(each.contiguous() for each in inputs), scale=1.0, cu_seqlens=bounds)
+    return (y.view_as(x) + D.unsqueeze(-1) * x).to(x.dtype)
+
+
+SCANS = {"torch": plain.ssd, "mamba_ssm": ssd_of_mamba_ssm, "fla": ssd_of_fla}

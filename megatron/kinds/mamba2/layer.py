@@ -25,7 +25,7 @@ from megatron.kinds.common.carried import (
     taps_after,
     taps_before,
 )
-from megatron.kinds.common.convolution import Taps, causal_convolution
+from megatron.kinds.common.convolution import Taps
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.multiplied import scaled
 from megatron.kinds.common.recomputed import recomputed
@@ -44,7 +44,7 @@ from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
 from . import kernels
-from .ssd import ends, ssd
+from .ssd import ends
 
 
 @dataclass
@@ -70,11 +70,13 @@ class Mamba2(nn.Module):
     those of its heads.
     """
 
+    compiled_parts = ("_gated",)
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Mamba2Options, init: Initialisation):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
-        self.fused = choose_kernels(model.kernels, "mamba2", KIND.packages, make.device)[0] == "mamba_ssm"
+        self.kernels = choose_kernels(model.kernels, "mamba2", KIND.packages, make.device)[0]
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
@@ -106,9 +108,9 @@ class Mamba2(nn.Module):
         options = self.options
         z, value, bc, dt = self._project(enter(scaled(x, options.input_multiplier), self.mesh))
         starts, past = document_begins(stream, state, self.context), state or Mamba2State()
-        fused = self.fused and state is None and self.context.size == 1
-        convolve: Callable = convolution_kernels.causal_convolution if fused else causal_convolution
-        scan: Callable = kernels.ssd if fused else ssd
+        able = self.kernels if state is None and self.context.size == 1 else "torch"
+        convolve: Callable = convolution_kernels.CONVOLUTIONS[able]
+        scan: Callable = kernels.SCANS[able]
         x_before, bc_before = (
             taps_before(self.context, each, old, options.convolution, starts)
             for each, old in ((value, past.x), (bc, past.bc))

@@ -104,7 +104,7 @@ KIND = LayerKind(
         heads_divide_over_tensor_ranks,
         parts_of_sequences_have_the_taps(lambda own: own.convolution - 1, ".convolution"),
     ),
-    packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d"},
+    packages={"mamba_ssm": "pip install mamba-ssm causal-conv1d", "fla": "pip install flash-linear-attention"},
     keeps_fp32=True,
     context="scans",
     repeats=True,

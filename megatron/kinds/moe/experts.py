@@ -66,6 +66,8 @@ class Experts(nn.Module):
     are folded over them, whole experts.
     """
 
+    compiled_parts = ("activated",)
+
     def __init__(self, make: ParameterFactory, hidden_size: int, options: MoEOptions, init: Initialisation):
         super().__init__()
         E, H, width = options.experts, hidden_size, options.hidden_size
@@ -93,15 +95,16 @@ class Experts(nn.Module):
 
     def forward(self, rows_RH: Tensor, ends_E: Tensor) -> Tensor:
         experts_R = None if self.up.bias is None else self._numbers(ends_E, len(rows_RH))
-        h = self.up(rows_RH, ends_E, experts_R)
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            if self.limit is not None:
-                gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-            h = self.activation(gate) * (up + self.offset if self.offset else up)
-        else:
-            h = self.activation(h)
-        return self.down(h, ends_E, experts_R)
+        return self.down(self.activated(self.up(rows_RH, ends_E, experts_R)), ends_E, experts_R)
+
+    def activated(self, h: Tensor) -> Tensor:
+        """What the second matrices read, of what the first give."""
+        if not self.gated:
+            return self.activation(h)
+        gate, up = h.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate) * (up + self.offset if self.offset else up)
 
     @staticmethod
     def _numbers(ends_E: Tensor, rows: int) -> Tensor:

@@ -29,13 +29,16 @@ from .choice import ExpertChoice, choose_experts, classes, replace_none, scores_
 from .dispatch import AllToAllDispatch, LocalDispatch, dispatch_messages
 from .experts import Experts
 from .losses import Routed, auxiliary_losses, count
-from .permute import Rows, combine, permute, sort_by_expert
+from .permute import Rows, combine, permute, sort_by_expert, weighted_sum
 from .router import STATE, LinearRouter, MLPRouter, router_counts, router_tensors
 from .shared import SharedExpert
 
 
 class MoE(nn.Module):
     """x [B, s, H] to the weighted sum of each token's experts (and the shared one), [B, s, H]."""
+
+    compiled_parts = ("total",)
+    total = staticmethod(weighted_sum)
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MoEOptions, init: Initialisation):
         super().__init__()
@@ -93,7 +96,7 @@ class MoE(nn.Module):
             weights = scores_TE.T.gather(1, choice.of_experts).flatten() * router.scale
         sent_RH, ends_E, sent = self.exchange.send(permute(x_TH, rows), rows)
         y_RH = self.exchange.back(self.experts(sent_RH, ends_E), sent)
-        return combine(y_RH, rows, weights)
+        return combine(y_RH, rows, weights, self.total)
 
     def new_state(self) -> Routed:
         """What the losses need of earlier chunks of the same samples; decoding reads none of it."""

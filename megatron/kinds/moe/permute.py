@@ -6,6 +6,7 @@ Shapes: T tokens, k experts per token, E experts, R rows (a row is one token at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +55,12 @@ def sort_by_expert(choice: ExpertChoice, experts: int, tokens: int, capacity: in
         count, device = choice.tokens_EC.shape[1], choice.tokens_EC.device
         ends_E = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * count
         return Rows(choice.tokens_EC.flatten(), ends_E, tokens)
-    chosen_R = choice.of_tokens.flatten()
+    # A GPU sorts numbers by their bits, a few of them at a time.
+    chosen_R = choice.of_tokens.flatten().to(torch.int16 if experts < 2**15 else torch.int32)
     sorted_R, order_R = chosen_R.sort(stable=True)
-    numbers_E = torch.arange(experts, device=chosen_R.device)
+    numbers_E = torch.arange(experts, device=chosen_R.device, dtype=chosen_R.dtype)
     ends_E = torch.searchsorted(sorted_R, numbers_E, right=True)
+    sorted_R, numbers_E = sorted_R.long(), numbers_E.long()
     rows_R = torch.arange(len(order_R), device=order_R.device)
     top_k = choice.of_tokens.shape[1]
     if capacity is None:
@@ -147,11 +150,17 @@ def permute(x_TH: Tensor, rows: Rows) -> Tensor:
     return x_TH.index_select(0, rows.source_R)
 
 
-def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
+def weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
+    """Of each token's rows, [T, H]."""
+    return (at_least_fp32(y_TkH) * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)
+
+
+def combine(y_RH: Tensor, rows: Rows, weights: Tensor, total: Callable[..., Tensor] = weighted_sum) -> Tensor:
     """Rows [R, H] to the weighted sums of each token's, [T, H].
 
     Args:
         weights: fp32 [T, k], or [R] where experts choose.
+        total: `weighted_sum`, or its compiled form.
     """
     if rows.place_Tk is None:
         weighted = recomputed(lambda y, w: (at_least_fp32(y) * w.unsqueeze(-1)).to(y.dtype), y_RH, weights)
@@ -161,8 +170,4 @@ def combine(y_RH: Tensor, rows: Rows, weights: Tensor) -> Tensor:
     else:
         y_PH = y_RH.index_select(0, rows.place_Tk.flatten())
         weights = weights * rows.kept_Tk
-    return recomputed(_weighted_sum, y_PH.unflatten(0, rows.place_Tk.shape), weights)
-
-
-def _weighted_sum(y_TkH: Tensor, weights_Tk: Tensor) -> Tensor:
-    return (at_least_fp32(y_TkH) * weights_Tk.unsqueeze(-1)).sum(1).to(y_TkH.dtype)
+    return recomputed(total, y_PH.unflatten(0, rows.place_Tk.shape), weights)

@@ -21,11 +21,12 @@ from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.recomputed import recomputed
 from megatron.kinds.common.rwkv.low_rank import LowRank
 from megatron.kinds.common.rwkv.start import Start
-from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
-from megatron.kinds.rwkv7.options import RWKV7Options
+from megatron.kinds.common.rwkv.token_shift import ShiftState, blended, mixed
+from megatron.kinds.rwkv7.options import KIND, RWKV7Options
 from megatron.model.counts import Counts
 from megatron.model.exchanges import Around, LayerMessage
 from megatron.model.initialisation import Initialisation
+from megatron.model.kernels import choose_kernels
 from megatron.model.stream import Channel, Stream
 from megatron.model.traffic import Enter, Event, Leave, Shared, TensorAxis
 from megatron.parallel.collectives import enter, sum_gradient
@@ -35,6 +36,7 @@ from megatron.parallel.parameters import ParameterFactory
 from megatron.parallel.precision import at_least_fp32
 from megatron.parallel.shard import Role, Shard
 
+from .kernels import wkv7_of_fla
 from .wkv7 import left_of_state, wkv7
 
 FASTEST = -math.exp(-0.5)  # of the logarithms of the decays
@@ -55,12 +57,15 @@ class RWKV7(nn.Module):
     """
 
     indexed = True  # the first layer of the kind has no blend
+    compiled_parts = ("blended", "factors", "finished")
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: RWKV7Options, init: Initialisation):
         super().__init__()
         H, N = model.hidden_size, options.head_dim
         self.mesh, self.context, self.options = make.mesh, make.context, options
         self.heads = H // N // make.mesh.tensor.size
+        self.blended, self.factors, self.finished = blended, _factors, _finished
+        self.fused = choose_kernels(model.kernels, "rwkv7", KIND.packages, make.device)[0] == "fla"
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         self.mix = make.parameter(
@@ -104,7 +109,7 @@ class RWKV7(nn.Module):
     def forward(self, x: Tensor, stream: Stream, state: RWKV7State | None = None) -> Any:
         x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or RWKV7State()
         last = token_before(self.context, x_BSH, past.last)
-        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts)
+        r, w, k, v, a, g = mixed(x_BSH, sum_gradient(self.mix, self.mesh.tensor), last, starts, self.blended)
         value, blend, first = self.value(v), None, None
         if self.blend is not None:
             blend, first = self.blend(v), stream.channels[FIRST]
@@ -122,8 +127,10 @@ class RWKV7(nn.Module):
             self.rate_scale,
         )
         before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
+        alone = state is None and self.context.size == 1
+        of = {"heads": self.heads, "chunk": self.options.chunk, "epsilon": self.options.norm_epsilon}
         y, memory = recomputed(
-            functools.partial(_time_mix, heads=self.heads, chunk=self.options.chunk, epsilon=self.options.norm_epsilon),
+            functools.partial(_time_mix, self.factors, self.finished, fused=self.fused and alone, **of),
             self.receptance(r),
             self.gate(g),
             *made,
@@ -230,6 +237,8 @@ def _left(*inputs: Any, heads: int, chunk: int) -> Tensor:
 
 
 def _time_mix(
+    factors: Callable[..., tuple[Tensor, ...]],
+    finished: Callable[..., Tensor],
     r: Tensor,
     g: Tensor,
     k: Tensor,
@@ -252,16 +261,41 @@ def _time_mix(
     heads: int,
     chunk: int,
     epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations."""
+    fused: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """([B, S, d] before the output projection, memory), fp32 inside; see docs/models.md for the equations.
+
+    Args:
+        factors, finished: `_factors` and `_finished`, or their compiled forms.
+        fused: by kernels, which give no memory and round what their products read.
+    """
     dtype, r = g.dtype, at_least_fp32(r).unflatten(-1, (heads, -1))
-    log_w, k, v, a, b = _factors(
+    log_w, k, v, a, b = factors(
         k, v, w, a, blend, first, decay_base, rate_base, blend_base, key_scale, rate_scale, heads=heads
     )
-    y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
+    if fused:
+        y, memory = wkv7_of_fla(r, log_w, k, v, a, b, chunk=chunk, starts_BS=starts, dtype=dtype)
+    else:
+        y, memory = wkv7(r, log_w, k, v, a, b, chunk=chunk, initial_BhNN=memory, starts_BS=starts)
+    return finished(y, r, k, v, g, bonus, norm_weight, norm_bias, epsilon=epsilon), memory
+
+
+def _finished(
+    y: Tensor,
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    bonus: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    *,
+    epsilon: float,
+) -> Tensor:
+    """(norm(y) + bonus) * gate, [B, S, d] of the gate's type."""
     y = F.layer_norm(y, y.shape[-1:], eps=epsilon).flatten(2) * at_least_fp32(norm_weight) + at_least_fp32(norm_bias)
-    y = y + ((r * k * bonus.view(heads, -1)).sum(-1, keepdim=True) * v).flatten(2)
-    return (y * at_least_fp32(g)).to(dtype), memory
+    y = y + ((r * k * bonus.view(k.shape[2:])).sum(-1, keepdim=True) * v).flatten(2)
+    return (y * at_least_fp32(g)).to(g.dtype)
 
 
 def is_first(model: ModelSection, index: int) -> bool:

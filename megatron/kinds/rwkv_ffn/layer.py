@@ -13,7 +13,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.carried import document_begins, token_before
 from megatron.kinds.common.exchanged import scan_messages
 from megatron.kinds.common.rwkv.start import Start
-from megatron.kinds.common.rwkv.token_shift import ShiftState, mixed
+from megatron.kinds.common.rwkv.token_shift import ShiftState, blended, mixed
 from megatron.kinds.rwkv_ffn.options import RWKV4FFNOptions, RWKV5FFNOptions
 from megatron.model.counts import Counts
 from megatron.model.exchanges import Around, LayerMessage
@@ -39,6 +39,8 @@ class ChannelMix(nn.Module):
     """
 
     gated, of_token, key_gain = True, False, 1.0
+    compiled_parts = ("blended",)
+    blended = staticmethod(blended)
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Options, init: Initialisation):
         super().__init__()
@@ -56,7 +58,7 @@ class ChannelMix(nn.Module):
         x_BSH, starts, past = enter(x, self.mesh), document_begins(stream, state, self.context), state or ShiftState()
         last = token_before(self.context, x_BSH, past.last)
         mix = sum_gradient(self.mix, self.mesh.tensor)
-        parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts)
+        parts = mixed(x_BSH, 1 - mix if self.of_token else mix, last, starts, self.blended)
         if state is not None:
             state.keep(self.context, x_BSH, stream)
         y = self.value(F.relu(self.key(parts[0])).square())

@@ -14,6 +14,7 @@ from megatron.config.kind import kinds_of
 from megatron.kinds.common import convolution, convolution_kernels
 from megatron.kinds.mamba import selective_scan
 from megatron.kinds.mamba2 import ssd
+from megatron.kinds.rwkv7 import wkv7
 from megatron.model import kernels
 from megatron.model.stack import build_model
 from tests.float64 import DOUBLE, EXACT
@@ -22,7 +23,9 @@ from tests.model.parity import randomise, relative
 MODELS = {
     "mamba": {"layers": "mamba x2", "mamba": {"state_size": 8, "chunk": 16}},
     "mamba2": {"layers": "mamba2 x2", "mamba2": {"head_dim": 16, "state_size": 16, "groups": 2, "most_step": 0.5}},
+    "rwkv7": {"layers": "(rwkv7/rwkv7_ffn) x2", "rwkv7": {"head_dim": 16}},
 }
+PAIRS = [("mamba", "mamba_ssm"), ("mamba2", "mamba_ssm"), ("mamba2", "fla"), ("rwkv7", "fla")]
 S, V, WIDTH = 64, 37, 64
 
 
@@ -43,9 +46,11 @@ def settings(name: str, wanted: str = "auto"):
     "wanted, kind, device, there, choice, reason",
     [
         ("torch", "mamba2", "cuda", True, "torch", "model.kernels: torch"),
-        ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm needs a GPU"),
+        ("auto", "mamba2", "cpu", True, "torch", "mamba_ssm and fla need a GPU"),
         ("auto", "mamba2", "cuda", True, "mamba_ssm", "model.kernels: auto"),
-        ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
+        ("fla", "mamba2", "cuda", True, "fla", "model.kernels: fla"),
+        ("auto", "rwkv7", "cuda", True, "fla", "model.kernels: auto"),
+        ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm, fla"),
         ("mamba_ssm", "mamba", "cuda", True, "mamba_ssm", "model.kernels: mamba_ssm"),
         ("mamba_ssm", "mamba", "meta", False, "torch", "mamba_ssm needs a GPU"),
         ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of attention to mamba_ssm"),
@@ -64,7 +69,9 @@ def test_a_named_package_that_is_not_there_is_an_error(monkeypatch):
 
 
 def test_a_run_says_what_it_uses():
-    assert kernels.describe_kernels(settings("mamba2"), "cpu") == ["kernels of mamba2: torch (mamba_ssm needs a GPU)"]
+    assert kernels.describe_kernels(settings("mamba2"), "cpu") == [
+        "kernels of mamba2: torch (mamba_ssm and fla need a GPU)"
+    ]
     dense = resolve({
         "model": {"layers": "attention/mlp", "hidden_size": 8, "vocab_size": 9, "attention": {"heads": 2}},
         "training": {"steps": 1, "sequence_length": 4},
@@ -129,10 +136,53 @@ def mamba_chunk_scan_combined(
     return torch.stack(rows, 1)
 
 
+def bounds_of(x, cu_seqlens):
+    """Whether a token, [batch, length], is the first of a sequence."""
+    first = torch.zeros(x.shape[:2], dtype=torch.bool)
+    if cu_seqlens is not None:
+        assert x.shape[0] == 1 and cu_seqlens[0] == 0 and cu_seqlens[-1] == x.shape[1]
+        first[0, cu_seqlens[:-1]] = True
+    first[:, 0] = True
+    return first
+
+
+def causal_conv1d(x, weight, bias=None, *, activation=None, cu_seqlens=None):
+    """fla's: x [batch, length, channels], weight [channels, taps]; the sequences of a single sample from bounds."""
+    numbers = bounds_of(x, cu_seqlens).cumsum(1).to(torch.int32)
+    y = causal_conv1d_fn(x.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
+    return y.transpose(1, 2), None
+
+
+def chunk_simple_gla(q, k, v, g, *, scale, cu_seqlens=None):
+    """q, k [batch, length, heads, K], v [.., V], g [batch, length, heads]: the logarithm of each step's decay."""
+    assert all(each.is_contiguous() for each in (q, k, v, g))
+    first, state, rows = bounds_of(q, cu_seqlens), 0.0, []
+    for t in range(q.shape[1]):
+        kept = g[:, t].exp().masked_fill(first[:, t, None], 0.0)[..., None, None]
+        state = kept * state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        rows.append(scale * (q[:, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(rows, 1), None
+
+
+def chunk_rwkv7(r, w, k, v, a, b, *, scale, cu_seqlens=None, lower_bound):
+    """All [batch, length, heads, K]; w: the logarithm of each channel's decay, at least `lower_bound`."""
+    assert bool(((w >= lower_bound) & (w < 0)).all()) and all(each.is_contiguous() for each in (r, w, k, v, a, b))
+    first, state, rows = bounds_of(r, cu_seqlens), torch.zeros((*r[:, 0].shape, v.shape[-1]), dtype=r.dtype), []
+    for t in range(r.shape[1]):
+        state = state.masked_fill(first[:, t, None, None, None], 0.0)
+        removed = (a[:, t].unsqueeze(-1) * state).sum(-2, keepdim=True) * b[:, t].unsqueeze(-1)
+        state = w[:, t].exp().unsqueeze(-1) * state + removed + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        rows.append(scale * (r[:, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(rows, 1), None
+
+
 @pytest.fixture
 def packages(monkeypatch):
     """Modules of the packages' names with these functions."""
     for name, function in {
+        "fla.modules.causal_conv1d": causal_conv1d,
+        "fla.ops.simple_gla": chunk_simple_gla,
+        "fla.ops.rwkv7": chunk_rwkv7,
         "causal_conv1d": causal_conv1d_fn,
         "mamba_ssm.ops.triton.ssd_combined": mamba_chunk_scan_combined,
         "mamba_ssm.ops.selective_scan_interface": selective_scan_fn,
@@ -158,14 +208,18 @@ def loss_and_gradients(model, documents):
     return ce.detach(), {p.logical.name: p.grad.clone() for p in model.parameters()}
 
 
-def compare(name: str, documents: bool, bound: float, device: str = "cpu", dtype=None) -> None:
-    plain, fused = (build_model(each, device=device, dtype=dtype) for each in (settings(name, "torch"), settings(name)))
+def compare(name: str, package: str, documents: bool, bound: float, device: str = "cpu", dtype=None) -> None:
+    plain, fused = (
+        build_model(each, device=device, dtype=dtype) for each in (settings(name, "torch"), settings(name, package))
+    )
     for model in (plain, fused):
         randomise(model.cpu(), 3)
         model.to(device)
-    assert not any(block.mixer.fused for block in plain.blocks)
-    for block in fused.blocks:
-        block.mixer.fused = True
+    for block in fused.blocks:  # on a CPU none is chosen
+        if hasattr(block.mixer, "kernels"):
+            block.mixer.kernels = package
+        else:
+            block.mixer.fused = True
     wanted, gradients = loss_and_gradients(plain, documents)
     found, own = loss_and_gradients(fused, documents)
     assert relative(found, wanted) < bound
@@ -173,28 +227,30 @@ def compare(name: str, documents: bool, bound: float, device: str = "cpu", dtype
         assert relative(own[key], gradient) < 10 * bound, key
 
 
+def counted(monkeypatch, module, name: str, used: list[str]) -> None:
+    own = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **k: (used.append(name), own(*a, **k))[1])
+
+
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_adapters_hand_over_what_the_packages_document(name: str, documents: bool, packages, monkeypatch):
-    used = []
-    scans = {"mamba": (selective_scan, "_scan"), "mamba2": (ssd, "_ssd")}
-    module, inner = scans[name]
-    torchs = getattr(module, inner)
-    monkeypatch.setattr(module, inner, lambda *a, **k: (used.append("scan"), torchs(*a, **k))[1])
+@pytest.mark.parametrize("name, package", PAIRS)
+def test_adapters_hand_over_what_the_packages_document(name, package, documents: bool, packages, monkeypatch):
+    used: list[str] = []
+    module, inner = {"mamba": (selective_scan, "_scan"), "mamba2": (ssd, "_ssd"), "rwkv7": (wkv7, "_wkv7")}[name]
+    counted(monkeypatch, module, inner, used)
     form = "_convolve" if documents else "_products"  # which runs three times for a gradient on CPU
-    own = getattr(convolution, form)
-    monkeypatch.setattr(convolution, form, lambda *a: (used.append("convolution"), own(*a))[1])
-    compare(name, documents, EXACT, dtype=DOUBLE)
+    counted(monkeypatch, convolution, form, used)
+    compare(name, package, documents, EXACT, dtype=DOUBLE)
     # two layers on torch, forward and (but for the gradient of mamba2's scan, which is written out) once more for the
     # gradient; mamba's scan stays there where documents end within a sample
-    assert used.count("convolution") == {"mamba": 2, "mamba2": 4}[name] * (2 if documents else 3)
-    scans = 4 * (S // 16) * (2 if documents else 1) if name == "mamba" else 2
-    assert used.count("scan") == scans
+    assert used.count(form) == {"mamba": 2, "mamba2": 4, "rwkv7": 0}[name] * (2 if documents else 3)
+    scans = {"mamba": 4 * (S // 16) * (2 if documents else 1), "mamba2": 2, "rwkv7": 4}
+    assert used.count(inner) == scans[name]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_kernels_equal_torch(name: str, documents: bool):
     pytest.importorskip("mamba_ssm")
-    compare(name, documents, 1e-3, device="cuda")
+    compare(name, "mamba_ssm", documents, 1e-3, device="cuda")
