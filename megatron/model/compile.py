@@ -101,8 +101,10 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     """
     if not choose_compilation(config, device)[0]:
         return
+    from torch._functorch import config as aot
+
     options = _options(config, device)
-    torch._functorch.config.force_non_lazy_backward_lowering = True  # or it would fail when it is first run, too late
+    aot.force_non_lazy_backward_lowering = True  # or it would fail when it is first run, too late
 
     def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
         return _or_plain(torch.compile(plain, dynamic=dynamic, options=options), plain)
