@@ -83,6 +83,7 @@ class LayerKind:
         rules: each looks at one use of the kind in the pattern.
         stack_rules: each looks at the whole configuration, whether the pattern has the kind or not.
         packages: of fused kernels that the module can use: names, and how to get each.
+        untried: those of them that nobody has compared with torch on a GPU, which `model.kernels: auto` leaves alone.
         keeps_fp32: whether some of its parameters stay in fp32 in every precision.
         attends: whether it is softmax attention, which `residual.norm: hybrid` treats apart.
         experts: how many experts it has with these options; their load is counted (`model/expert_tally.py`).
@@ -111,6 +112,7 @@ class LayerKind:
     rules: tuple[Callable[[KindUse[Any]], Iterator[Problem]], ...] = ()
     stack_rules: tuple[Callable[[RuleContext], Iterator[Problem]], ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
+    untried: tuple[str, ...] = ()
     keeps_fp32: bool = False
     attends: bool = False
     exchange: str = ""

@@ -7,31 +7,30 @@ gradients through states). Torch is the tested default and needs no package; `mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from megatron.config import Config
 from megatron.config.kernels import installed
-from megatron.config.kind import kinds_of
+from megatron.config.kind import LayerKind, kinds_of
 
 
-def choose_kernels(wanted: str, kind: str, packages: Mapping[str, str], device: torch.device | str) -> tuple[str, str]:
+def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> tuple[str, str]:
     """The implementation of a kind of layer ("torch" or a package's name), and the reason.
 
     Args:
         wanted: `model.kernels`.
-        kind: as in the layer pattern.
-        packages: that the kind can use, with how to get each: `LayerKind.packages`.
 
     Raises:
         ModuleNotFoundError: the named package is not installed here, on a device that would use it.
     """
     if wanted == "torch":
         return "torch", "model.kernels: torch"
-    able = [name for name in packages if wanted in ("auto", name)]
+    packages = kind.packages
+    able = [name for name in packages if wanted == name or (wanted == "auto" and name not in kind.untried)]
     if not able:
-        return "torch", f"no adapter of {kind} to {'any package' if wanted == 'auto' else wanted}"
+        if wanted == "auto" and packages:
+            return "torch", f"auto leaves {', '.join(packages)} alone, which nobody has compared with torch on a GPU"
+        return "torch", f"no adapter of {kind.name} to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
         return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"
     found = [name for name in able if installed(name)]
@@ -50,7 +49,7 @@ def describe_kernels(config: Config, device: torch.device | str) -> list[str]:
         about = kinds_of(tuple(config.model.extensions))[kind]
         if not about.packages:
             continue
-        choice = choose_kernels(config.model.kernels, kind, about.packages, device)
+        choice = choose_kernels(config.model.kernels, about, device)
         if config.parallel.context > 1 and about.context in ("scans", "states") and choice[0] != "torch":
             choice = (
                 "torch",

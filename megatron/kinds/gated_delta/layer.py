@@ -76,7 +76,7 @@ class GatedDelta(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options = mesh, make.context, options
-        self.fused = choose_kernels(model.kernels, "gated_delta", KIND.packages, make.device)[0] == "fla"
+        self.fused = choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
         heads, K, V = options.heads, options.key_dim, options.value_dim
         keys, values = options.key_heads * K, heads * V
         self.heads = heads // ranks

@@ -79,7 +79,7 @@ class Mamba(nn.Module):
         H, N, R = model.hidden_size, options.state_size, options.rank
         self.mesh, self.context, self.options = make.mesh, make.context, options
         inner = options.expand * model.hidden_size
-        self.fused = choose_kernels(model.kernels, "mamba", KIND.packages, make.device)[0] == "mamba_ssm"
+        self.fused = choose_kernels(model.kernels, KIND, make.device)[0] == "mamba_ssm"
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.x_conv = Taps(make.scope("x_conv"), (inner,), options)
         self.dt_bc = make.parameter(

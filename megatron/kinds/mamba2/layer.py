@@ -76,7 +76,7 @@ class Mamba2(nn.Module):
         super().__init__()
         mesh, H, ranks = make.mesh, model.hidden_size, make.mesh.tensor.size
         self.mesh, self.context, self.options, self.epsilon = mesh, make.context, options, model.norm.epsilon
-        self.kernels = choose_kernels(model.kernels, "mamba2", KIND.packages, make.device)[0]
+        self.kernels = choose_kernels(model.kernels, KIND, make.device)[0]
         inner = inner_channels(options, H)
         heads, read = inner // options.head_dim, options.groups * options.state_size
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)

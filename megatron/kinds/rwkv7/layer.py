@@ -65,7 +65,7 @@ class RWKV7(nn.Module):
         self.mesh, self.context, self.options = make.mesh, make.context, options
         self.heads = H // N // make.mesh.tensor.size
         self.blended, self.factors, self.finished = blended, _factors, _finished
-        self.fused = choose_kernels(model.kernels, "rwkv7", KIND.packages, make.device)[0] == "fla"
+        self.fused = choose_kernels(model.kernels, KIND, make.device)[0] == "fla"
         self.first = is_first(model, init.index)
         start = Start(options.init, init, H)
         self.mix = make.parameter(

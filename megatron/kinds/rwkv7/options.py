@@ -62,6 +62,7 @@ KIND = LayerKind(
     layer="megatron.kinds.rwkv7.layer:RWKV7",
     rules=(heads_are_whole, heads_divide_over_tensor_ranks),
     packages={"fla": "pip install flash-linear-attention"},
+    untried=("fla",),
     stack_rules=(first_values_are_whole_blocks,),
     keeps_fp32=True,
     exchange=EXCHANGE,
