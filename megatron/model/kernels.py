@@ -30,7 +30,7 @@ def choose_kernels(wanted: str, kind: LayerKind, device: torch.device | str) -> 
     if not able:
         if wanted == "auto" and packages:
             return "torch", f"auto leaves {', '.join(packages)} alone, which nobody has compared with torch on a GPU"
-        return "torch", f"no adapter of {kind.name} to {'any package' if wanted == 'auto' else wanted}"
+        return "torch", f"no adapter of this kind to {'any package' if wanted == 'auto' else wanted}"
     if torch.device(device).type != "cuda":
         return "torch", f"{' and '.join(able)} {'needs' if len(able) == 1 else 'need'} a GPU"
     found = [name for name in able if installed(name)]

@@ -6,6 +6,8 @@ than the kernels of causal_conv1d have are left to torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -47,4 +49,8 @@ def sequences(starts_BS: Tensor | None) -> Tensor | None:
     return None if starts_BS is None else starts_BS.to(torch.int32)
 
 
-CONVOLUTIONS = {"torch": convolution.causal_convolution, "mamba_ssm": of_causal_conv1d, "fla": of_fla}
+CONVOLUTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "torch": convolution.causal_convolution,
+    "mamba_ssm": of_causal_conv1d,
+    "fla": of_fla,
+}

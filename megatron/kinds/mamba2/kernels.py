@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -102,4 +103,8 @@ def _gated_attention(
     return (y.view_as(x) + D.unsqueeze(-1) * x).to(x.dtype)
 
 
-SCANS = {"torch": plain.ssd, "mamba_ssm": ssd_of_mamba_ssm, "fla": ssd_of_fla}
+SCANS: Mapping[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "torch": plain.ssd,
+    "mamba_ssm": ssd_of_mamba_ssm,
+    "fla": ssd_of_fla,
+}

@@ -128,9 +128,17 @@ class RWKV7(nn.Module):
         )
         before = past.memory if self.context.size == 1 else self._memory_before(made, starts, past.memory)
         alone = state is None and self.context.size == 1
-        of = {"heads": self.heads, "chunk": self.options.chunk, "epsilon": self.options.norm_epsilon}
+        time_mix = functools.partial(
+            _time_mix,
+            self.factors,
+            self.finished,
+            heads=self.heads,
+            chunk=self.options.chunk,
+            epsilon=self.options.norm_epsilon,
+            fused=self.fused and alone,
+        )
         y, memory = recomputed(
-            functools.partial(_time_mix, self.factors, self.finished, fused=self.fused and alone, **of),
+            time_mix,
             self.receptance(r),
             self.gate(g),
             *made,
@@ -140,7 +148,7 @@ class RWKV7(nn.Module):
             before,
             starts,
         )
-        if state is not None:
+        if state is not None and memory is not None:
             state.keep(self.context, x_BSH, stream)
             state.memory = handed(self.context, memory)
         y = self.output(y)

@@ -61,8 +61,8 @@ def settings(name: str, wanted: str = "auto"):
         ("auto", "mamba2", "cuda", False, "torch", "not installed: mamba_ssm"),
         ("mamba_ssm", "mamba", "cuda", True, "mamba_ssm", "model.kernels: mamba_ssm"),
         ("mamba_ssm", "mamba", "meta", False, "torch", "mamba_ssm needs a GPU"),
-        ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of attention to mamba_ssm"),
-        ("auto", "mlp", "cuda", True, "torch", "no adapter of mlp to any package"),
+        ("mamba_ssm", "attention", "cuda", True, "torch", "no adapter of this kind to mamba_ssm"),
+        ("auto", "mlp", "cuda", True, "torch", "no adapter of this kind to any package"),
     ],
 )
 def test_the_choice_and_its_reason(monkeypatch, wanted, kind, device, there, choice, reason):
