@@ -54,7 +54,7 @@ def layer(mesh: Mesh, case: str) -> MoE:
 
 
 def cut(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    for dim, runs in enumerate(parameter.logical.spans(*parameter.cut, getattr(parameter, "experts", None))):
+    for dim, runs in enumerate(parameter.logical.spans(*parameter.cut, getattr(parameter, "run", None))):
         whole = torch.cat([whole.narrow(dim, each.start, each.length) for each in runs], dim)
     return whole
 
@@ -84,7 +84,7 @@ def step(layout: Layout, case: str, everything: bool = False):
     with counted() as traffic:
         y = outputs_of(moe, x)
         (y * weight).sum().backward()
-    gradients = {name: (p.grad, getattr(p, "experts", None)) for name, p in named(moe).items()}
+    gradients = {name: (p.grad, getattr(p, "run", None)) for name, p in named(moe).items()}
     return y.detach(), x.grad, gradients, traffic
 
 
