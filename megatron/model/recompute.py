@@ -8,6 +8,7 @@ follows.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -41,11 +42,12 @@ class _Decisions:
     """The decisions of one checkpointed forward pass, and how many of them its repetition has taken.
 
     Args:
-        selective: whether results of matrix products and attention are kept.
+        modes: of selective recomputation, which keeps results of matrix products and attention: torch's for the first
+            pass and for its repetition. Each counts operations, to tell which result belongs to which.
     """
 
-    def __init__(self, selective: bool = False) -> None:
-        self.selective = selective
+    def __init__(self, modes: tuple[Any, Any] | None = None) -> None:
+        self.modes = modes
         self.made: list[Any] = []
         self.taken: int | None = None  # None: not repeating
 
@@ -72,11 +74,22 @@ def keep_whole(make: Callable[[], T]) -> T:
     For attention that is written out: of its products, those of queries and keys are larger than anything else.
     """
     decisions = _DECISIONS.get()
-    token = _WHOLE.set(True)
-    try:
-        return make() if decisions is None or not decisions.selective else decide_once(make)
-    finally:
-        _WHOLE.reset(token)
+    if decisions is None or decisions.modes is None:
+        return make()
+    first, again = decisions.modes
+
+    def made_of() -> tuple[T, Counter]:
+        before, token = Counter(first.func_counter), _WHOLE.set(True)
+        try:
+            return make(), Counter(first.func_counter) - before
+        finally:
+            _WHOLE.reset(token)
+
+    made, operations = decide_once(made_of)
+    if decisions.taken is not None:
+        for operation, times in operations.items():  # or what follows would be given results of these
+            again.func_counter[operation] += times
+    return made
 
 
 def repeating() -> bool:
@@ -112,7 +125,7 @@ class _Deciding:
 def deciding(make_inner: Callable[[], tuple] = lambda: (nullcontext(), nullcontext())) -> tuple[_Deciding, _Deciding]:
     """The contexts of a checkpointed forward pass and of its repetition, around those that `make_inner` makes."""
     inner = make_inner()
-    decisions = _Decisions(selective=not isinstance(inner[0], nullcontext))
+    decisions = _Decisions(None if isinstance(inner[0], nullcontext) else inner)
     return _Deciding(decisions, False, inner[0]), _Deciding(decisions, True, inner[1])
 
 

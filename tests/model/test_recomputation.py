@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron.config import resolve
+from megatron.model.recompute import _policy, deciding, keep_whole
 from megatron.model.stack import build_model
 from megatron.parallel import cross_entropy
+from tests.float64 import DOUBLE
 from tests.model.parity import named
 
 B, S, V, L = 3, 64, 31, 4
@@ -117,3 +121,22 @@ def test_less_is_kept(name: str):
     assert 0 < ends < 0.06 * none
     assert half - ends == pytest.approx((none - ends) / 2 + L / 2 * block_input, rel=0.1)
     assert 1.5 * full < selective < 0.75 * none
+
+
+def test_what_is_kept_as_a_whole_shifts_nothing_that_follows():
+    """torch tells results of an operation apart by how often it ran; a repetition runs none of what is kept whole."""
+    first, second, third = (torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True) for _ in range(3))
+
+    def layer(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        whole = keep_whole(lambda: torch.bmm(torch.bmm(x.detach(), x.detach()), x.detach()))
+        return torch.bmm(torch.bmm(whole * y, z).tanh(), y).sin()
+
+    selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+    found = checkpoint(
+        layer, first, second, third, use_reentrant=False, context_fn=functools.partial(deciding, selective)
+    )
+    wanted = layer(first, second, third)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), (second, third)), torch.autograd.grad(wanted.sum(), (second, third))
+    ):
+        assert torch.equal(one, other)
