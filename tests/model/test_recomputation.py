@@ -128,8 +128,8 @@ def test_what_is_kept_as_a_whole_shifts_nothing_that_follows():
     first, second, third = (torch.randn(2, 3, 3, dtype=DOUBLE, requires_grad=True) for _ in range(3))
 
     def layer(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        whole = keep_whole(lambda: torch.bmm(torch.bmm(x.detach(), x.detach()), x.detach()))
-        return torch.bmm(torch.bmm(whole * y, z).tanh(), y).sin()
+        whole = keep_whole(lambda: torch.bmm(x.detach(), x.detach()))
+        return torch.bmm(torch.bmm(torch.bmm(whole * y, z).tanh(), y).sin(), z).tanh()
 
     selective = functools.partial(create_selective_checkpoint_contexts, _policy)
     found = checkpoint(
