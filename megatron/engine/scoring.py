@@ -152,9 +152,19 @@ class Scorer:
         return found if self.reports else []
 
     def _length(self, longest: int) -> int:
-        """The length of a batch: every tensor and context parallel rank can have an equal part of it."""
+        """The length of a batch: every tensor and context parallel rank can have an equal part of it.
+
+        A context parallel rank looks back at the last tokens of the one before, so none has just a few, nor of the last
+        chunk of a sequence in chunks.
+        """
         ranks = self.mesh.context.size * (self.mesh.tensor.size if self.mesh.layout.sequence else 1)
-        length = -(-longest // math.lcm(LENGTHS, ranks)) * math.lcm(LENGTHS, ranks)
+        unit = math.lcm(LENGTHS, ranks)
+        if self.mesh.context.size > 1:
+            unit = ranks * LENGTHS
+            training = self.config.training
+            if training.sequence_chunks > 1:
+                unit = math.lcm(unit, training.sequence_length // training.sequence_chunks)
+        length = -(-longest // unit) * unit
         embedding = self.config.model.embedding
         if embedding.position == "learned":  # there is no position behind the last one
             length = max(min(length, embedding.max_positions // ranks * ranks), longest)

@@ -25,7 +25,7 @@ from torch import Tensor
 from .account import here
 from .collectives import swap
 from .mesh import Axis
-from .precision import at_least_fp32
+from .precision import at_least_fp32, wide_type
 
 
 def _runs(own_RM: Tensor, axis: Axis) -> Iterator[tuple[slice, Tensor]]:
@@ -89,14 +89,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x_TM, own_RM = ctx.saved_tensors
-        dx_TM = torch.zeros_like(x_TM) if ctx.needs_input_grad[0] else None
+        dx_TM = torch.zeros_like(x_TM, dtype=wide_type(x_TM.dtype)) if ctx.needs_input_grad[0] else None
         sums = _Sums(ctx.axis)
         for rows, run_RM in _runs(own_RM, ctx.axis):
             part_TR = grad_TN[:, rows]
             if dx_TM is not None:
-                dx_TM.addmm_(part_TR, run_RM)
+                dx_TM += part_TR @ run_RM
             sums.add(part_TR.T @ x_TM)
-        return dx_TM, sums.total(own_RM.dtype), None
+        return None if dx_TM is None else dx_TM.to(x_TM.dtype), sums.total(own_RM.dtype), None
 
 
 class _Embedding(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, tokens_T: Tensor, own_RM: Tensor, axis: Axis) -> Tensor:
         ctx.save_for_backward(tokens_T)
         ctx.axis, ctx.layer, ctx.shape, ctx.dtype = axis, here(), own_RM.shape, own_RM.dtype
-        x_TM = own_RM.new_empty(tokens_T.shape[0], own_RM.shape[1])
+        x_TM = own_RM.new_full((tokens_T.shape[0], own_RM.shape[1]), float("nan"))  # of an id that no rank has
         for rows, run_RM in _runs(own_RM, axis):
             local_T, here_T = _local(tokens_T, rows)
             x_TM = torch.where(here_T.unsqueeze(1), F.embedding(local_T, run_RM), x_TM)

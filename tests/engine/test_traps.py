@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-from unittest import mock
 
 import pytest
 import torch
@@ -317,9 +316,7 @@ def selective_at_zero_3(persistent: int) -> list[float] | str:
     training = config.training.model_copy(update={"activation_checkpointing": mode})  # the configuration refuses this
     engine = runs.build(config.model_copy(update={"training": training}), 1)
     try:
-        # torch's attention, which it counts; of ours the result alone is kept, and the losses are less wrong.
-        with mock.patch("megatron.kinds.common.attend.TILED", 0):
-            return runs.steps(config, engine, 0, 2)[0]
+        return runs.steps(config, engine, 0, 2)[0]
     except RuntimeError as error:
         return str(error)
 

@@ -130,9 +130,7 @@ ACTIVATIONS = [
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_kept_activations_of_a_block(name: str, monkeypatch):
-    # Counted is torch's kernel, as on a GPU; tiles keep no logarithms of sums.
-    monkeypatch.setattr("megatron.kinds.common.attend.TILED", 0)
+def test_kept_activations_of_a_block(name: str):
     config = config_of(name)
     less = resolve({
         "model": {**merged(merged(BASE, {"hidden_size": 48}), CASES[name]), "layers": "attention/mlp"},

@@ -41,16 +41,18 @@ def choose(
     sinks: bool = False,
     channels: int = FLEX_CHANNELS,
     compiled: bool = False,
+    narrow: bool = False,
 ) -> tuple[str, str]:
     """The implementation ("tiles", "causal", "masked", "flex", "math" or "pieces") and the reason for it.
 
     Args:
         channels: of a head's queries, keys or values, whichever has the fewest.
         compiled: whether it is part of a compiled block, where each piece would be compiled by itself.
+        narrow: whether it is in bf16. In fp32 torch's kernel, which takes head by head, rounds alike on every layout.
     """
     windowed = pattern.window is not None and pattern.window < keys
     plain = not (documents or windowed or pattern.slopes or pattern.softcap or sinks or dropout > 0.0)
-    if plain and square and device == "cpu" and keys <= TILED and not compiled:
+    if plain and square and narrow and device == "cpu" and keys <= TILED and not compiled:
         return "tiles", "plain causal attention of a short sequence on a CPU: few products in vain"
     if plain and square:
         return "causal", "plain causal attention: torch SDPA (flash on GPUs)"
@@ -99,10 +101,16 @@ def attend(
         sinks=sinks_n is not None,
         channels=min(q.shape[-1], v.shape[-1]),
         compiled=torch.compiler.is_compiling(),
+        narrow=q.dtype == torch.bfloat16 and not hasattr(q, "fake_mode"),  # a rehearsal is of a GPU
     )
-    if kind == "tiles" and torch.backends.cuda.flash_sdp_enabled():
-        return attend_in_tiles(q, k, v, pattern.scale)
-    if kind in ("tiles", "causal"):  # `sdpa_kernel` may ask for torch's written out form, whose products are counted
+    if kind == "tiles":
+        # `sdpa_kernel` may ask for torch's written out form, whose products are counted.
+        return (
+            attend_in_tiles(q, k, v, pattern.scale)
+            if torch.backends.cuda.flash_sdp_enabled()
+            else _fused(q, k, v, pattern, None)
+        )
+    if kind == "causal":
         return _fused(q, k, v, pattern, None)
     if kind == "pieces":
         return attend_in_pieces(q, k, v, pattern, documents_BS, dropout, sinks_n, remember)

@@ -125,9 +125,15 @@ def token_before(context: ContextGroup, x_BSH: Tensor, last_B1H: Tensor | None) 
 def taps_before(
     context: ContextGroup, x_BSC: Tensor, past_BKC: Tensor | None, taps: int, starts_BS: Tensor | None
 ) -> Tensor | None:
-    """The inputs of a convolution before the first: what a state has, or the last ones of the rank before."""
+    """The inputs of a convolution before the first: what a state has, or the last ones of the rank before.
+
+    Raises:
+        ValueError: this rank has fewer tokens than the next one looks back at.
+    """
     if context.size == 1:
         return past_BKC
+    if x_BSC.shape[1] < taps - 1:
+        raise ValueError(f"a rank has {x_BSC.shape[1]} tokens, and the next one looks back at {taps - 1}")
     return _either(context.from_before(last_taps(x_BSC, None, taps, starts_BS)), past_BKC)
 
 

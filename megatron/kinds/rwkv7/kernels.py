@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from megatron.kinds.common.documents import document_bounds
 
 from . import wkv7 as plain
-
-SLOWEST = -math.exp(-0.5)  # the least logarithm of a decay
 
 
 def wkv7_of_fla(
@@ -43,5 +39,5 @@ def wkv7_of_fla(
         inputs, bounds = [each.flatten(0, 1).unsqueeze(0) for each in inputs], document_bounds(starts_BS)
     r, log_w, k, v, a, b = (each.contiguous() for each in inputs)
     r, k, v, a, b = (each.to(dtype) for each in (r, k, v, a, b))
-    y, _ = chunk_rwkv7(r, log_w, k, v, a, b, scale=1.0, cu_seqlens=bounds, lower_bound=SLOWEST)
+    y, _ = chunk_rwkv7(r, log_w, k, v, a, b, scale=1.0, cu_seqlens=bounds, safe_gate=True)  # decays are in its range
     return y.view_as(v_BShN).to(v_BShN.dtype), None

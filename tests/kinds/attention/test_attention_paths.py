@@ -87,10 +87,11 @@ def test_layers_with_different_windows_do_not_share_masks():
 @pytest.mark.parametrize(
     "pattern, facts, wanted",
     [
-        (Pattern(1.0), {}, "tiles"),
-        (Pattern(1.0), {"keys": 1024}, "causal"),
-        (Pattern(1.0), {"device": "cuda"}, "causal"),
-        (Pattern(1.0, window=64), {}, "tiles"),
+        (Pattern(1.0), {}, "causal"),
+        (Pattern(1.0), {"narrow": True}, "tiles"),
+        (Pattern(1.0), {"keys": 1024, "narrow": True}, "causal"),
+        (Pattern(1.0), {"device": "cuda", "narrow": True}, "causal"),
+        (Pattern(1.0, window=64), {"narrow": True}, "tiles"),
         (Pattern(1.0, window=8), {}, "masked"),
         (Pattern(1.0, window=8), {"device": "cuda"}, "flex"),
         (Pattern(1.0, window=8), {"device": "cuda", "channels": 8}, "masked"),

@@ -93,7 +93,7 @@ def test_selective_recomputation_keeps_the_output_alone(monkeypatch):
 
 
 def test_short_sequences_on_a_processor_are_computed_so():
-    usual = {"documents": False, "keys": TILED, "square": True, "dropout": 0.0, "device": "cpu"}
+    usual = {"documents": False, "keys": TILED, "square": True, "dropout": 0.0, "device": "cpu", "narrow": True}
     assert choose(Pattern(1.0), **usual)[0] == "tiles"
-    for other in ({"keys": TILED + 1}, {"device": "cuda"}, {"device": "meta"}, {"compiled": True}):
+    for other in ({"keys": TILED + 1}, {"device": "cuda"}, {"device": "meta"}, {"compiled": True}, {"narrow": False}):
         assert choose(Pattern(1.0), **{**usual, **other})[0] == "causal"

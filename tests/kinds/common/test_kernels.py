@@ -170,9 +170,9 @@ def chunk_simple_gla(q, k, v, g, *, scale, cu_seqlens=None):
     return torch.stack(rows, 1), None
 
 
-def chunk_rwkv7(r, w, k, v, a, b, *, scale, cu_seqlens=None, lower_bound):
-    """All [batch, length, heads, K]; w: the logarithm of each channel's decay, at least `lower_bound`."""
-    assert bool(((w >= lower_bound) & (w < 0)).all()) and all(each.is_contiguous() for each in (r, w, k, v, a, b))
+def chunk_rwkv7(r, w, k, v, a, b, *, scale, cu_seqlens=None, safe_gate):
+    """All [batch, length, heads, K]; w: the logarithm of each channel's decay, in [-5, 0) for safe gates."""
+    assert safe_gate and bool(((w >= -5) & (w < 0)).all()) and all(each.is_contiguous() for each in (r, w, k, v, a, b))
     first, state, rows = bounds_of(r, cu_seqlens), torch.zeros((*r[:, 0].shape, v.shape[-1]), dtype=r.dtype), []
     for t in range(r.shape[1]):
         state = state.masked_fill(first[:, t, None, None, None], 0.0)

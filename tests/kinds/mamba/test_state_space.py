@@ -208,10 +208,9 @@ def test_parameters_and_flops(name: str):
 
 @pytest.mark.parametrize("name", [name for name in SINGLE if name != "mamba, biases"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_kept_activations(monkeypatch, name: str, mode: str):
+def test_kept_activations(name: str, mode: str):
     """Bytes that exist between forward and backward: what the second block adds. A mamba layer's scan also keeps one
-    fp32 state per chunk, and CPU's RMSNorm the normalised vector. Attention is torch's, which keeps a sum per query."""
-    monkeypatch.setattr("megatron.kinds.common.attend.TILED", 0)
+    fp32 state per chunk, and CPU's RMSNorm the normalised vector."""
 
     def kept(blocks: int) -> tuple[int, int]:
         values = {**MODELS[name], "layers": f"{MODELS[name]['layers'].split(' ')[0]} x{blocks}"}

@@ -68,10 +68,7 @@ def test_a_step_of_decoding_does_not_expand_the_past():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kept_activations(name: str, monkeypatch):
-    # Counted is torch's kernel, as on a GPU; tiles keep no logarithms of sums.
-    monkeypatch.setattr("megatron.kinds.common.attend.TILED", 0)
-
+def test_kept_activations(name: str):
     def kept(count: int) -> int:
         model = build_model(resolve(values(name, f"mla x{count}")))
         tokens = torch.randint(37, (2, B, S), generator=torch.Generator().manual_seed(0))
