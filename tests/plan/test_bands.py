@@ -61,7 +61,7 @@ def planted(folder: str, *overrides: str) -> dict[str, float]:
         begin(own, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beacon, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        patch.setattr(beacon, "monotonic", lambda: clock.now)
         patch.setattr(beacon.Beacon, "leave", slow_message)
         patch.setattr(beacon.Beacon, "begin", begins)
         plant(patch, Loader, "step", DATA, "data")

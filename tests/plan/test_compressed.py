@@ -55,7 +55,7 @@ def test_stages_are_rehearsed(name: str, found: dict[str, list]):
 @pytest.fixture(scope="module")
 def found() -> dict[str, list]:
     context = get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context) as pool:
         return pool.submit(rehearsed, list(CASES)).result()
 
