@@ -325,7 +325,8 @@ class PlainEngine(BaseEngine):
     @phase("exchange")
     def step(self, batch: StepBatch, lr: float, look: Look | None = None) -> StepResult:
         """Forward, backward and update on this rank's part of a batch."""
-        self.beacon.at(FORWARD, 1, batch.tokens.shape[0])
+        count = batch.tokens.shape[0]
+        self.beacon.at(FORWARD, *((1, count) if self.beacon.tells_of(count) else ()))
         self._begin(batch.step, lr)
         self.model.train()
         scale = self._scale(batch)
@@ -333,35 +334,35 @@ class PlainEngine(BaseEngine):
             return NO_LABELS
         self.losses.scale = scale
         if not reduces_once(self.config, self.mesh.layout):
-            for _ in self._passes(batch, scale, look):
+            for number in self._passes(batch, scale, look):
+                if number == count:  # before the last one DeepSpeed only counts
+                    self.beacon.at(OPTIMIZER, count, count)
                 self._update()
             return self._result()
-        with reduced_once(self.deepspeed):
+        with reduced_once(self.deepspeed, self.beacon):
             passes = [*self._passes(batch, scale, look)]
+        self.beacon.at(OPTIMIZER, count, count)
         for _ in passes:  # DeepSpeed counts micro-batches by these
             self._update()
         return self._result()
 
     def _passes(self, batch: StepBatch, scale: Tensor | float, look: Look | None) -> Iterator[int]:
-        """Forward and backward of each micro-batch."""
-        count = batch.tokens.shape[0]
-        each = self.beacon.tells_of(count)
-        for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further))):
-            if number and look is not None:
-                look(number, count)
-            if number and each:
-                self.beacon.at(FORWARD, number + 1, count)
+        """Forward and backward of each micro-batch; gives its number, from 1."""
+        count, each = batch.tokens.shape[0], not self.beacon.brief
+        for number, micro in enumerate(self._micro_batches(batch, scale, len(self.plan.further)), 1):
+            if number > 1 and look is not None:
+                look(number - 1, count)
+            if number > 1 and each:
+                self.beacon.at(FORWARD, number, count)
             with phase("forward"):
                 given, extras = (micro.tokens, micro.labels, micro.weights), known(micro.extras, self.form)
                 taught = None if self.teacher is None else self.teacher.teach(micro)
                 loss, ce, *kl = self.deepspeed(*given, **extras, further=micro.further, teacher=taught)
             if each:
-                self.beacon.at(BACKWARD, number + 1, count)
+                self.beacon.at(BACKWARD, number, count)
             with phase("backward"):
                 self.deepspeed.backward(loss)
             self.losses.add(ce, micro.weights, *kl)  # before the update, which may depend on it
-            if number + 1 == count:  # before the last one DeepSpeed only counts
-                self.beacon.at(OPTIMIZER, count, count)
             yield number
 
     @phase("update")

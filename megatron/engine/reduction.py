@@ -16,7 +16,8 @@ from megatron.worker.beacon import REDUCE, Beacon
 
 
 def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
-    """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step.
+    """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step. Where
+    micro-batches are brief, only that one is told: what follows the others is told as the forward phase of them all.
 
     Args:
         engine: DeepSpeed's.
@@ -24,7 +25,7 @@ def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
     reduce, each = engine.allreduce_gradients, engine.zero_optimization_stage() > 1
 
     def told(*arguments: Any, **options: Any) -> None:
-        if each or engine.is_gradient_accumulation_boundary():
+        if (each and not beacon.brief) or engine.is_gradient_accumulation_boundary():
             beacon.at(REDUCE)
         reduce(*arguments, **options)
 
@@ -91,7 +92,7 @@ def compress_gradients(engine: Any, wire: str) -> CompressedSum:
 
 
 @contextlib.contextmanager
-def reduced_once(engine: Any) -> Iterator[None]:
+def reduced_once(engine: Any, beacon: Beacon) -> Iterator[None]:
     """Backward passes inside leave their gradients whole, and at the end their sums are reduced together: at ZeRO 2 and
     3, where DeepSpeed would reduce and cut each micro-batch's.
 
@@ -106,6 +107,7 @@ def reduced_once(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = False
+    beacon.at(REDUCE)
     engine._is_gradient_accumulation_boundary = True
     optimizer.set_gradient_accumulation_boundary(True)
     with phase("backward"):

@@ -121,6 +121,7 @@ class Beacon:
 
     Attributes:
         born: when it was made (`time.monotonic`).
+        brief: whether the micro-batches of this step are told of together; see `tells_of`.
     """
 
     def __init__(self, memory: mmap.mmap | None = None) -> None:
@@ -135,7 +136,7 @@ class Beacon:
         self.born = self._since
         self._longest = [0.0] * len(NAMES)
         self._step, self._done = -1, 0
-        self._begun, self._parts, self._brief = self._since, 0, False  # of the step; whether the last one's parts were
+        self._begun, self._parts, self.brief = self._since, 0, False  # of the step; whether the last one's parts were
         self._slots = [_GROUP_AT + _GROUP_SIZE * index for index in range(GROUPS)]
         self._calls = [0] * GROUPS
         self._now: list[tuple] = []  # what was called in this step, in all groups, and in the one before
@@ -190,7 +191,7 @@ class Beacon:
     def begin(self, step: int) -> None:
         """A step begins, with its data."""
         now = monotonic()
-        self._brief, self._begun, self._parts = now - self._begun < BRIEF * self._parts, now, 0
+        self.brief, self._begun, self._parts = now - self._begun < BRIEF * self._parts, now, 0
         self._step = step
         self._before, self._now = self._now, []
         self.at(DATA)
@@ -200,7 +201,7 @@ class Beacon:
         phase: to tell takes a microsecond, but ten or more where a model's own code has filled the processor's
         caches."""
         self._parts = parts
-        return not self._brief
+        return not self.brief
 
     def done(self) -> None:
         """A step has ended."""

@@ -1,0 +1,75 @@
+"""What a rank tells of a step: each micro-batch where they take long, and all of them together where they are brief."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import resolve
+from megatron.engine.engine import build_engine, prepare_deepspeed
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.worker.beacon import SIZE, Beacon, read
+from tests.training import matrix, runs
+from tests.training.matrix import merged
+from tests.workers import run
+
+COUNT = 3  # micro-batches of a step
+MATRIX = matrix.read()
+LLAMA = merged(MATRIX["common"], {k: v for k, v in MATRIX["architectures"]["llama"].items() if k != "about"})
+UPDATE = ("optimizer", COUNT, COUNT)
+Told = tuple[str, int, int]  # phase, part, parts
+
+
+def told(stage: int, reduce: str, brief: bool) -> list[Told]:
+    """The phases of a step after the first one."""
+    prepare_deepspeed(torch.device("cpu"))
+    training = {"micro_batch_size": 1, "global_batch_size": 2 * COUNT}
+    values = merged(LLAMA, {"zero": {"stage": stage, "reduce": reduce}, "training": training})
+    config, memory, found = resolve(values, ranks=2), mmap.mmap(-1, SIZE), []
+    beacon = Beacon(memory)
+    engine = build_engine(config, Mesh.build(Layout.of(config, 2)), "cpu", beacon=beacon)
+    runs.steps(config, engine, 0, 1)
+
+    def hear(_: int) -> None:
+        place = read(memory)
+        assert place is not None
+        found.append((place.phase, place.part, place.parts))
+
+    beacon.told, beacon.brief = hear, brief
+    runs.steps(config, engine, 1, 1)
+    return found
+
+
+def expected(stage: int, reduce: str, brief: bool) -> list[Told]:
+    """Gradients are summed once where ZeRO keeps them whole until then, else after each micro-batch."""
+    if brief:
+        return [("forward", 0, 0), ("reduce", 0, 0), UPDATE]
+    phases: list[Told] = []
+    for number in range(1, COUNT + 1):
+        phases += [("forward", number, COUNT), ("backward", number, COUNT)]
+        if number == COUNT or (stage > 1 and reduce == "micro_batch"):
+            phases.append(("reduce", 0, 0))
+    return [*phases, UPDATE]
+
+
+CASES: list[tuple[int, str]] = [(1, "micro_batch"), (2, "micro_batch"), (2, "step"), (3, "micro_batch"), (3, "step")]
+
+
+def all_told() -> list[Any]:
+    return [told(stage, reduce, brief) for stage, reduce in CASES for brief in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[Any]]:
+    return run(2, all_told)
+
+
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize(("stage", "reduce"), CASES)
+def test_phases_of_a_step(found, stage, reduce, brief):
+    for rank in found:
+        assert rank[2 * CASES.index((stage, reduce)) + brief] == expected(stage, reduce, brief)
