@@ -6,9 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.worker.beacon import BACKWARD, DATA, EXCHANGE, FORWARD, NAMES, OPTIMIZER, REDUCE
+from megatron.worker.beacon import BACKWARD, DATA, EXCHANGE, FORWARD, OPTIMIZER, REDUCE
 
-PHASES = (DATA, FORWARD, BACKWARD, REDUCE, OPTIMIZER, EXCHANGE)  # what all ranks of a stage do alike
+# What all ranks of a stage do alike, and the phases that it is told as. Forward and backward are one: a rank with brief
+# micro-batches tells both as forward, and of ranks near that limit some may, others not.
+PARTS = {
+    "data": (DATA,),
+    "forward and backward": (FORWARD, BACKWARD),
+    "reduce": (REDUCE,),
+    "optimizer": (OPTIMIZER,),
+    "exchange": (EXCHANGE,),
+}
+
+
+def parts_of(seconds: Sequence[float]) -> list[float]:
+    """Seconds in each of `PARTS`, of those by phase."""
+    return [sum(seconds[phase] for phase in phases) for phases in PARTS.values()]
 
 
 @dataclass
@@ -19,7 +32,7 @@ class Slow:
         since, until: steps between which it was; `until` is None while it is.
         others: how many times the median of the others of its pipeline stage it took, at most.
         past: how many times its own best, at most.
-        phase: the one in which it lost most.
+        part: the one of `PARTS` in which it lost most.
     """
 
     rank: int
@@ -27,7 +40,7 @@ class Slow:
     until: int | None
     others: float
     past: float
-    phase: str
+    part: str
 
 
 class Comparison:
@@ -53,7 +66,7 @@ class Comparison:
 
         Args:
             first, last: its steps.
-            seconds: for each rank, its own seconds in each of `PHASES`.
+            seconds: for each rank, its own seconds in each of `PARTS`.
 
         Returns:
             ranks that have become slow, and those that are so no longer.
@@ -73,8 +86,8 @@ class Comparison:
                     since = first - (self._windows - 1) * (last + 1 - first)
                     lost = [here - median(seconds[each][index] for each in others) if others else here
                             for index, here in enumerate(seconds[rank])]  # fmt: skip
-                    phase = NAMES[PHASES[lost.index(max(lost))]]
-                    self.slow[rank] = now = Slow(rank, max(since, 0), None, 0.0, 0.0, phase)
+                    part = tuple(PARTS)[lost.index(max(lost))]
+                    self.slow[rank] = now = Slow(rank, max(since, 0), None, 0.0, 0.0, part)
                     begun.append(now)
                 now.others, now.past = max(now.others, against), max(now.past, past)
             elif rank in self.slow and not self._row[rank]:

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from megatron.config.schema import Config
+from megatron.config.sections.watch import SlowOptions
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.report.jsonl import read_lines
-from megatron.report.ledger import batch_hashes
+from megatron.report.ledger import batch_hashes, read_ledger
 from megatron.training.hook import Hook
+from megatron.training.hooks.slow import SlowRanksHook
+from megatron.worker.beacon import FORWARD
 from tests.training.settings import settings
 from tests.training.toy import run, toy_trainer
 from tests.workers import run as on_ranks
@@ -85,3 +88,22 @@ def spoken(folder: str) -> str:
 def test_only_rank_0_speaks(tmp_path):
     first, second = on_ranks(2, spoken, str(tmp_path))
     assert "step 7" in first and "finished" in first and second == ""
+
+
+class Takes(Hook):
+    """Tells ten seconds in the forward phase of each step, and on rank 1 a hundred from a step on."""
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+
+    def before_step(self, trainer, step):
+        trainer.beacon._spent[FORWARD] += 100.0 if trainer.mesh.rank == 1 and step >= self.since else 10.0
+
+
+@pytest.mark.parametrize(("more", "since"), [((), 6), ((SignalOnRankOne(),), 2)], ids=["last step", "stopped"])
+def test_the_last_window_is_compared_where_no_other_follows(tmp_path, more, since):
+    """Windows of two steps, exchanged two at a time: of steps 2 to 7 the third, of steps 2 and 3 the first."""
+    slow = SlowRanksHook(SlowOptions(every=2, factor=1.5, windows=1), ["a", "b"])
+    on_ranks(2, train, str(tmp_path), (*more, Takes(since), slow))
+    noted = [each for each in read_ledger(tmp_path / "ledger.jsonl") if each["event"] == "slow"]
+    assert [(each["rank"], each["host"], each["since"]) for each in noted] == [(1, "b", since)]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.slow import PHASES, Comparison
+from megatron.training.slow import PARTS, Comparison, parts_of
+from megatron.worker.beacon import BACKWARD, DATA, FORWARD, NAMES
 from tests.paths import ROOT
 
 
@@ -25,8 +26,8 @@ def windows(draw: random.Random, ranks: int, slow: dict[int, tuple[int, float]],
         seconds = []
         for rank in range(ranks):
             begin, times = slow.get(rank, (count, 1.0))
-            usual = [draw.gauss(1.0, 0.1) for _ in PHASES]
-            usual[1] *= 1 if number < begin else 1 + (times - 1) * len(PHASES)  # all of it in the forward pass
+            usual = [draw.gauss(1.0, 0.1) for _ in PARTS]
+            usual[1] *= 1 if number < begin else 1 + (times - 1) * len(PARTS)  # all of it in forward and backward
             seconds.append(usual)
         comparison.window(10 * number, 10 * number + 9, seconds)
     return comparison
@@ -39,7 +40,7 @@ def test_the_slow_rank_alone_is_named_within_fifty_steps(seed):
     rank, begin = draw.randrange(ranks), draw.randrange(2, 20)
     comparison = windows(draw, ranks, {rank: (begin, draw.uniform(1.8, 4.0))}, begin + 4)
     assert list(comparison.slow) == [rank] and not comparison.ended
-    assert comparison.slow[rank].phase == "forward" and comparison.slow[rank].since == 10 * begin
+    assert comparison.slow[rank].part == "forward and backward" and comparison.slow[rank].since == 10 * begin
     assert comparison.slow[rank].others > 1.5 and comparison.slow[rank].past > 1.5
     assert comparison.slowest[0] == rank
 
@@ -59,6 +60,18 @@ def test_a_rank_without_peers_is_compared_with_its_past():
     for number in range(6):
         comparison.window(number, number, [[9.0], [1.0 if number < 3 else 2.0]])
     assert list(comparison.slow) == [1], "stages have different work: that of rank 0 is simply more"
+
+
+def test_ranks_that_tell_forward_and_backward_apart_or_together_are_compared_by_their_sum():
+    """Three ranks, of which two find their micro-batches too brief to be told of one by one."""
+    apart, together, slow = [0.0] * len(NAMES), [0.0] * len(NAMES), [0.0] * len(NAMES)
+    apart[DATA], together[DATA], slow[DATA] = 1.0, 1.0, 2.0
+    apart[FORWARD], apart[BACKWARD], together[FORWARD], slow[FORWARD] = 1.0, 2.0, 3.0, 3.1
+    assert parts_of(apart) == parts_of(together)
+    for others in ([apart, together], [apart, apart], [together, together]):
+        comparison = Comparison([[0, 1, 2]] * 3, 1.2, 1)
+        (begun,), _ = comparison.window(0, 9, [*map(parts_of, others), parts_of(slow)])
+        assert (begun.rank, begun.part) == (2, "data")
 
 
 @pytest.mark.slow

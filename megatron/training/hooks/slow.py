@@ -13,7 +13,7 @@ from megatron.config.sections.watch import SlowOptions
 
 from ..exchange import StepReport
 from ..hook import Hook, HookContext
-from ..slow import PHASES, Comparison, Slow
+from ..slow import PARTS, Comparison, Slow, parts_of
 from ..trainer import Trainer
 
 AT_ONCE = 2  # windows that are exchanged together: the message takes longer than all that is done with it
@@ -31,7 +31,7 @@ class SlowRanksHook(Hook):
 
     def __init__(self, options: SlowOptions, hosts: Sequence[str]) -> None:
         self._options, self._hosts = options, list(hosts)
-        self._first, self._before = 0, [0.0] * len(PHASES)
+        self._first, self._before = 0, [0.0] * len(PARTS)
         self._kept: list[tuple[int, int, list[float]]] = []  # first step, last step and own seconds of a window
         self._comparison: Comparison | None = None
         self._record: dict[str, float] = {}
@@ -57,13 +57,16 @@ class SlowRanksHook(Hook):
 
     def after_step(self, trainer: Trainer, step: int, report: StepReport) -> None:
         comparison, every = self._comparison, self._options.every
-        if comparison is None or every is None or (step + 1) % every or step < self._first:
+        if comparison is None or every is None:
             return
-        own, steps = self._own(trainer), step + 1 - self._first
-        self._kept.append((self._first, step, [(now - before) / steps for now, before in zip(own, self._before)]))
-        self._first, self._before = step + 1, own
-        if len(self._kept) < AT_ONCE:
-            return
+        if not (step + 1) % every and step >= self._first:
+            own, steps = self._own(trainer), step + 1 - self._first
+            self._kept.append((self._first, step, [(now - before) / steps for now, before in zip(own, self._before)]))
+            self._first, self._before = step + 1, own
+        if len(self._kept) == AT_ONCE or (self._kept and trainer.last):  # behind the last step, no rank need come
+            self._exchange(trainer, comparison)
+
+    def _exchange(self, trainer: Trainer, comparison: Comparison) -> None:
         kept, self._kept, device = self._kept, [], trainer.exchange.device
         local = torch.tensor([[window[2] for window in kept]], dtype=torch.float64, device=device)
         everyone = torch.empty(len(self._hosts), *local.shape[1:], dtype=torch.float64, device=device)
@@ -75,7 +78,7 @@ class SlowRanksHook(Hook):
         for slow in begun:
             trainer.log(f"slow: {self._text(slow)}")
             trainer.record("slow", step=trainer.at, rank=slow.rank, host=self._hosts[slow.rank], since=slow.since,
-                         times_others=slow.others, times_past=slow.past, phase=slow.phase)  # fmt: skip
+                         times_others=slow.others, times_past=slow.past, phase=slow.part)  # fmt: skip
         for slow in over:
             trainer.log(f"rank {slow.rank} on {self._hosts[slow.rank]} is no longer slow, since step {slow.until}")
         if comparison.slowest is not None:
@@ -92,12 +95,11 @@ class SlowRanksHook(Hook):
             trainer.log(f"slow: {self._text(slow)}")
 
     def _own(self, trainer: Trainer) -> list[float]:
-        own = trainer.beacon.own
-        return [own[phase] for phase in PHASES]
+        return parts_of(trainer.beacon.own)
 
     def _text(self, slow: Slow) -> str:
         when = f"since step {slow.since}" if slow.until is None else f"from step {slow.since} to {slow.until}"
         return (
             f"rank {slow.rank} on {self._hosts[slow.rank]} takes {slow.others:.1f} times as long as the median of the "
-            f"others and {slow.past:.1f} times its own best, {when}, most of it in {slow.phase}"
+            f"others and {slow.past:.1f} times its own best, {when}, most of it in {slow.part}"
         )
