@@ -33,7 +33,10 @@ STEADY = 600.0  # a start that lived this long ends the row of failures
 def supervise(plan: JobPlan) -> int:
     """Run a plan to its end; returns the exit status."""
     _announce(plan)
-    plan = tell_need(plan)
+    try:
+        plan = tell_need(plan)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     allowed = 0 if plan.choice.wrapper.restarts else plan.launch.restarts
     attempt, in_a_row = 0, 0
     restarts = Restarts(allowed)

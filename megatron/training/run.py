@@ -99,8 +99,7 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     own = config.checkpoint
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
-    told = place.attempt == 0 and "JOB_PLAN_TOLD" in os.environ  # by the launcher
-    if prediction is not None and not told:
+    if prediction is not None and not told_by_launcher(place, device_name(world.device)):
         log(prediction.text(config.training.steps - (source.checkpoint.step if source.checkpoint else 0)))
         if not prediction.fits:
             log(TOO_LARGE)
@@ -132,6 +131,11 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     finally:
         for each in (loader, *(which.loader for which in validation)):
             each.close()
+
+
+def told_by_launcher(place: WorkerEnvironment, device: str) -> bool:
+    """Whether the launcher has said what the run will need of such a device."""
+    return place.attempt == 0 and os.environ.get("JOB_PLAN_TOLD") == device
 
 
 def predicted(config: Config, place: WorkerEnvironment, world: World) -> Prediction | None:
