@@ -143,12 +143,13 @@ class Doctor:
         return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
 
     def _run(
-        self, words: tuple[str, ...], slots: tuple[int, ...] = (0,), address: str | None = None
+        self, words: tuple[str, ...], slots: tuple[int, ...] = (), address: str | None = None
     ) -> tuple[Launcher, Result, Collector]:
-        """Run the probe on every host."""
+        """Run the probe on every host: a rank for each slot, which sees the devices of these. Without slots it is one
+        rank, which sees all that the host has."""
         top = str(root())
         job = Specification(
-            hosts=tuple(Host(name, slots) for name in self.names),
+            hosts=tuple(Host(name, slots or (0,)) for name in self.names),
             command=(self.python, "-u", "-m", "megatron.launch.probe", *words),
             directory=os.getcwd(),
             environment={**forwarding.forwarded(os.environ, []), "PYTHONPATH": top, "OMP_NUM_THREADS": "1"},
@@ -156,6 +157,7 @@ class Doctor:
             console="all",
             grace=5.0,
             heartbeat=30.0,
+            device="auto" if slots else "cpu",  # of a rank on the CPU agents hide no device
             bind="none",
         )
         settings = LauncherSettings(master_address=address, start_timeout=self.timeout, check_code=False)
@@ -203,7 +205,7 @@ class Doctor:
 
     def _pairs(self, backend: str, name: str, address: str) -> list[HostFinding]:
         """How fast messages are between two hosts, over one network."""
-        _, result, collector = self._run(("pairs", backend), address=address)
+        _, result, collector = self._run(("pairs", backend), (0,), address)
         if result.first:
             return [_failed(f"pairs {backend}", f"{name}: ", result.first)]
         met = {

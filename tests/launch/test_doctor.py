@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron.config.sections.layout import LaunchSection
+from megatron.launch import probe
 from megatron.launch.choose import RunnerChoice
 from megatron.launch.compare import MEASURES, PAIRS, best_pairs, partners
 from megatron.launch.doctor import FAIL, GIB, OK, WARN, Doctor, judge, judge_clocks, judge_rates, table
@@ -16,6 +18,7 @@ from megatron.launch.runners import local
 from megatron.launch.specification import Host
 from megatron.trials.chaos import own_network
 from megatron.trials.hosts import RUNNER, TrialHosts
+from megatron.worker import devices
 from tests.paths import ROOT
 
 GOOD = {
@@ -121,6 +124,41 @@ def test_a_folder_that_cannot_be_written_to_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "_networks", lambda *_: [])
     (finding,) = [each for each in doctor.examine() if each.check == "shared folder"]
     assert finding.grade == FAIL and finding.value.startswith("the current folder cannot be written to: ")
+
+
+def test_facts_and_speeds_are_of_all_devices_of_a_host(tmp_path, monkeypatch):
+    """Eight pretended devices: what agents let the probe see of them, by the function that agents ask."""
+    jobs = []
+
+    def start(job):
+        jobs.append(job)
+        return local.commands(job, LaunchSection())
+
+    doctor = Doctor(RunnerChoice("local", (Host("here", (0,)),), "a test"), start, compare=True)
+    monkeypatch.chdir(tmp_path)
+    doctor.examine()
+    for name in ("nvidiactl", *(f"nvidia{index}" for index in range(8))):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "DEV", tmp_path)
+    monkeypatch.setattr(devices, "nvidia_buses", list)
+    seen = {
+        job.command[job.command.index("megatron.launch.probe") + 1]: devices.count(
+            devices.visibility(job.hosts[0].slots, {}, job.device)
+        )
+        for job in jobs
+    }
+    assert seen == {"facts": 8, "speeds": 8, "reduce": 2}, "those that talk to each other have one each"
+
+
+def test_the_speed_of_a_host_is_that_of_its_slowest_device(tmp_path, monkeypatch):
+    """Three pretended devices, of which the last multiplies and the second copies slowest."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(probe, "_products", lambda device: (9.0, 8.0, 2.0)[device.index])
+    monkeypatch.setattr(probe, "_copies", lambda device: (7.0, 3.0, 6.0)[device.index])
+    found = probe.speeds()
+    assert (found["products"], found["memory rate"]) == (2.0, 3.0) and found["disk rate"] > 0
 
 
 def test_a_missing_hostfile_is_an_error(tmp_path):
