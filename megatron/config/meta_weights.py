@@ -86,7 +86,18 @@ def check_header(file: Path) -> None:
     try:
         (length,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + length])  # cut off, it is no JSON
-        shapes = {name: tuple(map(int, each["shape"])) for name, each in header.items() if name != "__metadata__"}
+        shapes = {name: _shape(each["shape"]) for name, each in header.items() if name != "__metadata__"}
     except (struct.error, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError("must be a safetensors file; its header cannot be read") from error
+        raise ValueError(f"must be a safetensors file; the header of {file.name} cannot be read") from error
     network_of(shapes)
+
+
+def _shape(given: object) -> tuple[int, ...]:
+    """Of a tensor in a header.
+
+    Raises:
+        ValueError: it is no list of whole numbers from 0 on; JSON has others, 39.7 and 1e999 among them.
+    """
+    if not isinstance(given, list) or not all(type(size) is int and size >= 0 for size in given):
+        raise ValueError("no shape")
+    return tuple(given)

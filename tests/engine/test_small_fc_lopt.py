@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import socket
 import sys
+import zipfile
 
 import pytest
 import safetensors.torch
@@ -169,12 +171,21 @@ def broken() -> dict:
         "has no tensor network.input.bias": less,
         "has a tensor 'more'": {**made, "more": torch.zeros(1)},
         "names to tensors": {**made, "network.input.bias": 3},
+        "to tensors of floating": {**made, "network.input.bias": made["network.input.bias"].to_sparse()},
+        "mapping from names": {**made, 7: made["network.input.bias"]},
+        "has more than 64 MiB": {
+            name: torch.zeros(1).expand(shape) for name, shape in Network(2**14, 1).shapes.items()
+        },
         "cannot be read as tensors": Planted(),
     }
 
 
 def in_safetensors(content) -> bool:
-    return isinstance(content, dict) and all(isinstance(each, torch.Tensor) for each in content.values())
+    """Whether that format has it at all: it stores each value of a tensor."""
+    return isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(each, torch.Tensor) and not each.is_sparse and each.is_contiguous()
+        for name, each in content.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,12 +202,43 @@ def test_weights_of_anything_else_are_refused(reason, suffix, tmp_path, capsys):
     assert "run" not in capsys.readouterr().out
 
 
+# Of what a reader needs each lacks something else: a stack, what was remembered, bytes of a number, a key, a mark, text.
+PICKLES = (
+    b"",
+    b"\x80\x02.",
+    b"\x80\x02h\x07.",
+    b"\x80\x02K",
+    b"\x80\x02}s.",
+    b"\x80\x02(t\x85b.",
+    b"\x80\x02X\xff\xff\xff\x7f",
+)
+
+
+def archive(pickled: bytes) -> bytes:
+    """In the form of torch.save, with a pickle of one's own."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("archive/data.pkl", pickled)
+        made.writestr("archive/version", "3\n")
+        made.writestr("archive/byteorder", "little")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("pickled", PICKLES)
+def test_archives_whose_pickle_is_broken_are_refused(pickled, tmp_path):
+    file = tmp_path / "a.pt"
+    file.write_bytes(archive(pickled))
+    with pytest.raises(UserError, match="a.pt cannot be read as tensors"):
+        read_network(str(file))
+
+
 @pytest.mark.parametrize(
     "name, content, reason",
     [
         ("a.safetensors", b"", "cannot be read as tensors"),
         ("a.safetensors", b"\xff" * 64, "cannot be read as tensors"),
-        ("a.pt", b"no archive", "cannot be read as tensors"),
+        ("a.pt", b"no archive", "a.pt cannot be read as tensors"),
+        *[("a.pt", content, "a.pt cannot be read as tensors") for content in PICKLES],
         ("a.txt", b"", "must be a file .safetensors, .pt"),
         (None, b"", "must be a file that exists"),
     ],

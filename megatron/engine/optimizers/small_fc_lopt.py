@@ -9,7 +9,6 @@ so each tensor has an owner. With the rates of muP it is MuLO (Thérien et al. 2
 from __future__ import annotations
 
 import json
-import pickle
 import tempfile
 import warnings
 from collections import defaultdict
@@ -21,11 +20,10 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.meta_weights import FEATURES, NAME, RULE, network_of, weights_file
+from megatron.config.meta_weights import FEATURES, LARGEST, NAME, RULE, network_of, weights_file
 from megatron.config.optimizer_options import PACKAGES, options_of
 from megatron.config.problems import UserError
 from megatron.parallel.mesh import Axis
@@ -156,23 +154,44 @@ def read_network(path: str) -> dict[str, Tensor]:
         UserError: there is no such file, it is damaged, of another network, or has values that are not finite.
     """
     try:
-        file = weights_file(path)
+        found = _tensors(weights_file(path))
+        network_of({name: tuple(each.shape) for name, each in found.items()})
+        if sum(each.nbytes for each in found.values()) > LARGEST:  # one stored value may stand for any number of them
+            raise ValueError(f"{RULE} has more than {LARGEST // 2**20} MiB")
+        broken = next((name for name, each in found.items() if not each.float().isfinite().all()), None)
+        if broken is not None:
+            raise ValueError(f"{RULE} has values in {broken} that are not finite")
+    except (ValueError, OSError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"must be a file that can be read: {error.strerror}"
+        raise UserError(f"optimizer.options.weights = {path!r}: {reason}; give weights of small_fc_lopt") from error
+    return {name: each.float().contiguous() for name, each in found.items()}
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """What is in a file.
+
+    Raises:
+        ValueError: it is damaged, or has something else than plain tensors of floating point by name.
+    """
+    try:
         if file.suffix == ".safetensors":
             found: Any = safetensors.torch.load_file(file)
         else:
             found = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
-            raise ValueError(f"{RULE} is no mapping from names to tensors")
-        network_of({str(name): tuple(each.shape) for name, each in found.items()})
-        broken = next((name for name, each in found.items() if not each.float().isfinite().all()), None)
-        if broken is not None:
-            raise ValueError(f"{RULE} has values in {broken} that are not finite")
-    except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        reason = (
-            str(error) if isinstance(error, ValueError) else "must be a file of tensors; it cannot be read as tensors"
-        )
-        raise UserError(f"optimizer.options.weights = {path!r}: {reason}; give weights of small_fc_lopt") from error
-    return {name: each.float().contiguous() for name, each in found.items()}
+    except Exception as error:  # readers of archives fail in as many ways as archives are damaged
+        raise ValueError(f"must be a file of tensors; {file.name} cannot be read as tensors") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) and _plain(each) for name, each in found.items()):
+        raise ValueError(f"{RULE} is no mapping from names to tensors of floating point")
+    return found
+
+
+def _plain(value: object) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+    )
 
 
 def package_optimizer(network: Mapping[str, Tensor], device: torch.device) -> Any:
