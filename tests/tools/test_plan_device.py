@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
+from megatron.plan.devices import known_devices
+from tools.bench import plan_device
 from tools.bench.plan_device import CASES, DEFAULT, configured, main, markdown
 
 CASE = "tiny neox"
@@ -33,6 +36,24 @@ def test_a_row_of_other_overrides_is_made_anew(tmp_path):
     assert main([*asked, "--set", "training.activation_checkpointing.mode=full"]) == 0
     (after,) = json.loads((tmp_path / "rows.json").read_text())
     assert after["planned"]["parts"]["activations"] < before["planned"]["parts"]["activations"]
+
+
+def test_parts_of_another_device_are_made_anew(tmp_path, monkeypatch):
+    """Of an entry of the same name with other figures, and measured elsewhere."""
+    file, entry = tmp_path / "rows.json", known_devices()[0]["cpu"].model_dump()
+    monkeypatch.setattr(plan_device, "in_process", lambda _name, _more, device, *_: {"seconds": 1.0, "on": device})
+
+    def row(device: str, bandwidth: float) -> dict:
+        machine = tmp_path / f"{bandwidth}.yml"
+        machine.write_text(yaml.safe_dump({"devices": {"mine": {**entry, "bandwidth": bandwidth}}}))
+        words = ["--cases", CASE, "--parts", "planned", "measured", "--json", str(file), "--device", device]
+        assert main([*words, "--gpu", "mine", "--machine", str(machine)]) == 0
+        return json.loads(file.read_text())[0]
+
+    first, slower, other = row("cpu", 100.0), row("cpu", 1.0), row("cuda", 1.0)
+    assert slower["planned"]["seconds"] > first["planned"]["seconds"] and slower["measured"] == first["measured"]
+    assert other["planned"] == slower["planned"]
+    assert (slower["measured"]["on"], other["measured"]["on"]) == ("cpu", "cuda")
 
 
 def test_every_case_is_a_configuration():

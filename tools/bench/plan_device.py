@@ -7,8 +7,9 @@
 Each configuration trains on one rank with sequences of 2048 tokens, in a process of its own, so that its memory is its
 own. Measured are the most that torch's allocator gave to tensors and took from the device during steps, what the whole
 process held at their end (with the device's context and libraries), and the median of a step. On a CPU the bytes of all
-tensors are counted instead. Predictions need no GPU. Rows are written as they are made, and a part that is there is
-kept; a measurement that failed is made again. Exit status 1 if one fails.
+tensors are counted instead. Predictions need no GPU. Rows are written as they are made. A part that is there is kept if
+it is of the same --device, or was predicted with the same figures; a measurement that failed is made again. Exit status
+1 if one fails.
 """
 
 from __future__ import annotations
@@ -245,6 +246,8 @@ def _table(rows: list[list[str]]) -> str:
 def completed(options: argparse.Namespace, rows: dict[str, dict[str, Any]], keep: Callable[[], None]) -> int:
     """Add the parts that are asked for to the rows; returns how many measurements failed."""
     at, failed = cluster(1, options.gpu, path=options.machine), 0
+    figures = {"gpu": options.gpu, "figures": at.device.model_dump()}
+    settings = {"planned": figures, "rehearsed": figures, "measured": {"device": options.device}}
     for name in options.cases:
         config = configured(name, options.set)
         row = rows.get(name)
@@ -252,13 +255,14 @@ def completed(options: argparse.Namespace, rows: dict[str, dict[str, Any]], keep
             row = rows[name] = {"case": name, "overrides": [*CASES[name][1], *options.set]}
         for part in options.parts:
             known = row.get(part)
-            if known is not None and "error" not in known and (part == "measured" or known.get("gpu") == options.gpu):
+            if known is not None and "error" not in known and known.get("settings") == settings[part]:
                 continue
             if part == "measured":
-                row[part] = in_process(name, options.set, options.device, options.seconds, options.limit)
-                failed += "error" in row[part]
+                found = in_process(name, options.set, options.device, options.seconds, options.limit)
+                failed += "error" in found
             else:
-                row[part] = {"gpu": options.gpu, **{"planned": planned, "rehearsed": rehearsed}[part](config, at)}
+                found = {"planned": planned, "rehearsed": rehearsed}[part](config, at)
+            row[part] = {"settings": settings[part], **found}
             print(f"{name}: {part} {json.dumps(row[part])}", file=sys.stderr, flush=True)
             keep()
     return failed

@@ -16,8 +16,9 @@ Times do, and are those of runs with a core for each rank: take them on a quiet 
 once. `planned` is of the formulas alone; `corrected` as predictions of a user's later runs are, by the errors of the
 other runs of the table.
 
-With --json rows or rounds are written as they are made, and those that are there are kept, so that a table can be
-stopped and continued. No run is begun after --minutes.
+With --json rows or rounds are written as they are made, and those of the same device and --steps that are there are
+kept, so that a table can be stopped and continued. No run is begun after --minutes. Exit status 1 if a run that was
+asked for has no row, since it failed or was not begun; 2 if none has.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def time_rows(
             others = [each for other, (_, _, each) in entries.items() if each is not None and other != name]
             factor, _ = correction(others, own)
             row |= {"planned": own.predicted.seconds, "corrected": own.predicted.seconds * factor.seconds}
-        rows.append({**row, "spread": spread(rounds.found[name], clock)})
+        rows.append({**row, "spread": spread(rounds.whole(name, number), clock)})
     return rows
 
 
@@ -177,9 +178,12 @@ def memory_of(
     """Rows of memory, made until a time."""
     done, rows = kept(options.json), []
     for case in cases:
-        row = done.get((case.name, "bytes"))
+        row, settings = done.get((case.name, "bytes")), {"device": at(case.ranks).device.model_dump()}
+        if row is not None and row.get("settings") != settings:
+            row = None
         if row is None and time.monotonic() < until:
-            row = {"run": case.name, "ranks": case.ranks, "what": "bytes", **memory_row(case, at)}
+            row = {"run": case.name, "ranks": case.ranks, "what": "bytes", "settings": settings}
+            row |= memory_row(case, at)
             done[case.name, "bytes"] = row
             print(row, file=sys.stderr, flush=True)
             if options.json:
@@ -199,11 +203,13 @@ def times_of(
         case = by_name[name]
         return round_of(resolve(merged(case.values, LONGER), ranks=case.ranks), case.ranks, options.steps)
 
-    rounds.take([*by_name], measure, options.rounds)
+    settings = {name: {"ranks": case.ranks, "steps": options.steps, **LONGER} for name, case in by_name.items()}
+    rounds.take(settings, measure, options.rounds)
     return time_rows(cases, at, rounds, options.rounds, options.clock)
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
+    """Make rows, write and print them; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=48, help="runs, at least as many as architectures and layouts")
     parser.add_argument("--only", default="", help="runs whose names have this word")
@@ -216,7 +222,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after them (default: 120)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows as they are made; those in it are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     device = known_devices(options.machine)[0][options.device]
 
     def at(ranks: int) -> Cluster:
@@ -236,7 +242,10 @@ def main() -> int:
     print(text)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     print(f"\nprocessor time: {sum(each.ru_utime + each.ru_stime for each in used):.0f} s", file=sys.stderr)
-    return 0
+    missing = sorted({each.name for each in cases} - {row["run"] for row in rows})
+    if missing:
+        print(f"{len(missing)} of {len(cases)} runs have no row: {'; '.join(missing)}", file=sys.stderr)
+    return int(bool(missing))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +72,7 @@ def spread(rounds: Sequence[dict[str, float]], clock: str) -> float:
 
 
 class Rounds:
-    """Rounds of cases by name, in a file that is written after each.
+    """Rounds of cases by name, with the settings that they were taken with, in a file that is written after each.
 
     Args:
         path: those in it are kept; None keeps nothing.
@@ -81,24 +81,34 @@ class Rounds:
 
     def __init__(self, path: Path | None, until: float) -> None:
         self.path, self.until = path, until
-        self.found: dict[str, list[dict[str, float]]] = {}
+        self.found: dict[str, dict[str, Any]] = {}
         if path is not None and path.exists():
             self.found = json.loads(path.read_text(encoding="utf-8"))
 
-    def take(self, cases: Sequence[str], measure: Callable[[str], dict[str, float]], rounds: int) -> None:
+    def take(
+        self, cases: Mapping[str, Mapping[str, Any]], measure: Callable[[str], dict[str, float]], rounds: int
+    ) -> None:
         """Until each case has so many rounds, one of every case after the other; those of a case that fails are left
-        empty."""
+        empty.
+
+        Args:
+            cases: by name, what decides their figures, as JSON has it; rounds of other settings are taken anew.
+        """
+        for name, settings in cases.items():
+            if not isinstance(known := self.found.get(name), dict) or known.get("settings") != settings:
+                self.found[name] = {"settings": dict(settings), "rounds": []}
         failed = set[str]()
         for number in range(1, rounds + 1):
             for name in cases:
-                own = self.found.setdefault(name, [])
+                own = self.found[name]["rounds"]
                 if len(own) >= number or name in failed or time.monotonic() > self.until:
                     continue
                 try:
                     own.append(measure(name))
                 except (RuntimeError, TimeoutError) as error:
                     failed.add(name)
-                    print(f"{name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr, flush=True)
+                    reason = str(error).strip().splitlines() or [type(error).__name__]
+                    print(f"{name}: {reason[-1]}", file=sys.stderr, flush=True)
                     continue
                 print(f"round {number}, {name}: {json.dumps(own[-1])}", file=sys.stderr, flush=True)
                 self.keep()
@@ -112,5 +122,5 @@ class Rounds:
 
     def whole(self, name: str, rounds: int) -> list[dict[str, float]]:
         """A case's rounds, empty if it has fewer."""
-        own: list[Any] = self.found.get(name, [])
+        own: list[dict[str, float]] = self.found[name]["rounds"]
         return own if len(own) >= rounds else []
