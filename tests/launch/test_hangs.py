@@ -176,13 +176,13 @@ def cut_off(draw: random.Random, folder: Path, *words: str) -> tuple[str, str, i
 
 
 @pytest.mark.slow
-@pytest.mark.hosts
-@pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")
 def test_the_culprit_is_named_in_seeded_hangs(tmp_path):
-    """Three seeds of each kind, each with another account of communication: at least 19 of 20 are right."""
-    found = [hung(kind, seed, tmp_path / f"{kind}{seed}") for seed in range(3) for kind in KINDS]
+    """Three seeds of each kind that can be here, each with another account of communication: at least 19 of 20 are
+    right. A cable needs root, for network namespaces."""
+    kinds = [kind for kind in KINDS if kind != "cable" or own_network()]
+    found = [hung(kind, seed, tmp_path / f"{kind}{seed}") for seed in range(3) for kind in kinds]
     told = "\n".join(map(str, found))
     (tmp_path / "sentences.txt").write_text(told)
     print(told)
     wrong = [str(each) for each in found if not each.named]
-    assert len(found) >= 20 and len(wrong) * 20 <= len(found), "\n".join(wrong)
+    assert len(found) >= 3 * (len(KINDS) - 1) and len(wrong) <= len(found) // 20, "\n".join(wrong)
