@@ -131,8 +131,13 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
         only: names of faults; all that are possible where there are none.
 
     Raises:
-        TrialError: the run that is left alone fails, or no fault is possible, so nothing can be said.
+        TrialError: no fault is possible, which is said before any run, or the run that is left alone fails.
     """
+    trial = arena.folder / "mounted"
+    disk = mount(trial, 1 << 20)
+    unmount_all(trial)
+    trial.rmdir()
+    _drawn_from(arena, disk, only)
     alone = arena.job("alone")
     try:
         complete(alone)
@@ -145,11 +150,8 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
         number += 1
         job, found = arena.job(f"round_{number}"), Round(number)
         disk = mount(job.run / "checkpoints", DISK * size + (1 << 20))
-        faults = [each for each in arena.possible(disk) if not only or each.name in only]
         try:
-            if not faults:
-                raise TrialError("none of these faults can happen to this run here (some need root, some --hosts)")
-            _round(arena, job, found, faults, draw, until, bag)
+            _round(arena, job, found, _drawn_from(arena, disk, only), draw, until, bag)
             if not found.problems:
                 found.problems += problems_of(alone, job, arena.steps)
         finally:
@@ -161,6 +163,23 @@ def chaos(arena: Arena, *, seed: int, until: Callable[[], bool], only: Iterable[
         yield found
         if not found.problems:
             shutil.rmtree(job.folder)
+
+
+def _drawn_from(arena: Arena, disk: bool, only: Iterable[str]) -> list[Fault]:
+    """The faults that are wanted and possible.
+
+    Raises:
+        TrialError: there is none; with what those that are wanted need.
+    """
+    wanted = [each for each in FAULTS if not only or each.name in only]
+    possible = arena.possible(disk)
+    if not any(each in possible for each in wanted):
+        needs = "; ".join(f"{each.name}: {', '.join(each.needs)}" for each in wanted)
+        raise TrialError(
+            f"none of these faults can happen to this run here; they need {needs} (disk and network need root, hosts "
+            "--hosts)"
+        )
+    return [each for each in wanted if each in possible]
 
 
 def _has_come_to(job: TrialJob, step: int) -> bool:
