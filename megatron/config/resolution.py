@@ -146,11 +146,11 @@ def _combine(
     view = View(thaw(given), name, ranks)
     derived = derive(view)
     derived.update(complete_variants(view, given))
-    _fill_in_the_name(view)
+    named = _fill_in_the_name(view)
     config = current_schema().model_validate(view.values)
     origin = _origins(merged, derived, view.values)
 
-    context = RuleContext(config, ranks, origin, files, here, resolve)
+    context = RuleContext(config, ranks, origin, files, here, resolve, named)
     ruled = [*rules.broken(context, inputs=check_inputs), *(former_runs(context) if check_inputs else ())]
     problems += [each for each in ruled if not _touches(each, unknown)]
     if any(each.fatal for each in problems):
@@ -165,12 +165,14 @@ def _combine(
     )
 
 
-def _fill_in_the_name(view: View) -> None:
+def _fill_in_the_name(view: View) -> bool:
     """Checkpoints are called by their steps alone: with the run's name in the URL one line serves all runs of a
-    suite."""
+    suite. Returns whether it was in the URL."""
     url = view["checkpoint.upload"]
-    if url is not None:
-        put(view.values, ("checkpoint", "upload"), url.replace(RUN_NAME, str(view["run.name"])))
+    if url is None or RUN_NAME not in url:
+        return False
+    put(view.values, ("checkpoint", "upload"), url.replace(RUN_NAME, str(view["run.name"])))
+    return True
 
 
 def _ranks_here(launch: LaunchSection) -> int | None:

@@ -30,6 +30,7 @@ class RuleContext:
         here: whether a start would be now and, if the configuration does not say otherwise, on this machine; not so
             where a job script is made.
         resolve: `resolution.resolve`, for configurations that come with this one.
+        named_upload: whether `checkpoint.upload` had `{run.name}`, for which the name now stands.
     """
 
     config: Config
@@ -38,6 +39,7 @@ class RuleContext:
     files: tuple[str, ...] = ()
     here: bool = True
     resolve: Callable[..., Config] | None = field(default=None, repr=False)
+    named_upload: bool = False
 
     @property
     def starts_here(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path as File
 
@@ -10,6 +11,8 @@ from ..foreign import advice, neox_checkpoint
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sections.output import RUN_NAME
+
+_IN_URLS = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._~-]*")  # nothing that URLs quote, or that leads elsewhere
 
 
 def one_way_to_start(context: RuleContext) -> Iterator[Problem]:
@@ -76,8 +79,15 @@ def urls_can_be_opened(context: RuleContext) -> Iterator[Problem]:
 
 
 def uploads_come_about(context: RuleContext) -> Iterator[Problem]:
-    checkpoint = context.config.checkpoint
-    if checkpoint.upload is not None and set(checkpoint.upload) & set("{}"):
+    checkpoint, name = context.config.checkpoint, context.config.run.name
+    if context.named_upload and not _IN_URLS.fullmatch(name or ""):
+        yield context.problem(
+            "run.name",
+            "checkpoint.upload",
+            rule=f"must be letters, digits and . _ ~ - after a letter or digit, without .., for {RUN_NAME} in a URL",
+            fix=f"use another name, or write the URL without {RUN_NAME}",
+        )
+    elif checkpoint.upload is not None and set(checkpoint.upload) & set("{}"):
         yield context.problem(
             "checkpoint.upload",
             rule=f"must be a URL, in which only {RUN_NAME} may stand in braces",

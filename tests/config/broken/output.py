@@ -54,6 +54,16 @@ LAUNCH = [
         "a.yml:2: checkpoint.upload_every = 10",
         "must go with checkpoint.upload",
     ),
+    *[
+        case(
+            f"uploads to a URL in which the name {name} stands",
+            f"run: {{name: '{name}'}}\ncheckpoint: {{upload: 'memory://a/{{run.name}}'}}",
+            f"a.yml:2: run.name = '{name}'",
+            "must be letters, digits and . _ ~ - after a letter or digit, without ..",
+            "write the URL without {run.name}",
+        )
+        for name in ("a{b}", "a/b", "..", "a..b", "a b", "a%2Fb", "a?b", "a#b", "ä")
+    ],
     case(
         "uploads to a place of an unknown name",
         "checkpoint: {upload: 'memory://a/{name}'}",
