@@ -202,16 +202,8 @@ def test_weights_of_anything_else_are_refused(reason, suffix, tmp_path, capsys):
     assert "run" not in capsys.readouterr().out
 
 
-# Of what a reader needs each lacks something else: a stack, what was remembered, bytes of a number, a key, a mark, text.
-PICKLES = (
-    b"",
-    b"\x80\x02.",
-    b"\x80\x02h\x07.",
-    b"\x80\x02K",
-    b"\x80\x02}s.",
-    b"\x80\x02(t\x85b.",
-    b"\x80\x02X\xff\xff\xff\x7f",
-)
+# Each lacks something else: an opcode, a stack, what was remembered, bytes of a number, a key, a mark, text.
+PICKLES = (b"", *(b"\x80\x02" + end for end in (b".", b"h\x07.", b"K", b"}s.", b"(t\x85b.", b"X\xff\xff\xff\x7f")))
 
 
 def archive(pickled: bytes) -> bytes:
