@@ -22,8 +22,10 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of, shard_index, shard_start
 from megatron.parallel.shard import LogicalTensor
 
-from .optimizers import MatrixOptimizer, element_states, initialize_state, number_names
+from .optimizers import MatrixOptimizer, element_states, fingerprints, initialize_state, number_names
 from .optimizers.whole import Held
+
+FINGERPRINTS = "fingerprints"  # among the counters
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,19 @@ class EngineState:
         return self._averages[flat]
 
     def counters(self) -> dict[str, Any]:
-        """What the optimizer keeps besides tensors: updates done, and other numbers that all parameters share."""
+        """What the optimizer keeps besides tensors: updates done, and other numbers that all parameters share; and
+        what tells whether files that it reads are the same."""
         names, states = number_names(self.optimizer), self.optimizer.state.values()
-        return {name: float(state[name]) for state in reversed(states) for name in names if name in state}
+        found: dict[str, Any] = {
+            name: float(state[name]) for state in reversed(states) for name in names if name in state
+        }
+        read = fingerprints(self.optimizer)
+        return {**found, FINGERPRINTS: read} if read else found
+
+    def other_files(self, counters: Mapping[str, Any]) -> list[str]:
+        """Keys that name files of which the optimizer has read others than the one that counted."""
+        kept, own = counters.get(FINGERPRINTS, {}), fingerprints(self.optimizer)
+        return sorted(key for key in kept.keys() & own.keys() if kept[key] != own[key])
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         self._create_states()

@@ -264,8 +264,13 @@ def made_in(checkpoint: Checkpoint, config: Config) -> int:
 
 
 def resume(checkpoint: Checkpoint, world: World, engine: BaseEngine) -> None:
-    """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters."""
+    """Everything: masters, optimizer states, counters, loss scale; then the weights are made of the masters.
+
+    Raises:
+        CheckpointError: it does not fit the run, or its optimizer had read another file.
+    """
     state = engine.state
+    refuse_other_files(checkpoint, engine)
     targets = state.targets()
     checkpoint.check([target.spec for target in targets], communicator=world.communicator)
     checkpoint.read_into(targets, communicator=world.communicator)
@@ -456,6 +461,29 @@ def refuse_other_runs(subject: object, changed: list[str], config: Config) -> No
                 *(line for _, line in keys),
                 "undo the change, or give this run its own run.dir (or run.name); "
                 f"or, if it is meant to go on with it, checkpoint.allow_changes=[{names}]",
+            ],
+        )
+
+
+def refuse_other_files(checkpoint: Checkpoint, engine: BaseEngine) -> None:
+    """An optimizer that follows from a file goes on with that of the checkpoint: a path says nothing of what is there.
+
+    Raises:
+        CheckpointError: with each key that `checkpoint.allow_changes` does not name.
+    """
+    allowed = engine.config.checkpoint.allow_changes
+    keys = [
+        key
+        for key in engine.state.other_files(checkpoint.meta.optimizer)
+        if not any(f"{key}.".startswith(f"{each}.") for each in allowed)
+    ]
+    if keys:
+        raise CheckpointError(
+            checkpoint.title,
+            [
+                *(f"the file of {key} must have the values that the checkpoint's steps were made with" for key in keys),
+                "give that file again, or give this run its own run.dir (or run.name); or, if it is meant to go on "
+                f"with another one, checkpoint.allow_changes=[{', '.join(keys)}]",
             ],
         )
 

@@ -19,9 +19,13 @@ from megatron.config.problems import UserError
 from megatron.engine.optimizers import build_optimizer, set_learning_rate
 from megatron.engine.optimizers.small_fc_lopt import read_network
 from megatron.model.stack import build_model
+from megatron.parallel.mesh import Axis
 from megatron.parallel.shard import Role
+from megatron.testing.ranks import on_ranks
 from tests.engine.test_optimizers import gradients, model, parameter
 from tests.paths import ROOT
+from tests.training import runs
+from tests.training.matrix import merged, read
 from tests.training.settings import settings
 
 WEIGHTS = ROOT / "tests/stand_ins/small_fc_lopt.safetensors"
@@ -258,3 +262,82 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     optimizer = build_optimizer(settings(optimizer=chosen), ours)
     with pytest.raises(UserError, match=r"needs the package pylo: pip install --no-deps git\+https://github.com"):
         optimizer.step()
+
+
+def with_other_networks(folder: str) -> list[str]:
+    """On two ranks: what each is told if the second one's host has another file under the path; then with one file."""
+    from torch import distributed as dist
+
+    rank, told = dist.get_rank(), []
+    for width in (8 + rank, 8):
+        path = f"{folder}/{width}.safetensors"
+        optimizer = build_optimizer(
+            settings(optimizer={"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": path}}), tensors()
+        )
+        try:
+            optimizer.attach([], Axis(rank, 2, dist.group.WORLD, (0, 1)), torch.device("cpu"))
+        except UserError as error:
+            told.append(str(error))
+        else:
+            told.append("attached")
+    return told
+
+
+def test_ranks_have_one_network(tmp_path):
+    for width in (8, 9):
+        safetensors.torch.save_file(network(width), tmp_path / f"{width}.safetensors")
+    for refused, alike in on_ranks(2, with_other_networks, str(tmp_path)):
+        assert "optimizer.options.weights: must have the same values on all ranks; those of rank 1 are not" in refused
+        assert alike == "attached"
+
+
+def resumed(values: dict, saved: str, further: dict) -> tuple[str, ...]:
+    """On one rank: a checkpoint of a run with `values`, and what each of the other settings finds in it."""
+    from megatron.checkpoint import SOLO, CheckpointError, Meta, open_checkpoint, save
+    from megatron.training.resume import resume
+    from megatron.training.world import World
+
+    config, engine = runs.start(values, 1)
+    engine.step(runs.local_batch(config, 0, 0, 1), config.optimizer.lr)
+    kept = Meta.from_bytes(Meta(step=1, optimizer=engine.state.counters()).to_bytes(), "a test")
+    own = str(save(saved, 1, engine.state.fragments(), kept, SOLO))
+    told = []
+    for more in further.values():
+        _, engine = runs.start(merged(values, more), 1)
+        try:
+            resume(open_checkpoint(own, communicator=SOLO), World(torch.device("cpu"), engine.mesh, SOLO, SOLO), engine)
+        except CheckpointError as error:
+            told.append(str(error))
+        else:
+            told.append(f"{engine.state.counters()['step']:.0f} steps")
+    return tuple(told)
+
+
+def test_a_run_goes_on_with_its_network(tmp_path):
+    """Of the values, not of the path or the form; with another one only where a key says so."""
+    made, other = network(), network()
+    other["network.output.bias"][0] += 2**-20
+    safetensors.torch.save_file(made, tmp_path / "a.safetensors")
+    torch.save({name: each.double() for name, each in made.items()}, tmp_path / "same.pt")
+    safetensors.torch.save_file(other, tmp_path / "other.safetensors")
+
+    def weights(name: str) -> dict:
+        return {"optimizer": {"type": "small_fc_lopt", "lr": 1.0, "options": {"weights": str(tmp_path / name)}}}
+
+    def allowed(key: str) -> dict:
+        return {**weights("other.safetensors"), "checkpoint": {"allow_changes": [key]}}
+
+    values = merged(read()["common"], {"model": {"layers": "(attention/mlp) x1"}})
+    further = {
+        "same": weights("same.pt"),
+        "other": weights("other.safetensors"),
+        "key": allowed("optimizer.options.weights"),
+        "section": allowed("optimizer"),
+        "another key": allowed("model"),
+    }
+    (told,) = on_ranks(1, resumed, merged(values, weights("a.safetensors")), str(tmp_path / "saved"), further)
+    assert [each for each in told if "steps" == each.split()[-1]] == ["1 steps"] * 3
+    found = dict(zip(further, told, strict=True))
+    for name in ("other", "another key"):
+        assert "the file of optimizer.options.weights must have the values that the checkpoint's steps" in found[name]
+        assert "checkpoint.allow_changes=[optimizer.options.weights]" in found[name]

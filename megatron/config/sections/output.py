@@ -85,7 +85,7 @@ class CheckpointSection(Section):
     allow_changes: list[str] = key(
         list,
         "Keys, or sections, in which a resumed run may differ from its checkpoint although they make it another run: "
-        "training.seed, model, tokenizer.",
+        "training.seed, model, tokenizer; optimizer.options.weights for another file of that name.",
     )
     initialize_from: str | None = key(
         None, "Take only the weights from this checkpoint (path or fsspec URL) or Hugging Face folder."

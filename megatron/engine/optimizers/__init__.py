@@ -7,7 +7,7 @@ as it likes. Muon needs whole matrices: a `MatrixOptimizer` gets them on every l
 
 from .adamw import AdamW
 from .build import build_optimizer, set_learning_rate
-from .contract import Optimizer, element_states, initialize_state, number_names, state_names
+from .contract import Optimizer, element_states, fingerprints, initialize_state, number_names, state_names
 from .groups import parameter_groups
 from .lion import Lion
 from .matrix import MatrixOptimizer
@@ -23,6 +23,7 @@ __all__ = [
     "MatrixOptimizer",
     "Muon",
     "build_optimizer",
+    "fingerprints",
     "initialize_state",
     "number_names",
     "parameter_groups",

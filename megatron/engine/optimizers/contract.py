@@ -33,6 +33,10 @@ class Optimizer(Protocol):
     Optionally `numbers` names further states that are one number: float64 tensors without dimensions, zero before the
     first step, the same for all parameters.
 
+    Optionally it has the method `fingerprints() -> Mapping[str, str]`: of what it has read from files and its steps
+    follow from, by the key that names the file. Checkpoints keep them, and a run resumes with no others unless
+    `checkpoint.allow_changes` has the key.
+
     Optionally it has the method `evaluation_weights(group, weights, state) -> Tensor`, where the weights to be
     evaluated, saved and exported are others than those at which gradients are taken. They follow, element by element,
     from the latter and the parameter's states, of all elements or of some of them. The engine puts them in the place of
@@ -112,6 +116,12 @@ def element_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], p
 def number_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Names of the states that are one number."""
     return (STEP, *getattr(optimizer, "numbers", ()))
+
+
+def fingerprints(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of what it has read from files, by the key that names the file; empty for most."""
+    declared = getattr(optimizer, "fingerprints", None)
+    return dict(declared()) if declared is not None else {}
 
 
 def _first(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, name: str) -> Tensor:

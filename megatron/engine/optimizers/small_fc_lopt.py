@@ -8,6 +8,7 @@ so each tensor has an owner. With the rates of muP it is MuLO (Thérien et al. 2
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 import warnings
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import Config
@@ -33,6 +35,7 @@ from .groups import use_fused
 from .matrix import WEIGHT, MatrixOptimizer, blocks, sizes
 from .whole import Held, OwnedUnit
 
+KEY = "optimizer.options.weights"
 THREE = 3  # coefficients of the averages of gradients, and of those of their squares by row and column
 # Our states by PyLO's names of them.
 STATES = {
@@ -87,7 +90,33 @@ class SmallFcLopt(MatrixOptimizer):
         self, flats: Sequence[tuple[Sequence[Tensor], Sequence[Held]]], axis: Axis, device: torch.device
     ) -> None:
         self._package(device)  # what is wrong with it is said before the first step
+        self._refuse_others(axis)
         super().attach(flats, axis, device)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of the network's names, shapes and fp32 values, in whatever form they were stored."""
+        digest = hashlib.sha256()
+        for name, values in sorted(self.network.items()):
+            digest.update(f"{name} {list(values.shape)}\n".encode())
+            digest.update(values.numpy().astype("<f4").tobytes())
+        return {KEY: digest.hexdigest()}
+
+    def _refuse_others(self, axis: Axis) -> None:
+        """Each host reads a file of its own.
+
+        Raises:
+            UserError: ranks have different networks; on all of them.
+        """
+        if axis.size == 1:
+            return
+        everyone: list[Any] = [None] * axis.size
+        dist.all_gather_object(everyone, self.fingerprints()[KEY], group=axis.group)
+        others = [str(rank) for rank, each in zip(axis.ranks, everyone) if each != everyone[0]]
+        if others:
+            raise UserError(
+                f"{KEY}: must have the same values on all ranks; those of rank{'s' * (len(others) > 1)} "
+                f"{', '.join(others)} are not those of rank {axis.ranks[0]}; copy one file to all hosts"
+            )
 
     def direction(
         self, group: Mapping[str, Any], unit: OwnedUnit, whole: Tensor, states: dict[str, Tensor], done: int
@@ -163,7 +192,7 @@ def read_network(path: str) -> dict[str, Tensor]:
             raise ValueError(f"{RULE} has values in {broken} that are not finite")
     except (ValueError, OSError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"must be a file that can be read: {error.strerror}"
-        raise UserError(f"optimizer.options.weights = {path!r}: {reason}; give weights of small_fc_lopt") from error
+        raise UserError(f"{KEY} = {path!r}: {reason}; give weights of small_fc_lopt") from error
     return {name: each.float().contiguous() for name, each in found.items()}
 
 
