@@ -22,7 +22,8 @@ from megatron.data.sample import Sample
 from megatron.engine.engine import build_engine
 from megatron.engine.scoring import Scorer
 from megatron.report.ledger import left_out
-from megatron.training.resume import data_changes, initialize, made_in
+from megatron.training.resume import initialize, made_in
+from megatron.training.same_run import data_changes
 from megatron.training.world import World, join, leave
 from megatron.worker.job import read_job
 from megatron.worker.place import StartError

@@ -13,10 +13,9 @@ import io
 import logging
 import os
 import warnings
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,13 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.variants import used_kinds
 from megatron.data.batch import StepBatch
 from megatron.model.block import hands_on_states
 from megatron.model.embedding_and_head import Reader
 from megatron.model.stack import Model, ModelPlan
 from megatron.parallel.account import EVALUATE, phase
-from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh, limit_groups, stage_axis
 from megatron.parallel.parameters import buffers_of, logical_of
 from megatron.worker.beacon import BACKWARD, FORWARD, OPTIMIZER, Beacon
@@ -40,16 +37,14 @@ from .clipping import GlobalClipping, global_limit
 from .deepspeed_options import accumulation_steps, deepspeed_options, reduces_once, zero_stage
 from .ds_mpu import ModelParallelUnit
 from .expert_groups import count_each_element_once, spread_experts
-from .expert_load import ExpertLoad
-from .further_losses import FurtherLosses
+from .extras import StepExtras
 from .gate import StepGate, has_gate
 from .keep_fp32 import keeping_fp32
 from .lengths import SequenceStages
-from .logit_clipping import LogitClipping
 from .micro_batches import LossAccumulator, MicroBatch, micro_batches
 from .optimizers import MatrixOptimizer, build_optimizer, set_learning_rate
 from .pipeline_schedule import Look, looked_into, with_phases
-from .protocol import DIVERGENCE, PASSES, PASSES_BACKWARD, LabelGroups, StepResult
+from .protocol import LabelGroups, StepResult
 from .reduction import (
     begin_sums_with_copies,
     compress_gradients,
@@ -146,8 +141,6 @@ class BaseEngine:
         wire = self.config.parallel.communication.compress.data
         compressed = wire != "none" and self.mesh.replicas.size > 1
         self.compressed = compress_gradients(self.deepspeed, wire) if compressed else None
-        self.experts = ExpertLoad(module, self.config, self.mesh, self.device)
-        self.further = FurtherLosses(module, self.config, self.mesh, self.device)
         average = self.config.training.weight_average is not None
         self.state = EngineState(
             self.deepspeed, self.optimizer, parameters, self.mesh, stage, buffers_of(module), average
@@ -155,8 +148,7 @@ class BaseEngine:
         if self.gate is not None and self.config.spikes.action == ADAGC:
             limit = self.config.optimizer.gradient_clipping
             self.gate.adagc = AdaGC(self.config.spikes.adagc, limit, self.state, self.mesh, self.device)
-        clips = any(kind.clips_logits(options) for _, kind, options in used_kinds(self.config.model))
-        self.logits = LogitClipping(module, self.mesh, self.state, self.device, clips)
+        self.extras = StepExtras(module, self.config, self.mesh, self.device, self.plan, self.state)
         if isinstance(self.optimizer, MatrixOptimizer):
             held = self.state.held(lambda group: group["matrix"])
             self.optimizer.attach(held, stage_axis(self.mesh), self.device)
@@ -274,29 +266,8 @@ class BaseEngine:
             grad_norm=norm,
             skipped=overflow,
             spike=spike,
-            extras=self._extras(applied and (self.gate is None or self.gate.applies)),
+            extras=self.extras.finish(applied and (self.gate is None or self.gate.applies), self.losses),
         )
-
-    def _extras(self, applied: bool) -> Mapping[str, Any]:
-        loads, logits = self.experts.finish(applied), self.logits.finish(applied)
-        more = {**logits, **self._depth(), **self._divergence()}
-        # These are read from the device when they are asked for.
-        parts = [each for each in (loads, self.further.finish(), more) if each]
-        return (parts or [{}])[0] if len(parts) < 2 else ChainMap(*cast("list[MutableMapping[str, Any]]", parts))
-
-    def _divergence(self) -> Mapping[str, Any]:
-        """The mean divergence from the teacher over the labels that count, by weight; of all ranks."""
-        if self.losses.divergence is None:
-            return {}
-        both = all_reduce(torch.stack([self.losses.divergence, self.losses.weight]), self.mesh.replicas)
-        return {DIVERGENCE: both[0] / both[1]}
-
-    def _depth(self) -> Mapping[str, Any]:
-        """What the step ran of a recurrent core."""
-        if self.plan.depth is None:
-            return {}
-        passes = self.plan.depth.passes(training=True)
-        return {PASSES: passes.total, PASSES_BACKWARD: passes.backward}
 
 
 class PlainEngine(BaseEngine):

@@ -43,8 +43,9 @@ from .hook import HookContext, ValidationSet
 from .hooks import hooks_of
 from .hooks.log import device_name
 from .proof import check_loss, with_proof
-from .resume import StartPoint, contents, data_changes, find, load, tokens_read
+from .resume import StartPoint, contents, find, load, tokens_read
 from .rollback import roll_back
+from .same_run import data_changes
 from .sampler import sampler
 from .trainer import Outcome, Trainer
 from .uploads import copies_of

@@ -15,7 +15,7 @@ from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.training.resume import data_changes
+from megatron.training.same_run import data_changes
 from tests.data.make import write_documents
 from tests.workers import run
 

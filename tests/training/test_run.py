@@ -356,7 +356,7 @@ def test_another_run_is_not_gone_on_with(key: str, tmp_path: Path) -> None:
 
 def test_what_makes_a_run_another_one(tmp_path: Path) -> None:
     from megatron.checkpoint import CheckpointError
-    from megatron.training.resume import refuse_other_runs
+    from megatron.training.same_run import refuse_other_runs
 
     (tmp_path / "tiny.yml").write_text(TINY)
     config = load([str(tmp_path / "tiny.yml")], [], ranks=1).config
@@ -373,7 +373,7 @@ def test_what_makes_a_run_another_one(tmp_path: Path) -> None:
 
 
 def test_changed_keys_are_named(tmp_path: Path) -> None:
-    from megatron.training.resume import changes
+    from megatron.training.same_run import changes
 
     (tmp_path / "tiny.yml").write_text(TINY)
     old = load([str(tmp_path / "tiny.yml")], [], ranks=1)

@@ -24,7 +24,7 @@ from megatron.data.corpus.job import run as tokenize
 from megatron.data.loader import build_loader
 from megatron.data.plan_builder import build_plan
 from megatron.model.stack import build_model
-from megatron.training.resume import data_changes
+from megatron.training.same_run import data_changes
 from tests.paths import ROOT
 from tests.training.test_run import job
 from tests.workers import run as on_ranks

@@ -1,12 +1,13 @@
 """Broken configurations by concern: what stands in a.yml, and what the message must say."""
 
 from tests.config.broken.case import BASE, Case
+from tests.config.broken.data import DATA
 from tests.config.broken.keys import KEYS, RANGES, TYPES, YAML
 from tests.config.broken.layout import DEEPSPEED, LAYOUT
 from tests.config.broken.model import MODEL
 from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.output import LAUNCH, OUTPUT
-from tests.config.broken.recipe import DATA, RECIPE, SCHEDULE
+from tests.config.broken.recipe import RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
 from tests.config.broken.stages import STAGES, WARNED_STAGES
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
