@@ -13,6 +13,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import is_spread, logical_of
 
 from .spikes import ADAGC
+from .squares import sum_of_squares
 
 
 def global_limit(config: Config) -> float:
@@ -62,7 +63,4 @@ class GlobalClipping:
         return all_reduce(total, self.mesh.pipeline).sqrt()
 
     def _sum_of_squares(self, tensors: list[Tensor]) -> Tensor:
-        """fp32, without a copy of any tensor."""
-        if not tensors:
-            return torch.zeros((), dtype=torch.float32, device=self.parameters[0].device)
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+        return sum_of_squares(tensors) if tensors else self.parameters[0].new_zeros((), dtype=torch.float32)

@@ -29,6 +29,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.mesh import Mesh
 
 from .ds_mpu import with_group
+from .squares import sum_of_squares
 
 
 @contextlib.contextmanager
@@ -85,8 +86,7 @@ def _ordinary(gradients: list[Tensor], experts: dict[str, list[Tensor]], mesh: M
     found = [gradient for each in experts.values() for gradient in each]
     if not found:
         return gradients, {}
-    squares = torch.stack([gradient.float().norm() for gradient in found]).square().sum()
-    squares = all_reduce(squares, mesh.expert)
+    squares = all_reduce(sum_of_squares(found), mesh.expert)
     if mesh.layout.folded and mesh.tensor.rank:
         squares = torch.zeros_like(squares)
     return [*gradients, squares.sqrt().view(1)], {}

@@ -14,6 +14,8 @@ from megatron.parallel.account import phase
 from megatron.parallel.compression import CompressedSum
 from megatron.worker.beacon import REDUCE, Beacon
 
+from .squares import norm
+
 
 def tell_of_reductions(engine: Any, beacon: Beacon) -> None:
     """DeepSpeed reduces gradients at the end of a backward pass: with ZeRO 0 and 1 of the last one of a step. Where
@@ -174,7 +176,10 @@ def begin_sums_with_copies(optimizer: Any) -> None:
         return to_reduce()
 
     def grads_for_norm(for_clipping: bool = False) -> Any:
-        return optimizer.fp32_groups_gradients_flat if for_clipping else to_norm()
+        if for_clipping:
+            return optimizer.fp32_groups_gradients_flat
+        ordinary, experts = to_norm()  # DeepSpeed takes norms again, of what are norms already
+        return [norm(each) for each in ordinary], {name: [norm(each) for each in own] for name, own in experts.items()}
 
     def update(*arguments: Any, **options: Any) -> Any:
         nonlocal filled

@@ -223,6 +223,18 @@ class Ours:
         dist.destroy_process_group()
 
 
+def clip(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """What `clip_grad_norm_` does, in the same time, by a norm that is right on CPUs too: torch's is 0.1 to 0.5 % too
+    small there, and no two sides could be compared by it."""
+    import torch
+
+    from megatron.engine.squares import sum_of_squares
+
+    norm = sum_of_squares([parameter.grad for parameter in parameters if parameter.grad is not None]).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
+    return norm
+
+
 class Transformers:
     """The loop that one writes by hand around `GPTNeoXForCausalLM`, `Mamba2ForCausalLM` or another model that `make`
     gives.
@@ -261,7 +273,7 @@ class Transformers:
         if self.weights is not None:
             for master, weight in zip(self.masters, self.weights):
                 master.grad, weight.grad = None if weight.grad is None else weight.grad.float(), None
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        norm = clip(self.masters)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.weights is not None:

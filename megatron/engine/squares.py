@@ -1,0 +1,37 @@
+"""Sums of squares of large tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ROW = 4096  # elements whose squares one fp32 sum takes
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all elements of one or more tensors of a device, without a copy of any; 0-d, fp32.
+
+    On CPUs torch's norm adds up a whole tensor in as many fp32 sums as a vector register holds. A sum that has grown
+    large takes no small squares any more: of 26 million gradients the norm comes out 0.1 to 0.5 % too small. Here the
+    norm of each row of 4096 elements is taken in this way, as fast, and squares of these are added up in fp64.
+    """
+    return _squares(tensors).float()
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """Of all elements of a tensor; one element, fp32."""
+    return _squares([tensor]).sqrt().float().view(1)
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    """On a CPU fp64, so that the root of one norm's square is that norm."""
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).square().sum()
+    parts: list[Tensor] = []
+    for flat in (tensor.reshape(-1) for tensor in tensors):
+        whole = flat.numel() // ROW * ROW
+        parts += [flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)]
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts if part.numel()]
+    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
