@@ -2,11 +2,13 @@
 """Show or predict what the ranks of a run send each other in a step.
 
     python tools/communication.py RUN [--step N] [--rank R] [--layers] [--json] [--output FILE.png] [--trace FILE.json]
+                                      [--before OTHER_RUN]
     python tools/communication.py a.yml ... [key.path=value ...] --ranks N [--rank R] [--layers] [--json]
 
 The first needs a run with logging.communication=counts. It shows the last step, of all ranks together or of one; with
-logging.communication=times also how long it took, as a trace for Perfetto, and beside the machine's own curves
-(--machine). The second predicts a step of a configuration, and trains nothing (docs/communication.md).
+logging.communication=times also how long it took, as a trace for Perfetto, beside the machine's own curves (--machine),
+and what was hidden behind computation beside another run (--before). The second predicts a step of a configuration, and
+trains nothing (docs/communication.md).
 
 Exit status 2: there is no such account, a file is damaged, or the configuration has a part without a formula.
 """
@@ -31,6 +33,7 @@ from megatron.parallel.curve import CostCurve, read_curves  # noqa: E402
 from megatron.parallel.layout import AXES  # noqa: E402
 from megatron.parallel.traffic import Tally  # noqa: E402
 from megatron.report.communication import FOLDER, RankAccount, read_accounts, readable_bytes, regular_calls, table  # noqa: E402
+from megatron.report.hidden import TimedSteps, side_by_side  # noqa: E402
 from megatron.report.message_times import StepTimes, save_account  # noqa: E402
 from megatron.report.message_trace import read_events, write_trace  # noqa: E402
 
@@ -62,23 +65,31 @@ def of_run(run: str, chosen: dict[int, RankAccount], step: int | None) -> tuple[
         return facts | {"unpredicted": "; ".join(sorted(reasons)) or "the run has written none"}, counted, None
     try:
         predicted = sum((each.expected(at) for each in chosen.values()), Tally())
-        uneven = sum((Tally.of_rows(each.facts.get("uneven", [])) for each in chosen.values()), Tally())
+        uneven, most = (
+            sum((Tally.of_rows(each.facts.get(name, [])) for each in chosen.values()), Tally())
+            for name in ("uneven", "most")
+        )
         layouts = [each.facts.get("layout", {}) for each in chosen.values()]
         several = math.prod(int(layouts[0].get(axis, 1)) for axis in AXES)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{run} has no readable prediction: {error}") from error
     if len(uneven) and len(chosen) < several:
         facts["uneven"] = uneven.rows()
+    if len(most):
+        facts["most"] = most.rows()
     return facts, counted, predicted
 
 
 def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
     """Whether what was counted is what was predicted. Of some ranks alone, the bytes that are predicted for all ranks
-    together do not count."""
-    uneven = {call for call, *_ in Tally.of_rows(facts.get("uneven", []))}
+    together do not count; of what the prediction is the most, no more may be there."""
+    uneven, most = ({call for call, *_ in Tally.of_rows(facts.get(name, []))} for name in ("uneven", "most"))
+    given = [{call: count for call, *count in tally} for tally in (regular_calls(counted), predicted)]
+    if any(a > b for call in most for a, b in zip(given[0].get(call, (0, 0)), given[1].get(call, (0, 0)))):
+        return False
     both = [
-        Tally((call, messages, 0 if call in uneven else size) for call, messages, size in tally)
-        for tally in (regular_calls(counted), predicted)
+        {call: (count[0], 0 if call in uneven else count[1]) for call, count in each.items() if call not in most}
+        for each in given
     ]
     return both[0] == both[1]
 
@@ -86,10 +97,11 @@ def same(facts: dict[str, Any], counted: Tally, predicted: Tally) -> bool:
 def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[dict[str, Any], Tally]:
     """Facts, and what a step would send."""
     from megatron.engine.traffic import predict
+    from megatron.model.exchanges import BY_DOCUMENTS, MOST
     from megatron.training.exchange import report_traffic
 
     files, overrides = split_arguments(sources)
-    config, total = load(files, overrides, ranks=ranks, check_inputs=False).config, Tally()
+    config, total, most = load(files, overrides, ranks=ranks, check_inputs=False).config, Tally(), Tally()
     chosen = range(ranks) if rank is None else [rank]
     if rank is not None and not 0 <= rank < ranks:
         raise UserError(f"--rank {rank} must be from 0 to {ranks - 1}")
@@ -99,7 +111,8 @@ def of_configuration(sources: list[str], ranks: int, rank: int | None) -> tuple[
         except ValueError as error:
             raise UserError(str(error)) from error
         total += found.step + found.routed.tally(report_traffic(config, found.layout, each))
-    return {"ranks": list(chosen)}, total
+        most += Tally((call, 0, 0) for call in found.calls(MOST, BY_DOCUMENTS))
+    return {"ranks": list(chosen), **({"most": most.rows()} if len(most) else {})}, total
 
 
 def rows(counted: Tally | None, predicted: Tally | None, fields: tuple[str, ...]) -> list[list[Any]]:
@@ -155,6 +168,9 @@ def show(
             text += (
                 "; how much goes to experts depends on the tokens, so that its bytes are right for all ranks together"
             )
+    if "most" in facts and predicted is not None:
+        what = sorted({f"{call.operation} of {call.group}" for call, *_ in Tally.of_rows(facts["most"])})
+        text += f"\nthe data decide of {', '.join(what)}: predicted is the most that there can be"
     return text
 
 
@@ -180,6 +196,14 @@ def write_step(run: str, path: str, step: int | None) -> list[int]:
     return list(chosen)
 
 
+def timed_steps(run: str, accounts: dict[int, RankAccount]) -> TimedSteps:
+    """Hidden and exposed times of a run's messages."""
+    try:
+        return TimedSteps.of(run, accounts)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str | None]:
     """The options, and the run's folder (None for a configuration)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,12 +217,13 @@ def read_options(arguments: list[str] | None) -> tuple[argparse.Namespace, str |
     parser.add_argument("--machine", metavar="FILE", help="machine.yml of tools/bench/communication.py, to set beside")
     traced = "write the run's last timed steps for Perfetto or Chrome; into a folder as a file for each rank"
     parser.add_argument("--trace", metavar="FILE", help=traced)
+    parser.add_argument("--before", metavar="OTHER_RUN", help="show what is hidden and exposed in that run and in this")
     options = parser.parse_intermixed_args(arguments)
     run = options.sources[0] if len(options.sources) == 1 and Path(options.sources[0]).is_dir() else None
     if run is None and options.ranks is None:
         parser.error(f"{options.sources[0]} is no run's folder; a configuration needs --ranks N")
-    if run is None and options.trace:
-        parser.error("--trace needs a run's folder")
+    if run is None and (options.trace or options.before):
+        parser.error(f"--{'trace' if options.trace else 'before'} needs a run's folder")
     return options, run
 
 
@@ -208,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     fields = (*FIELDS[:1], "layer", *FIELDS[1:]) if options.layers else FIELDS
     counted: Tally | None = None
     predicted: Tally | None
-    times = crossing = None
+    times = crossing = both = None
     try:
         if run is None:
             facts, predicted = of_configuration(options.sources, options.ranks, options.rank)
@@ -217,6 +242,9 @@ def main(arguments: list[str] | None = None) -> int:
             facts, counted, predicted = of_run(run, accounts, options.step)
             crossing = to_other_hosts(accounts, facts["step"])
             times = StepTimes.of(accounts, options.step, curves_of(options.machine))
+            if options.before:
+                both = [timed_steps(each, accounts_of(each, options.rank)) for each in (options.before, run)]
+                facts["before"], facts["after"] = (each.facts() for each in both)
             if options.output:
                 keep_inputs([options.output], list(Path(run, FOLDER).glob("*")))
                 save_account(options.output, counted, predicted, times, f"communication of step {facts['step']}")
@@ -239,6 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(show(facts, counted, predicted, fields, crossing))
     if times is not None:
         print(f"\n{times.text()}")
+    if both is not None:
+        print(f"\n{side_by_side(*both)}")
     for what in ("picture", "trace"):
         if what in facts:
             print(f"{what}: {facts[what]}")

@@ -17,7 +17,7 @@ from megatron.config import Config
 from megatron.config.recurrence import Passes, core_of
 from megatron.model.block import Block
 from megatron.model.embedding_and_head import Embedding, Head
-from megatron.model.traffic import ONCE, SIZES, NotPredicted
+from megatron.model.traffic import ONCE, SIZES
 from megatron.parallel.mesh import ALONE, Mesh
 from megatron.parallel.parameters import logical_of
 from megatron.parallel.traffic import Call, Messages
@@ -46,31 +46,31 @@ def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ON
     Args:
         layers: this rank's, as modules without values.
         core: how often it goes through a recurrent core.
-
-    Raises:
-        NotPredicted: layers work on sequences in chunks.
     """
     tally, ranks = Messages(), mesh.context.size
     if not mesh.layout.shares_rows:
         return tally
-    if config.training.sequence_chunks > 1:
-        raise NotPredicted("there is no formula for chunks of sequences on the context or expert axis")
-    dtype, recompute = config.precision.compute, config.training.activation_checkpointing
+    dtype, training = config.precision.compute, config.training
+    recompute, chunks = training.activation_checkpointing, training.sequence_chunks
     for module in layers.children():
         for each in _matrices(module):
             sent = [("forward", dtype), ("backward", "fp32"), *([("backward", dtype)] if each.again else [])]
-            if each.block is not None and recompute.mode == "full" and each.block % recompute.every == 0:
+            full = recompute.mode == "full" and each.block is not None and each.block % recompute.every == 0
+            if full or (chunks > 1 and each.block is not None):
                 sent.append(("recompute", dtype))
             often = core if each.block in core_of(config.model.blocks) else ONCE
             for phase, kind in sent:
-                times = (ranks - 1) * int(often.total if phase == "forward" else often.backward)
+                times = chunks * (ranks - 1) * int(often.total if phase == "forward" else often.backward)
                 for operation in ("send", "recv"):
                     call = Call(phase, each.layer, "context", 2, operation, kind)
                     tally.add(call, times, times * each.elements * SIZES[kind])
         if isinstance(module, Head) and module.rows.size > 1:
             size = ranks * module.weight.numel() * SIZES[dtype]
-            for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter")):
-                tally.add(Call(phase, "head", "context", ranks, operation, dtype), 1, size)
+            sides = [("forward", "head", "all_gather"), ("backward", "head", "reduce_scatter")]
+            if chunks > 1:  # made again, by a function of the head, which no account can name
+                sides.append(("backward", "", "all_gather"))
+            for phase, layer, operation in sides:
+                tally.add(Call(phase, layer, "context", ranks, operation, dtype), chunks, chunks * size)
     return tally
 
 

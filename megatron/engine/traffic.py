@@ -8,19 +8,19 @@ that sends something else fails them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import Config, resolve
 from megatron.config.recurrence import Passes, core_of, passes_of_step
 from megatron.config.teacher import on_layout
 from megatron.config.variants import used_kinds
 from megatron.config.wire import between_stages
-from megatron.model.exchanges import layer_traffic, reading_exchanges
+from megatron.model.exchanges import BY_DOCUMENTS, MEAN, MOST, layer_traffic, reading_exchanges
 from megatron.model.expert_tally import ExpertTally
 from megatron.model.partition import copies, stage_of
 from megatron.model.stack import ModelPlan
@@ -35,6 +35,7 @@ from megatron.parallel.routed_traffic import RoutedTraffic
 from megatron.parallel.routes import Routes, planned_routes
 from megatron.parallel.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 
+from .buckets import buckets_after, buckets_before
 from .deepspeed_options import accumulation_steps, reduces_once, zero_stage
 from .matrix_traffic import matrix_messages, padded
 from .optimizers import build_optimizer
@@ -59,17 +60,17 @@ class TrafficPrediction:
         layers: what the layers send in a step.
         first: what the first one sends besides: stages tell each other shapes.
         settled: steps before what is predicted; ZeRO 3 learns the order of the layers first, and the ranks compare it.
-        uneven: calls whose bytes depend on the data: the prediction is the mean over all ranks.
-        varies: whether steps differ: it is drawn how often a recurrent core runs.
+        by_data: of calls of which the data decide, what the prediction is of them; see `LayerMessage`.
+        varies: whether steps differ: it is drawn how often a recurrent core runs, or documents say how far keys go.
     """
 
     layout: Layout
     routed: RoutedTraffic
     around: Tally
-    layers: Callable[[int], Tally]
+    layers: Callable[[int, Tensor | None], Tally]
     first: Tally = field(default_factory=Tally)
     settled: int = 0
-    uneven: frozenset[Call] = frozenset()
+    by_data: Mapping[Call, str] = field(default_factory=dict)
     varies: bool = False
 
     @cached_property
@@ -77,13 +78,28 @@ class TrafficPrediction:
         """What each step sends; where they vary, the one of number 0."""
         return self.at(0)
 
-    def at(self, step: int) -> Tally:
-        """What the step of this number sends."""
-        return self.around + self.layers(step)
+    def at(self, step: int, documents: Tensor | None = None) -> Tally:
+        """What the step of this number sends.
 
-    def comparable(self, tally: Tally) -> Tally:
-        """An account of this rank without the bytes that are predicted for all ranks together alone."""
-        return Tally((call, messages, 0 if call in self.uneven else size) for call, messages, size in tally)
+        Args:
+            documents: int [A, M, S], those of this rank's batch (`StepBatch`); None where nobody knows them.
+        """
+        return self.around + self.layers(step, documents)
+
+    def comparable(self, tally: Tally, *exact: str) -> Tally:
+        """An account of this rank without the bytes that are predicted for all ranks together alone, and without calls
+        of which it is predicted what they are at most.
+
+        Args:
+            exact: what the data decide and this prediction knows.
+        """
+        left = {call: how for call, how in self.by_data.items() if how not in exact}
+        kept = (entry for entry in tally if left.get(entry[0], MEAN) == MEAN)
+        return Tally((call, messages, 0 if call in left else size) for call, messages, size in kept)
+
+    def calls(self, *decided: str) -> frozenset[Call]:
+        """Those of which the data decide in one of these ways."""
+        return frozenset(call for call, how in self.by_data.items() if how in decided)
 
 
 def predict(
@@ -107,7 +123,8 @@ def predict(
     micro_batches = accumulation_steps(config, layout)
     found = _Predictor(config, mesh, held, micro_batches)
     routed = RoutedTraffic(routes or _planned(config, ranks), layout, rank)
-    uneven = found.teacher()
+    if objective_of(config).teacher is not None:
+        found.add("exchange", "replicas", "all_reduce", "fp64", 2)  # the mean divergence
     if weighted or objective_of(config).weighs:
         found.add("exchange", "data", "all_reduce", "fp64", 1)
     found.gradients()
@@ -121,14 +138,17 @@ def predict(
     settled = 0 if zero_stage(config, layout) < 3 else 2 if micro_batches == 1 else 1
     core = core_of(config.model.blocks)
 
-    def layers(step: int) -> Tally:
+    def layers(step: int, documents: Tensor | None) -> Tally:
         drawn = passes_of_step(config.model.recurrence, config.training.seed, step) if core else ONCE
-        return routed.tally(found.layers(drawn)[0])
+        return routed.tally(found.layers(drawn, documents)[0])
 
-    uneven |= found.layers(ONCE)[1]
-    varies = bool(core) and layers(0) != Tally() and config.model.recurrence.sampling != "fixed"
+    _, by_data = found.layers(ONCE, None)
+    varies = bool(core) and layers(0, None) != Tally() and config.model.recurrence.sampling != "fixed"
+    varies |= BY_DOCUMENTS in by_data.values()
+    if routed.routes is not None and MOST in by_data.values():
+        raise NotPredicted("there is no formula for slices of spread experts with a table, which chooses by size")
     return TrafficPrediction(
-        layout, routed, routed.tally(found.step), layers, routed.tally(found.first), settled, frozenset(uneven), varies
+        layout, routed, routed.tally(found.step), layers, routed.tally(found.first), settled, by_data, varies
     )
 
 
@@ -148,8 +168,9 @@ def _refuse(config: Config, layout: Layout) -> None:
         "stages of sequence length, which have their own sizes": bool(config.training.sequence_schedule),
         "gradients clipped by tensor (spikes.action: adagc)": config.spikes.action == ADAGC,
     }
-    if core_of(config.model.blocks):  # the order of modules is another one in each step
-        reasons["a recurrent core at ZeRO 3"] = zero_stage(config, layout) == 3
+    if core_of(config.model.blocks) and config.model.recurrence.sampling != "fixed":
+        # the order of modules is another one in each step
+        reasons["a recurrent core at ZeRO 3 whose passes are drawn"] = zero_stage(config, layout) == 3
     for reason, holds in reasons.items():
         if holds:
             raise NotPredicted(f"there is no formula for {reason}")
@@ -199,30 +220,34 @@ class _Predictor:
             call = Call(phase, "", name, ranks or size, operation, dtype)
             self.step.add(call, messages, elements * SIZES[dtype], kind)
 
-    def layers(self, core: Passes) -> tuple[Messages, set[Call]]:
-        """What the layers send in a step with so many passes through a recurrent core, and calls that are uneven."""
-        others, uneven = layer_traffic(self.config, self.mesh, self.held, core)
-        rows = row_traffic(self.config, self.mesh, self.modules, core)
-        return self._of_step(tensor_traffic(self.config, self.held, self.axis, core), others, rows), uneven
+    def layers(self, core: Passes, documents: Tensor | None) -> tuple[Messages, dict[Call, str]]:
+        """What the layers send in a step with so many passes through a recurrent core, those of a teacher, too; and
+        calls of which the data decide.
 
-    def _of_step(self, *traffic: Messages) -> Messages:
-        """Of all micro-batches."""
-        found = Messages()
-        for call, messages, size, kind in (entry for each in traffic for entry in each.each()):
-            count = messages * self.micro_batches
-            found.add(call, count, size * count, kind)
-        return found
+        Args:
+            documents: int [A, M, S]; None where nobody knows them.
+        """
+        config, mesh, teacher, found = self.config, self.mesh, self.teacher, Messages()
+        alike = [tensor_traffic(config, self.held, self.axis, core), row_traffic(config, mesh, self.modules, core)]
+        if teacher is not None:
+            alike.append(reading_traffic(teacher, self.axis))
+        by_data: dict[Call, str] = {}
+        for known in [None] if documents is None else documents:
+            own = [layer_traffic(config, mesh, self.held, core, known)]
+            own += [] if teacher is None else [reading_exchanges(teacher, mesh, known)]
+            for each in own:
+                _add(found, each.messages, self.micro_batches if known is None else 1)
+                by_data |= each.by_data
+        for messages in alike:
+            _add(found, messages, self.micro_batches)
+        return found, by_data
 
-    def teacher(self) -> set[Call]:
-        """The forward pass of the model that the run learns from, and the mean divergence; returns uneven calls."""
+    @cached_property
+    def teacher(self) -> Config | None:
+        """The model that the run learns from, as this layout computes it."""
         if objective_of(self.config).teacher is None:
-            return set()
-        own = resolve(on_layout(self.config), ranks=self.layout.world_size)
-        others, uneven = reading_exchanges(own, self.mesh)
-        for call, messages, size, kind in self._of_step(reading_traffic(own, self.axis), others).each():
-            self.step.add(call, messages, messages * size, kind)
-        self.add("exchange", "replicas", "all_reduce", "fp64", 2)
-        return uneven
+            return None
+        return resolve(on_layout(self.config), ranks=self.layout.world_size)
 
     def _groups(self) -> dict[str, tuple[str, int]]:
         """The name in accounts, and the ranks, of this rank's groups: its axes, the ranks with the same parameters
@@ -326,12 +351,12 @@ class _Predictor:
             if size := sum(each.numel() for each in together):
                 by_type.setdefault("fp32" if wide else _TYPES[together[0].dtype], []).append(size)
         for sizes in by_type.values():
-            self._summed(_buckets_after(sizes, bucket), over)
+            self._summed(buckets_after(sizes, bucket), over)
 
     def _bucketed(self, order: list[nn.Parameter], limit: int) -> None:
         """Sums of gradients in buckets that are sent before they would be larger than `limit`. Of a bucket with
         experts that other ranks hold, each group's part is a message."""
-        for bucket in _buckets_before(order, limit):
+        for bucket in buckets_before(order, limit):
             parts: dict[str, int] = {}
             for each in bucket:
                 over = "expert_data" if is_spread(each) else "replicas"
@@ -438,6 +463,11 @@ class _Predictor:
                 self.add("exchange", axis, "all_reduce", "fp64", 2 * depth)
 
 
+def _add(found: Messages, more: Messages, times: int) -> None:
+    for call, messages, size, kind in more.each():
+        found.add(call, times * messages, times * messages * size, kind)
+
+
 def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
     """This rank's layers, without values."""
     modules = nn.ModuleList()
@@ -455,28 +485,3 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
         else:
             modules.append(plan.head())
     return modules
-
-
-def _buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
-    """Elements of messages where a bucket is sent as soon as it has more than `limit`, and larger tensors alone."""
-    sizes = list(sizes)
-    messages, filled = [size for size in sizes if size > limit], 0
-    for size in (each for each in sizes if each <= limit):
-        filled += size
-        if filled > limit:
-            messages.append(filled)
-            filled = 0
-    return messages + [filled] * bool(filled)
-
-
-def _buckets_before(order: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Messages where a bucket is sent when the next parameter would make it larger than `limit` elements."""
-    messages: list[list[nn.Parameter]] = [[]]
-    filled = 0
-    for each in order:
-        if filled and filled + each.numel() > limit:
-            messages.append([])
-            filled = 0
-        messages[-1].append(each)
-        filled += each.numel()
-    return messages

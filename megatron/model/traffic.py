@@ -309,16 +309,21 @@ def _block(tally: Messages, passes: CallRecorder, config: Config, index: int, of
         _repeat(tally, passes.calls(f"{name}.{part}" if part else name, events, "recompute"), often.backward)
 
 
-def _repeated(
-    model: ModelSection, pattern: BlockPattern, parts: list[tuple[str, list[Event]]]
-) -> list[tuple[str, list[Event]]]:
-    """What runs again: all up to the last tensor that the backward pass needs. Where the last layer's sum is only added
-    to the stream, nothing after that layer's last matrix product is needed, so the sum is not made again."""
+def stops_early(model: ModelSection, pattern: BlockPattern) -> bool:
+    """Whether a block's repetition ends with its last layer's last matrix product: where that layer's sum is only added
+    to the stream, the backward pass needs nothing behind it, so the sum is not made again."""
     kind = pattern.layers[-1]
     layer, residual = layer_class(model, kind), model.residual
     normed = residual.norm in ("both", "sandwich") or reads_stream(model, pattern)
     needed = getattr(layer, "needs_output", lambda model, options: False)(model, options_of(model, kind))
-    if normed or residual.channel_scales or model.dropout > 0.0 or needed:
+    return not (normed or residual.channel_scales or model.dropout > 0.0 or needed)
+
+
+def _repeated(
+    model: ModelSection, pattern: BlockPattern, parts: list[tuple[str, list[Event]]]
+) -> list[tuple[str, list[Event]]]:
+    """What runs again: all up to the last tensor that the backward pass needs."""
+    if not stops_early(model, pattern):
         return parts
     last = max(place for place, (part, _) in enumerate(parts) if part)
     kept = [event for event in parts[last][1]]

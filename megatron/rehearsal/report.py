@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron.config import Config
 from megatron.engine.deepspeed_options import accumulation_steps, zero_stage
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
+from megatron.model.exchanges import MOST
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.layout import Layout
 from megatron.parallel.traffic import Tally
@@ -51,10 +53,11 @@ def _made(allocation: Allocation) -> str:
 
 def messages(config: Config, layout: Layout, rank: int, seen: RankCounts) -> tuple[Tally, str]:
     """What a whole step sends, and how that is known."""
-    try:
-        return predict(config, layout.world_size, rank).step, "formulas"
-    except NotPredicted:
-        counted = Tally.of_rows(seen.messages)
+    with suppress(NotPredicted):
+        found = predict(config, layout.world_size, rank)
+        if not found.calls(MOST):  # a rehearsal's rows are shared evenly
+            return found.step, "formulas"
+    counted = Tally.of_rows(seen.messages)
     full = accumulation_steps(config, layout)
     if full == seen.micro_batches:
         return counted, "counted"

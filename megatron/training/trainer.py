@@ -108,7 +108,7 @@ class Trainer:
         self.back: RollBack | None = None
         self._requests: set[str] = set()
         self._told: set[str] = set()  # those that were exchanged in the step at work
-        self._batch: StepBatch
+        self.batch: StepBatch  # of the step at work, or of the last one
         self._begun = self._met_at = self._after = 0.0  # of the step at work; seconds from its exchange to its end
         self._met: torch.Tensor | None = None
         gate = getattr(engine, "gate", None)  # which engines with ours alone have
@@ -163,7 +163,7 @@ class Trainer:
 
     def _step(self, step: int, batch: StepBatch) -> StepReport:
         lr = self.schedule.lr(step)
-        self._batch, self._begun, self._met = batch, time.monotonic(), None
+        self.batch, self._begun, self._met = batch, time.monotonic(), None
         look = Looks(self, step, self._pace)
         if self.replay is None:
             result = self.engine.step(batch, lr, look)
@@ -190,7 +190,7 @@ class Trainer:
         """Exchange the numbers of the step: once, before the update where that depends on them, or else after it."""
         self._told, self._met_at = set(self._requests), time.monotonic()
         seconds = self._met_at - self._begun + (self._after if norm else 0.0)  # what follows takes as long as it did
-        self._met = self.exchange.meet(loss, tokens, self._batch.hash, self._told, seconds, *norm)
+        self._met = self.exchange.meet(loss, tokens, self.batch.hash, self._told, seconds, *norm)
         return self._met
 
     def _meet_at_the_gate(self, loss: Number, tokens: Number, norm: Number) -> tuple[float, float]:

@@ -129,6 +129,52 @@ def test_what_was_slowest_is_named():
     assert slowest({0: small}).link == "", "four bytes say nothing of bandwidth"
 
 
+def timed_run(place: Path, exposed: float, timed: int) -> str:
+    """A folder with accounts of two ranks whose steps, but for the first, sum gradients in 0.4 seconds."""
+    (place / "communication").mkdir(parents=True)
+    row = ["backward", "data", "0 1", "all_reduce", "fp32", 2, 8]
+    calls = [["backward", "", "data", 2, "all_reduce", "fp32", 2, 8]]
+    for rank in range(2):
+        lines = [{"rank": rank, "predicted": calls, "layout": {"data": 2}}, {"step": 0, "calls": calls}]
+        lines += [{"step": 0, "times": [[*row, 9.0, 9.0, 0.0, 2, 0]]}]  # not in the mean
+        lines += [{"step": step, "times": [[*row, 0.4, exposed, 0.0, 2, 0]]} for step in range(1, timed)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (place / "communication" / f"rank_{rank}.jsonl").write_text(text)
+    return str(place)
+
+
+def test_two_runs_side_by_side(tmp_path, capsys):
+    before, after = timed_run(tmp_path / "slow", 0.4, 4), timed_run(tmp_path / "fast", 0.1, 3)
+    assert main([after, "--before", before, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for when, exposed, steps in (("before", 0.4, [1, 2, 3]), ("after", 0.1, [1, 2])):
+        (call,) = found[when]["calls"]
+        assert (call["messages"], call["seconds"], call["exposed"]) == (2.0, pytest.approx(0.4), pytest.approx(exposed))
+        assert call["hidden"] == pytest.approx(1 - exposed / 0.4) and found[when]["steps"] == steps
+    assert main([after, "--before", before]) == 0
+    printed = capsys.readouterr().out
+    assert "mean of 3 steps of 2 ranks and 2 steps of 2 ranks" in printed and "75%" in printed
+    for other, told in (
+        (tmp_path / "none", "communication=counts"),
+        (timed_run(tmp_path / "one", 0.4, 1), "two steps"),
+    ):
+        assert main([after, "--before", str(other)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_what_is_predicted_at_most():
+    """No more may be counted; of other calls exactly as much."""
+    most, exact = (["forward", "", group, 2, "all_gather", "fp32", 2, 80] for group in ("tensor", "data"))
+    facts, predicted = {"most": [[*most[:6], 0, 0]]}, Tally.of_rows([most, exact])
+    for counted, equal in (
+        ([exact], True), ([most, exact], True), ([[*most[:6], 1, 60], exact], True),
+        ([[*most[:6], 2, 88], exact], False), ([[*most[:6], 3, 60], exact], False),
+        ([most], False), ([most, [*exact[:7], 88]], False),
+    ):  # fmt: skip
+        text = show(facts, Tally.of_rows(counted), predicted, ("phase", "group"))
+        assert ("are equal" in text) is equal and "the most that there can be" in text
+
+
 def check_trace(trace: dict) -> None:
     """By the Trace Event Format: complete events with their keys, slices of a thread inside each other or apart, names
     of all threads, and flows of one start and one later end inside slices."""

@@ -10,10 +10,13 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.algorithm_table import RING
+from megatron.data.sample import Sample
+from megatron.data.synthetic import Copy
 from megatron.parallel.durations import Durations
 from megatron.parallel.traffic import Tally
 from megatron.report.communication import RankAccount, by_group, read_accounts, regular_calls
@@ -191,6 +194,28 @@ def test_predictions_of_steps_that_vary_by_a_table(tmp_path):
             assert regular_calls(account.at(step)).rows() == account.expected(step).rows()
             sizes.add(account.at(step).by("group", "operation")["tensor/between", "send"])
     assert len(sizes) > 1, "steps differ"
+
+
+def in_documents(folder: str, ranks: int, *words: str) -> list[dict]:
+    """A run in whose even steps each document is as long as a rank's run of tokens, and in odd ones as a sample."""
+
+    def sample(source: Copy, number: int) -> Sample:
+        tokens = source.tokens(number)
+        return Sample(tokens, begins=np.arange(len(tokens)) % (4 if number // 4 % 2 == 0 else 99) == 0)
+
+    with mock.patch.object(Copy, "sample", sample):
+        return job(folder, ranks, *words)
+
+
+def test_predictions_of_steps_whose_documents_say_how_far_keys_go(tmp_path):
+    (tmp_path / "tiny.yml").write_text(CONFIG)
+    words = ("parallel={context: 2, context_method: ring}", "data.reset_attention_at_eod=true")
+    run(2, in_documents, str(tmp_path), 2, *words, "logging.communication=counts")
+    for account in read_accounts(tmp_path / "run").values():
+        assert "most" not in account.facts
+        for step in range(4):
+            assert regular_calls(account.at(step)).rows() == account.expected(step).rows()
+            assert (("send",) in account.at(step).by("operation")) is (step % 2 == 1)
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megatron.config.sequences import choose_method
-from megatron.model.exchanges import NEVER, UNLESS_KEPT, Around, LayerMessage, document_starts, from_before
-from megatron.model.traffic import NotPredicted
+from megatron.model.exchanges import (
+    BY_DOCUMENTS,
+    NEVER,
+    UNLESS_KEPT,
+    Around,
+    LayerMessage,
+    document_starts,
+    from_before,
+    handed_on,
+)
 
-from .ring import Ring
+from .ring import Ring, neighbourhoods, ranges_of
 
 
 def attention_messages(
@@ -19,9 +28,6 @@ def attention_messages(
     Args:
         heads, kv_heads: of this rank.
         key_width, value_width: channels of a key, and of a value.
-
-    Raises:
-        NotPredicted: keys pass around only where documents need them, which the data decide.
     """
     context = around.context
     if context.size == 1:
@@ -44,16 +50,23 @@ def attention_messages(
             for back in (False, True):
                 found.append(LayerMessage("context", "all_to_all", elements, backward=back, split=True))
     if u < context.size:
-        if around.documents:
-            raise NotPredicted("there is no formula for keys that pass from rank to rank as documents need them")
-        length = u * around.length
-        ring = Ring.of(context, u, length, window, {})
-        found += _ring(ring, around.samples * kv_heads // u * length * (key_width + value_width))
+        ring = around.remember(("ring", u, window), lambda: _ring_of(around, u, window))
+        passed = _ring(ring, around.samples * kv_heads // u * u * around.length * (key_width + value_width))
+        found += [replace(each, by_data=BY_DOCUMENTS) for each in passed] if around.documents else passed
     return found
 
 
+def _ring_of(around: Around, together: int, window: int | None) -> Ring:
+    """That of a micro-batch; where nobody knows its documents, as if they masked nothing."""
+    length = together * around.length
+    runs = [run for each in neighbourhoods(around.context, together, length) for run in each]
+    ranges = {} if around.known is None else ranges_of(around.known, runs)
+    return Ring.of(around.context, together, length, window, ranges)
+
+
 def _ring(ring: Ring, elements: int) -> list[LayerMessage]:
-    """Keys and values on their way forward; backward the same, and their gradients home."""
+    """Keys and values on their way forward; backward the same, and their gradients home. With documents they go as far
+    as one of them reaches."""
     hops, place, count = ring.hops, ring.place, len(ring.members)
     found: list[LayerMessage] = []
     for step in range(max(hops) + 1):
@@ -85,15 +98,26 @@ def carried_messages(around: Around, made: int, left: int) -> list[LayerMessage]
     return found
 
 
-def scan_messages(around: Around, *tokens_before: int, made: int = 0, left: int = 0) -> list[LayerMessage]:
-    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state.
+def scan_messages(
+    around: Around, *tokens_before: int, made: int = 0, left: int = 0, state: tuple[int, ...] = (), fixed: int = 0
+) -> list[LayerMessage]:
+    """A recurrent layer: document starts, the channels that it needs of tokens before the first, and its state; and
+    what a chunk of the sequence leaves of all these for the next one.
 
     Args:
         tokens_before: elements of each message, of one sample.
         made, left: of `carried`, of one sample; 0 where there is no state.
+        state: the tensors that it is kept as, of one sample; one of `made` elements where they are not given.
+        fixed: a further one, through which no gradient flows.
     """
     if around.context.size == 1:
         return []
     B = around.samples
     found = [*document_starts(around), *(each for size in tokens_before for each in from_before(around, B * size))]
-    return found + (carried_messages(around, B * made, B * left) if made else [])
+    found += carried_messages(around, B * made, B * left) if made else []
+    for size in tokens_before:
+        found += handed_on(around, B * size)
+    for size in state or ((made,) if made else ()):
+        found += handed_on(around, B * size, "fp32")
+    found += handed_on(around, B * fixed, "fp32", gradient=False) if fixed else []
+    return found + (handed_on(around, B, "int32", gradient=False) if around.documents else [])

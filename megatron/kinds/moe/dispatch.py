@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kinds.moe.options import MoEOptions
-from megatron.model.exchanges import NEVER, Around, LayerMessage
+from megatron.model.exchanges import MEAN, MOST, NEVER, Around, LayerMessage
 from megatron.model.recompute import decide_once
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.collectives import exchange, gather_rows, scatter_rows
@@ -150,25 +150,28 @@ def _places(from_txn: Tensor, room: int, total: int) -> Tensor:
 
 def dispatch_messages(hidden_size: int, options: MoEOptions, around: Around) -> list[LayerMessage]:
     """What a layer sends for its experts. Rows that come to this rank's experts are counted as if they were as many as
-    go out from here: over all ranks of the group they are.
+    go out from here: over all ranks of the group they are. Ranks that have slices of the same experts gather as many
+    rows as one of them can get.
 
     Raises:
-        NotPredicted: how many rows go out depends on the data, or what comes is padded to the largest number of rows.
+        NotPredicted: how many rows go out depends on the data.
     """
     mesh = around.mesh
     if not mesh.layout.spreads_experts:
         return []
-    if mesh.expert_tensor.size > 1:
-        raise NotPredicted(
-            "there is no formula for slices of spread experts (they gather as many rows as the tokens say)"
-        )
     if options.capacity_factor is not None or options.router.select == "expert_choice":
         raise NotPredicted("there is no formula for spread experts with a capacity (the tokens decide what is dropped)")
-    if mesh.expert.size == 1:
-        return []
     tokens = around.samples * around.length
-    own = sum(token * around.tensor // tokens == mesh.at.tensor for token in range(tokens))
-    rows = own * options.top_k * hidden_size
-    moved = [LayerMessage("expert", "all_to_all", rows, backward=back, uneven=balanced, split=True)
-             for back in (False, True) for balanced in (False, True)]  # fmt: skip
-    return [LayerMessage("expert", "all_to_all", options.experts, "int64", again=NEVER), *moved]
+    shares = [sum(token * around.tensor // tokens == rank for token in range(tokens)) for rank in range(around.tensor)]
+    found, x, slices = list[LayerMessage](), mesh.expert.size, mesh.expert_tensor.size
+    if x > 1:
+        rows = shares[mesh.at.tensor] * options.top_k * hidden_size
+        found = [LayerMessage("expert", "all_to_all", rows, backward=back, by_data=balanced, split=True)
+                 for back in (False, True) for balanced in ("", MEAN)]  # fmt: skip
+        found.append(LayerMessage("expert", "all_to_all", options.experts, "int64", again=NEVER))
+    if slices > 1:
+        room = x * max(shares) * min(options.top_k, options.experts // x)
+        found.append(LayerMessage("tensor", "all_gather", slices * options.experts, "int64", again=NEVER))
+        found += [LayerMessage("tensor", operation, slices * room * hidden_size, backward=back, by_data=MOST)
+                  for operation in ("all_gather", "reduce_scatter") for back in (False, True)]  # fmt: skip
+    return found

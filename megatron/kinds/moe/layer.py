@@ -6,6 +6,7 @@ Shapes: B samples, S positions, s positions of this rank, T = B S tokens, H hidd
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from megatron.config.sections.model import ModelSection
 from megatron.kinds.common.activations import SAVED
 from megatron.kinds.moe.options import MoEOptions
 from megatron.model.counts import Counts
-from megatron.model.exchanges import Around, LayerMessage
+from megatron.model.exchanges import BEHIND, LAST, Around, LayerMessage
 from megatron.model.initialisation import Initialisation
 from megatron.model.recompute import decide_once, repeating
 from megatron.model.stream import LOSS, Channel, Stream
@@ -166,11 +167,14 @@ class MoE(nn.Module):
 
     @staticmethod
     def exchanges(model: ModelSection, options: MoEOptions, around: Around) -> list[LayerMessage]:
-        """How often experts were chosen, over the ranks that share a sample, and over all for one loss."""
+        """How often experts were chosen, over the ranks that share a sample, and over all for one loss; of a sequence
+        in chunks once, with the last."""
         samples = 1 if options.router.select == "expert_choice" else around.samples
-        found = [LayerMessage("context", "all_reduce", samples * options.experts, "fp32", training=True)]
+        size = samples * options.experts
+        load = LayerMessage("context", "all_reduce", size, "fp32", again=BEHIND, training=True, chunks=LAST)
+        found = [load]
         if options.losses.balance and options.losses.over == "ranks":
-            found.append(LayerMessage("data", "all_reduce", options.experts, "fp32", training=True))
+            found.append(replace(load, axis="data", elements=options.experts))
         return [*found, *dispatch_messages(model.hidden_size, options, around)]
 
     @staticmethod

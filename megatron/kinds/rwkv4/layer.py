@@ -104,7 +104,7 @@ class RWKV4(nn.Module):
     @staticmethod
     def exchanges(model: ModelSection, options: RWKV4Options, around: Around) -> list[LayerMessage]:
         d = model.hidden_size // around.tensor
-        return scan_messages(around, model.hidden_size, made=3 * d, left=d)
+        return scan_messages(around, model.hidden_size, made=3 * d, left=d, state=(d, d), fixed=d)
 
     @staticmethod
     def counts(model: ModelSection, options: RWKV4Options, sequence_length: int) -> Counts:

@@ -9,12 +9,13 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.engine.traffic import predict
 from megatron.model.block import Block
 from megatron.model.compile import choose_compilation
 from megatron.model.embedding_and_head import Embedding, Head
+from megatron.model.exchanges import MEAN, MOST
 from megatron.model.traffic import NotPredicted
 from megatron.parallel.account import Recorder
 from megatron.parallel.durations import Durations
@@ -82,7 +83,7 @@ class CommunicationHook(Hook):
         self._times: MessageTimes | None = None
         self._durations: Durations | None = None  # of the last timed step that was read
         self._heard = -1
-        self._predicted: Callable[[int], Tally] | None = None  # of a step, where not all are alike
+        self._predicted: Callable[[int, Tensor | None], Tally] | None = None  # of a step, where not all are alike
 
     @classmethod
     def of(cls, parts: HookContext) -> CommunicationHook | None:
@@ -137,7 +138,8 @@ class CommunicationHook(Hook):
         if self._times is not None:
             self._read(step, self._times)
         if step % self._every == 0 or trainer.last:
-            predicted = self._predicted(step) if self._predicted is not None else None
+            expected = self._predicted
+            predicted = expected(step, trainer.batch.documents) if expected is not None else None
             file.step(step, self._last, self._outside, crossing, predicted)
             self._outside = Tally()
             trainer.extra_metrics["communication"] = by_group(self._last, self._durations, crossing)
@@ -169,9 +171,9 @@ class CommunicationHook(Hook):
             trainer.log(f"accounts of all ranks: {self._folder / FOLDER}{os.sep}")
 
 
-def _expected(trainer: Trainer) -> tuple[dict[str, Any], Callable[[int], Tally] | None]:
-    """What this rank's steps should send, as rows of an account, or why nobody knows; and of which step what, where
-    they vary."""
+def _expected(trainer: Trainer) -> tuple[dict[str, Any], Callable[[int, Tensor | None], Tally] | None]:
+    """What this rank's steps should send, as rows of an account, or why nobody knows; and, where they vary, what a step
+    with these documents should."""
     layout, rank = trainer.mesh.layout, trainer.mesh.rank
     plan = getattr(trainer.loader, "plan", None)
     weighted, routes = bool(plan and plan.masked), installed_routes()
@@ -180,6 +182,8 @@ def _expected(trainer: Trainer) -> tuple[dict[str, Any], Callable[[int], Tally] 
     except NotPredicted as error:
         return {"unpredicted": str(error)}, None
     report = found.routed.tally(report_traffic(trainer.config, layout, rank))
-    uneven = {"uneven": Tally((call, 0, 0) for call in found.uneven).rows()} if found.uneven else {}
-    facts = {"predicted": (found.step + report).rows(), **uneven}
-    return facts, (lambda step: found.at(step) + report) if found.varies else None
+    facts = {"predicted": (found.step + report).rows()}
+    for name, how in (("uneven", MEAN), ("most", MOST)):
+        if calls := found.calls(how):
+            facts[name] = Tally((call, 0, 0) for call in calls).rows()
+    return facts, (lambda step, documents: found.at(step, documents) + report) if found.varies else None

@@ -1,0 +1,102 @@
+"""What of the messages of two runs is hidden behind computation, side by side: before and after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.parallel.durations import Duration, Durations
+
+from .communication import RankAccount, table
+
+FIELDS = ("phase", "group", "operation", "dtype")
+HEADERS = ("messages", "ms", "exposed", "hidden")
+
+
+class Shares(NamedTuple):
+    """Messages of a kind in a step of a rank, on average.
+
+    Attributes:
+        seconds: from each call to its end.
+        exposed: of these, while nothing else could go on.
+    """
+
+    messages: float
+    seconds: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of `seconds` that is hidden behind computation, from 0 to 1."""
+        return 1.0 - self.exposed / self.seconds if self.seconds else 0.0
+
+    def cells(self) -> list[str]:
+        """For `HEADERS`; times in milliseconds."""
+        return [f"{self.messages:g}", f"{1e3 * self.seconds:.2f}", f"{1e3 * self.exposed:.2f}", f"{self.hidden:.0%}"]
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """The timed steps of a run, but for the first one, which also starts what later ones find.
+
+    Attributes:
+        steps: their numbers.
+        ranks: how many were read.
+        shares: by phase, group, operation and type.
+    """
+
+    steps: tuple[int, ...]
+    ranks: int
+    shares: Mapping[tuple[str, ...], Shares]
+
+    @classmethod
+    def of(cls, run: str, accounts: Mapping[int, RankAccount]) -> TimedSteps:
+        """Of the accounts of a run.
+
+        Raises:
+            ValueError: fewer than two steps have times.
+        """
+        steps = sorted(set.intersection(*(set(each.times) for each in accounts.values())))[1:]
+        if not steps:
+            raise ValueError(
+                f"{run} has no times of two steps; train with logging.communication=times and logging.every below the "
+                "number of steps"
+            )
+        every = Durations(entry for step in steps for each in accounts.values() for entry in each.times[step])
+        count = len(steps) * len(accounts)
+        return cls(tuple(steps), len(accounts), {key: _mean(each, count) for key, each in every.by(*FIELDS).items()})
+
+    @property
+    def total(self) -> Shares:
+        """Of all kinds together."""
+        return Shares(*map(sum, zip(*self.shares.values(), strict=True))) if self.shares else Shares(0, 0.0, 0.0)
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        calls = [
+            {**dict(zip(FIELDS, key)), **each._asdict(), "hidden": each.hidden} for key, each in self.shares.items()
+        ]
+        return {"steps": list(self.steps), "ranks": self.ranks, "calls": calls}
+
+
+def _mean(duration: Duration, count: int) -> Shares:
+    return Shares(duration.messages / count, duration.seconds / count, duration.exposed / count)
+
+
+def side_by_side(before: TimedSteps, after: TimedSteps) -> str:
+    """A table of both; kinds of messages that one of them lacks have dashes there."""
+    both = (before, after)
+    lines = [
+        [*(name or "-" for name in key), *(cell for each in both for cell in _cells(each.shares.get(key)))]
+        for key in sorted({*before.shares, *after.shares})
+    ]
+    lines.append(["all", "", "", "", *(cell for each in both for cell in each.total.cells())])
+    headers = ["phase", "group", "operation", "type", *(f"{when}: {HEADERS[0]}" if at == 0 else name
+               for when in ("before", "after") for at, name in enumerate(HEADERS))]  # fmt: skip
+    counted = " and ".join(f"{len(each.steps)} steps of {each.ranks} ranks" for each in both)
+    return f"before and after, mean of {counted}:\n{table(headers, lines)}"
+
+
+def _cells(shares: Shares | None) -> list[str]:
+    return ["-"] * len(HEADERS) if shares is None else shares.cells()
