@@ -125,6 +125,7 @@ def test_tools_take_the_arguments_of_their_rows(row: Row):
             clocks=False,
         ),
         Row("tokenising", "tokenize", ("--megabytes", "0.3", "--rounds", "1")),
+        Row("evaluation", "evaluating", ("--shape", "tiny", "--sequence", "128", "--questions", "8", "--rounds", "1")),
     ],
     ids=lambda row: row.tool,
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -80,3 +84,19 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['what']} | {both[0]} {row['unit']} | {row['peer']} | {both[1]} {row['unit']} | {span} | {memory} |"
         )
     return "\n".join(text)
+
+
+def finish(measure: Callable[[Path], Sequence[dict[str, Any]]], as_json: bool) -> int:
+    """Print the lines that a tool measures with a folder of its own; returns its exit status.
+
+    Args:
+        measure: raises RuntimeError where it cannot, which is said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = measure(Path(folder))
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(json.dumps(made) if as_json else markdown(made))
+    return 0

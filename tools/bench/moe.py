@@ -64,7 +64,7 @@ def configuration(setup: Setup, dense: bool = False) -> Config:
             "embedding": {"tied": False},
         },
         **recipe(setup),
-        "precision": {"compute": "fp32" if setup.device == "cpu" else "bf16"},
+        "precision": {"compute": setup.compute},
     })
 
 

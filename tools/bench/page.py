@@ -35,14 +35,26 @@ from tools.bench.processor import processor  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, KEPT = ROOT / "docs" / "performance.md", ROOT / "build" / "bench"
-PACKAGES = ("torch", "transformers", "deepspeed", "litgpt", "megatron-core", "tokenizers", "gigatoken")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "litgpt",
+    "megatron-core",
+    "fla-core",
+    "tokenizers",
+    "gigatoken",
+    "lm_eval",
+)
 TABLES = {
     "training": "Training steps",
+    "threads": "Training steps with two threads",
     "ranks": "Two data parallel ranks",
     "start": "From the command to the first step",
     "data": "Order of samples, and the loader alone",
     "tokenising": "Tokenising",
     "checkpoints": "Saving and resuming",
+    "evaluation": "Evaluation",
 }
 
 
@@ -52,27 +64,44 @@ class Row:
 
     Attributes:
         clocks: whether the tool takes `--clock`; else it has one of its own.
+        threads: of each process, where they are not those of the environment. Such a row is always measured by the
+            clock, because processor time counts what all threads do, waiting included.
     """
 
     table: str
     tool: str
     arguments: tuple[str, ...]
     clocks: bool = True
+    threads: int | None = None
 
     @property
     def name(self) -> str:
-        return " ".join((self.tool, *self.arguments))
+        threads = () if self.threads is None else (f"OMP_NUM_THREADS={self.threads}",)
+        return " ".join((*threads, self.tool, *self.arguments))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ) | ({} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)})
 
     def command(self, clock: str) -> list[str]:
-        more = ["--clock", clock] if self.clocks else []
+        more = ["--clock", clock if self.threads is None else "wall"] if self.clocks else []
         return [sys.executable, str(ROOT / "tools" / "bench" / f"{self.tool}.py"), *self.arguments, *more, "--json"]
 
 
-def _step(shape: str, samples: int, sequence: int = 512, rounds: int = 5, among: Sequence[str] = ()) -> list[Row]:
+def _step(
+    shape: str,
+    samples: int,
+    sequence: int = 512,
+    rounds: int = 5,
+    among: Sequence[str] = (),
+    threads: int | None = None,
+) -> list[Row]:
     """In both types. All contenders are in memory at once, so large shapes meet some of them."""
     given = ["--shapes", shape, "--micro-batch", str(samples), "--sequence", str(sequence), "--steps", "1"]
     given += ["--rounds", str(rounds), *(["--contenders", "ours", *among] if among else [])]
-    return [Row("training", "train_step", (*given, "--precision", precision)) for precision in ("bf16", "fp32")]
+    table = "training" if threads is None else "threads"
+    both = [(*given, "--precision", precision) for precision in ("bf16", "fp32")]
+    return [Row(table, "train_step", each, threads=threads) for each in both]
 
 
 ROWS = (
@@ -82,11 +111,19 @@ ROWS = (
     *_step("pythia-160m", 2, rounds=3, among=("eager", "litgpt")),
     *_step("llama-70m", 2, rounds=3, among=("eager", "compiled", "litgpt")),
     *_step("pythia-14m", 1, 2048, among=("eager", "compiled", "litgpt")),
+    *_step("llama-14m", 1, 2048, among=("eager", "compiled", "litgpt")),
+    *_step("pythia-70m", 1, 2048, rounds=3, among=("eager", "litgpt")),
     *_step("mamba2-14m", 2, among=("eager",)),
+    *_step("mamba2-14m", 1, 2048, among=("eager",)),
+    *_step("rwkv7-14m", 2, among=("fla",)),
+    *_step("rwkv7-14m", 1, 2048, among=("fla",)),
     *(
-        Row("training", "moe", ("--shapes", "small", "--precision", precision, "--steps", "1"))
+        Row("training", "moe", ("--shapes", "small", "--precision", precision, "--steps", "1", *more))
+        for more in ((), ("--sequence", "2048", "--micro-batch", "1"))
         for precision in ("bf16", "fp32")
     ),
+    *_step("pythia-14m", 4, among=("eager", "compiled", "autocast", "litgpt"), threads=2),
+    *_step("pythia-70m", 2, rounds=3, among=("eager", "autocast", "litgpt"), threads=2),
     *(
         Row("ranks", "replicas", ("--shapes", shape, "--precision", precision, "--micro-batch", samples), clocks=False)
         for shape, samples in (("pythia-14m", "4"), ("pythia-70m", "2"))
@@ -98,6 +135,7 @@ ROWS = (
     Row("tokenising", "tokenize", ("--megabytes", "20")),
     Row("checkpoints", "saving", ("--shape", "pythia-14m")),
     Row("checkpoints", "saving", ("--shape", "pythia-160m", "--rounds", "3")),
+    Row("evaluation", "evaluating", ("--shape", "pythia-14m")),
 )
 
 
@@ -153,7 +191,8 @@ def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(row: Row, clock: str) -> list[dict[str, Any]]:
     """Raises RuntimeError with the last line of what the tool said, where it fails."""
-    done = subprocess.run(row.command(clock), capture_output=True, text=True, check=False, cwd=ROOT)
+    command, environment = row.command(clock), row.environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     if done.returncode:
         raise RuntimeError((done.stderr.strip() or "it said nothing").splitlines()[-1])
     return as_lines(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -177,12 +216,14 @@ def write(page: str, clock: str, kept: Kept) -> str:
 
 def text(table: str, clock: str, kept: Kept) -> str:
     """A table, its commands left out; nothing where nothing was measured."""
-    found = [each for row in ROWS if row.table == table and (each := kept.find(row)) is not None]
+    rows = [row for row in ROWS if row.table == table]
+    found = [each for row in rows if (each := kept.find(row)) is not None]
     if not found:
         return ""
     used = ", ".join(f"{name} {each}" for name, each in found[-1]["versions"].items())
-    time = "the clock" if clock == "wall" else "processor time, where a row's tool can"
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    by_clock = clock == "wall" or rows[0].threads is not None
+    time = "the clock" if by_clock else "processor time, where a row's tool can"
+    threads = rows[0].threads or os.environ.get("OMP_NUM_THREADS", "all")
     note = f"{processor()}; OMP_NUM_THREADS={threads}; by {time}; {used}."
     return f"{markdown([line for each in found for line in each['lines']])}\n\n{textwrap.fill(note, 120)}\n"
 

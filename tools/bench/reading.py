@@ -16,10 +16,10 @@ import sys
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import shutil  # noqa: E402
 import subprocess  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -27,7 +27,7 @@ from typing import Any  # noqa: E402
 import numpy as np  # noqa: E402
 
 from megatron.data.token_file import TokenFile  # noqa: E402
-from tools.bench.beside import lines, markdown  # noqa: E402
+from tools.bench.beside import finish, lines  # noqa: E402
 from tools.bench.data_order import make_pair, sizes_of  # noqa: E402
 
 PEER = "Megatron-core"
@@ -121,16 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     given = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp())
-    try:
-        made = measure(folder, given)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        shutil.rmtree(folder)
-    print(json.dumps(made) if given.json else markdown(made))
-    return 0
+    return finish(functools.partial(measure, given=given), given.json)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import sys
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
-import json  # noqa: E402
+import functools  # noqa: E402
 import shutil  # noqa: E402
-import tempfile  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tools.bench.beside import CLOCKS, lines, markdown  # noqa: E402
+from tools.bench.beside import CLOCKS, finish, lines  # noqa: E402
 from tools.bench.contenders import SHAPES, Ours, Setup  # noqa: E402
 
 SAVE, RESUME = "save", "resume"
@@ -134,16 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     given = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp())
-    try:
-        made = measure(given.shape, given.rounds, given.clock, folder)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        shutil.rmtree(folder)
-    print(json.dumps(made) if given.json else markdown(made))
-    return 0
+    return finish(functools.partial(measure, given.shape, given.rounds, given.clock), given.json)
 
 
 if __name__ == "__main__":

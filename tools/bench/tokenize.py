@@ -17,12 +17,10 @@ import sys
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import argparse  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
-import shutil  # noqa: E402
-import tempfile  # noqa: E402
 import time  # noqa: E402
-from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -36,7 +34,7 @@ from megatron.data.corpus.registry import stdlib_texts  # noqa: E402
 from megatron.data.token_file import token_dtype  # noqa: E402
 from megatron.data.token_writer import TokenFileWriter  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
-from tools.bench.beside import in_turns, lines, markdown  # noqa: E402
+from tools.bench.beside import finish, in_turns, lines  # noqa: E402
 
 PEER = "a pool that encodes line by line"  # as GPT-NeoX's preprocess_data.py does
 _state: dict = {}
@@ -115,16 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: of all processes together")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     given = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp())
-    try:
-        made = measure(folder, given)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        shutil.rmtree(folder)
-    print(json.dumps(made) if given.json else markdown(made))
-    return 0
+    return finish(functools.partial(measure, given=given), given.json)
 
 
 def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -141,14 +130,14 @@ def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
     def timed(name: str) -> float:
         begin = now()
         if name in encoders:
-            ours(corpus, tokenizer, given.workers, folder / name, name)
+            ours(corpus, tokenizer, given.workers, folder / f"of-{name}", name)
         else:
-            plain_loop(corpus, tokenizer, given.workers, folder / name)
+            plain_loop(corpus, tokenizer, given.workers, folder / f"of-{name}")
         return now() - begin
 
     names = (PEER, *encoders)
-    seconds = in_turns({name: partial(timed, name) for name in names}, given.rounds)
-    written = {(folder / f"{name}.bin").read_bytes() + (folder / f"{name}.idx").read_bytes() for name in names}
+    seconds = in_turns({name: functools.partial(timed, name) for name in names}, given.rounds)
+    written = {(folder / f"of-{name}.bin").read_bytes() + (folder / f"of-{name}.idx").read_bytes() for name in names}
     if len(written) > 1:
         raise RuntimeError("the ways wrote different files")
     what = f"tokenise {given.megabytes:g} MB, {given.workers} workers"

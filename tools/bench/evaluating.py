@@ -1,0 +1,133 @@
+#!/usr/bin/env python
+"""Measure scoring texts for benchmark tasks on one rank, beside lm_eval's own Hugging Face backend.
+
+    OMP_NUM_THREADS=1 python tools/bench/evaluating.py --shape pythia-14m --clock cpu
+
+Both sides have the same weights, tokenizer and number of texts in a batch, and answer the same requests of the harness
+in turns, in one process: questions with four answers each, as of a multiple choice task, and documents of which every
+token counts, as of a perplexity. The texts are the Python standard library's. What is not the model's work (building
+tasks, metrics) is the harness's on both sides and is left out. The log-likelihoods must agree.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+
+import argparse  # noqa: E402
+import functools  # noqa: E402
+import itertools  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+from tools.bench.beside import CLOCKS, finish, in_turns, lines  # noqa: E402
+from tools.bench.contenders import SHAPES, Ours, Setup, configuration, has, twin  # noqa: E402
+from tools.bench.tokenize import train_tokenizer  # noqa: E402
+
+PEER = "lm_eval, hf"
+TOLERANCE = 1e-4  # relative, of a text's log-likelihood in fp32
+WORDS, QUESTION, ANSWER, ANSWERS = 4096, 600, 30, 4  # of the tokenizer; characters of each part; answers to a question
+QUESTIONS, DOCUMENTS = "questions", "documents"
+
+
+def requests(count: int, length: int) -> dict[str, list[Any]]:
+    """The harness's requests.
+
+    Args:
+        count: of questions; a fourth as many documents.
+        length: of a document, in characters.
+    """
+    from lm_eval.api.instance import Instance
+
+    from megatron.data.corpus.registry import stdlib_texts
+
+    needed = max(QUESTION + ANSWERS * ANSWER, length)
+    texts = [each for record in stdlib_texts() if len(each := str(record["text"])) >= needed]
+    asked: dict[str, list[Any]] = {QUESTIONS: [], DOCUMENTS: []}
+    for number, text in enumerate(itertools.islice(itertools.cycle(texts), count)):
+        question, rest = f"{number} {text[:QUESTION]}", text[QUESTION:]
+        for answer in range(ANSWERS):
+            arguments = question.rstrip(), " " + rest[answer * ANSWER :][:ANSWER].strip()
+            asked[QUESTIONS].append(Instance("loglikelihood", {}, arguments, answer))
+    for number, text in enumerate(itertools.islice(itertools.cycle(texts), count // 4)):
+        asked[DOCUMENTS].append(Instance("loglikelihood_rolling", {}, (f"{number} {text[:length]}",), 0))
+    return asked
+
+
+def ours(setup: Setup, tokenizer: str, texts: int) -> Any:
+    """The harness's view of our model."""
+    import torch
+
+    from eval_tasks.adapter import HarnessModel
+    from eval_tasks.chorus import Leader
+    from megatron.checkpoint.communicator import SOLO
+    from megatron.config.sections.data import TokenizerSection
+    from megatron.data.tokenizer import build_tokenizer
+    from megatron.engine.scoring import Scorer
+    from megatron.parallel.mesh import Mesh
+
+    words = build_tokenizer(TokenizerSection(path=tokenizer))
+    scorer = Scorer(configuration(setup), Ours(setup).engine, Mesh.single(), torch.device(setup.device), texts=texts)
+    return HarnessModel(Leader(scorer, SOLO, words), words, setup.sequence)
+
+
+def theirs(setup: Setup, tokenizer: str, texts: int) -> Any:
+    """The harness's backend around transformers' model with the same weights."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    words = PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    model = twin(configuration(setup)).eval()
+    return HFLM(model, tokenizer=words, batch_size=texts, max_length=setup.sequence, device=setup.device)
+
+
+def answers(side: Any, part: str, asked: Sequence[Any]) -> list[float]:
+    """Log-likelihoods, in nats."""
+    if part == DOCUMENTS:
+        return side.loglikelihood_rolling(asked, disable_tqdm=True)
+    return [value for value, _ in side.loglikelihood(asked, disable_tqdm=True)]
+
+
+def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Raises RuntimeError where the sides do not agree."""
+    setup, now = Setup(given.shape, given.sequence, given.texts), CLOCKS[given.clock]
+    tokenizer = train_tokenizer(folder / "tokenizer.json", WORDS)
+    sides = {"ours": ours(setup, tokenizer, given.texts), PEER: theirs(setup, tokenizer, given.texts)}
+    made: list[dict[str, Any]] = []
+    for part, asked in requests(given.questions, 3 * given.sequence).items():
+        first = {name: answers(side, part, asked) for name, side in sides.items()}  # not counted
+        for mine, other in zip(first["ours"], first[PEER], strict=True):
+            if abs(mine - other) > TOLERANCE * abs(other):
+                raise RuntimeError(f"{part}: a log-likelihood of ours is {mine!r}, of {PEER} {other!r}")
+
+        def timed(side: Any, part: str = part, asked: Sequence[Any] = asked) -> float:
+            begin = now()
+            answers(side, part, asked)
+            return now() - begin
+
+        ways: dict[str, Callable[[], float]] = {name: functools.partial(timed, side) for name, side in sides.items()}
+        what = f"score {len(asked)} {'answers' if part == QUESTIONS else part}, {given.shape}, {given.texts} in a batch"
+        made += lines(what, "texts/s", in_turns(ways, given.rounds), len(asked))
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[each for each in SHAPES if has("eager", each)], default="pythia-14m")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens that the model reads at once")
+    parser.add_argument("--texts", type=int, default=8, help="in a batch")
+    parser.add_argument("--questions", type=int, default=64, help="with four answers each; a fourth as many documents")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    given = parser.parse_args(arguments)
+    return finish(functools.partial(measure, given=given), given.json)
+
+
+if __name__ == "__main__":
+    from megatron.pipes import piped
+
+    sys.exit(piped(main))
