@@ -25,7 +25,7 @@ from .protocol import encode, encode_text
 from .ranks import TRACEBACK, OutputStream, RankProcess, become_subreaper, children, rank_environment
 from .seen import RankObserver
 from .sight import Sight
-from .specification import Specification
+from .specification import Seat, Specification, seat_in
 from .status import COMPLAINT, FORWARDED_SIGNALS, KILLS, STOP_SIGNALS
 
 OUTPUT_LIMIT = 16 << 20  # bytes kept for a launcher that does not read; what is over it is only in the log files
@@ -47,6 +47,7 @@ class Agent:
     def __init__(self, source: int, target: int, index: int | None = None, name: str | None = None) -> None:
         self.link, self.index, self.name = MessagePipe(source, target), index, name
         self._job: Specification | None = None
+        self._seat: Seat | None = None
         self.ranks: list[RankProcess] = []
         self.seen: RankObserver | None = None
         self.dropped = False
@@ -67,6 +68,13 @@ class Agent:
         if self._job is None:
             raise ValueError("the launcher has not said what to start")
         return self._job
+
+    @property
+    def seat(self) -> Seat:
+        """This host among those of the job; ValueError before the launcher has said it."""
+        if self._seat is None:
+            raise ValueError("the launcher has not said which host this is")
+        return self._seat
 
     # ---- the loop
 
@@ -179,13 +187,9 @@ class Agent:
 
     def _prepare(self, message: dict[str, Any]) -> None:
         """Take the job, and tell the launcher what it needs to know of this host."""
-        if message["index"] is not None:
-            self.index = int(message["index"])
         self._job = job = Specification.from_message(message)
-        if self.name is not None:
-            self.index = job.index_of(self.name)
-        if self.index is None or not 0 <= self.index < len(job.hosts):
-            raise ValueError(f"this host's index {self.index} is not one of the job's {len(job.hosts)} hosts")
+        self._seat = seat_in(message, job, self.index, self.name)
+        self.index = self._seat.index
         if not Path(job.directory).is_dir():
             raise FileNotFoundError(f"no folder {job.directory} on this host (launch.working_directory)")
         for each in network.addresses():
@@ -195,7 +199,7 @@ class Agent:
     def _bind(self, address: str, port: int) -> None:
         """Take a port for rank 0, and keep it until rank 0 has it: in between somebody else might."""
         try:
-            self.meeting = network.listen_on(address, port, one_host=len(self.job.hosts) == 1)
+            self.meeting = network.listen_on(address, port, one_host=self.seat.hosts == 1)
         except OSError as error:
             key = " (launch.master_port)" if port else ""
             self._give_up(f"rank 0 cannot listen on {address} port {port}{key}: {error.strerror}")
@@ -204,9 +208,8 @@ class Agent:
 
     def _start(self, message: dict[str, Any]) -> None:
         """Start all ranks of this host."""
-        job, index = self.job, self.index
-        assert index is not None  # it came with the job at the latest
-        host = job.hosts[index]
+        job, seat = self.job, self.seat
+        host = seat.host
         base = {
             **os.environ,
             **job.environment,
@@ -215,20 +218,20 @@ class Agent:
         base |= fabric.defaults(base) if job.device != "cpu" else {}
         base.setdefault("OMP_NUM_THREADS", str(devices.threads_per_rank(len(host.slots))))
         base.setdefault("PYTHONUNBUFFERED", "1")
-        alone = ("lo" if len(job.hosts) == 1 else "", message["master_address"])  # nobody else needs to reach us
-        interface, address = message["places"].get(str(index), alone)
+        alone = ("lo" if seat.hosts == 1 else "", message["master_address"])  # nobody else needs to reach us
+        interface, address = message["places"].get(str(seat.index), alone)
         base |= {"JOB_SLOTS": str(len(host.slots)), "JOB_ADDRESS": address}
         if interface:
             base.setdefault("GLOO_SOCKET_IFNAME", interface)
         base |= {"JOB_CONFIG": self._write_configuration(), "JOB_CONFIG_SHA256": job.sha256}
         logs = Path(job.directory, job.logs) if job.logs else None
         master = (message["master_address"], int(message["master_port"]))
-        first, size = job.first_rank(index), len(host.slots)
+        first, size = seat.first_rank, len(host.slots)
         bind = "none" if job.wrapper or (job.bind == "numa" and job.device == "cpu") else job.bind
         places = (
-            [(index, 0, 1, len(job.hosts))]
+            [(seat.index, 0, 1, seat.hosts)]
             if job.wrapper
-            else [(first + local, local, size, job.world_size) for local in range(size)]
+            else [(first + local, local, size, seat.world_size) for local in range(size)]
         )
         for number, local, local_size, world in places:
             rank = RankProcess(number, self._log(logs, f"{'host' if job.wrapper else 'rank'}_{number:04d}.log"))
@@ -251,7 +254,7 @@ class Agent:
                 self.selector.register(
                     stream.source, selectors.EVENT_READ, lambda r=rank, s=stream: self._from_rank(r, s)
                 )
-        self.seen = RankObserver(index, self.ranks, job.watch)
+        self.seen = RankObserver(seat.index, self.ranks, job.watch)
         if self.meeting and not job.wrapper:  # torchrun binds it again for each of its restarts
             self.meeting.close()
 

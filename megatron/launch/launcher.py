@@ -201,7 +201,7 @@ class Launcher:
             for host in self.hosts:
                 host.heard = now
         self.ticked = now
-        for link in {id(host.link): host.link for host in self.hosts if host.link}.values():
+        for link in self._links():
             if now - self.beat_at > BEAT:
                 link.send({"type": "beat"})
             link.flush()
@@ -251,7 +251,10 @@ class Launcher:
         self.started = True
         for host in self.hosts:
             host.phase = "running"
-        self.broadcast({"type": "start", **self.meeting, "master_port": port})
+        places = self.meeting["places"]
+        for link in self._links():  # an agent hears of its own network only
+            own = {str(index): places[str(index)] for index in link.hosts if str(index) in places}
+            link.send({"type": "start", **self.meeting, "places": own, "master_port": port})
 
     def _rendezvous(self) -> dict:
         """Where rank 0 listens, from what the hosts said of themselves.
@@ -420,8 +423,12 @@ class Launcher:
 
     def broadcast(self, message: dict) -> None:
         """Send a message to all agents."""
-        for link in {id(host.link): host.link for host in self.hosts if host.link}.values():
+        for link in self._links():
             link.send(message)
+
+    def _links(self) -> list[MessagePipe]:
+        """To all agents; some have one in common."""
+        return list({id(host.link): host.link for host in self.hosts if host.link}.values())
 
     def end_for(self, failure: Failure) -> None:
         """End the run for a reason that no rank gives."""

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 LIMIT = 1000  # bytes of one line from an agent, its newline included
 LONGEST = 1 << 26  # bytes of any line; the specification of a job on many hosts is the longest one that is meant
 MARK = b"\x1e"  # starts each line of an agent, so that chatter of ssh, srun or mpirun is told apart

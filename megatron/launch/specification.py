@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from . import protocol
@@ -25,11 +26,30 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """What a host must know of the job's hosts, whose names it does not need.
+
+    Attributes:
+        index: which of them it is.
+        host: itself.
+        hosts: how many there are.
+        first_rank: the global rank of its first slot.
+        world_size: slots of all hosts together.
+    """
+
+    index: int
+    host: Host
+    hosts: int
+    first_rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
 class Specification:
     """The whole job, the same for every host.
 
     Attributes:
-        hosts: all hosts; their order numbers the ranks.
+        hosts: all hosts; their order numbers the ranks. None in a host's message, which has its seat.
         command: the argument list that every rank executes.
         directory: folder in which ranks start.
         environment: variables set for every rank, over what the agent inherits.
@@ -69,9 +89,14 @@ class Specification:
     watch: dict[str, float] = field(default_factory=dict)
     credentials_file: str = ""
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first rank of each host, and behind them the number of ranks."""
+        return list(accumulate((len(host.slots) for host in self.hosts), initial=0))
+
     @property
     def world_size(self) -> int:
-        return sum(len(host.slots) for host in self.hosts)
+        return self._starts[-1]
 
     @property
     def sha256(self) -> str:
@@ -91,20 +116,38 @@ class Specification:
 
     def first_rank(self, index: int) -> int:
         """The global rank of the first slot of host `index`."""
-        return sum(len(host.slots) for host in self.hosts[:index])
+        return self._starts[index]
+
+    def seat(self, index: int | None) -> Seat:
+        """What host `index` must know of all.
+
+        Raises:
+            ValueError: there is no such host.
+        """
+        if index is None or not 0 <= index < len(self.hosts):
+            raise ValueError(f"this host's index {index} is not one of the job's {len(self.hosts)} hosts")
+        return Seat(index, self.hosts[index], len(self.hosts), self.first_rank(index), self.world_size)
 
     def to_message(self, index: int | None) -> dict[str, Any]:
-        """The message for host `index`; None where one message goes to all and each agent knows its index."""
-        return {"type": "specification", "version": protocol.VERSION, "index": index, "job": self._values}
+        """The message for host `index`, which has its seat; None where one message goes to all and each agent knows its
+        index or name: that one has all hosts.
+        """
+        if index is None:
+            told: dict[str, Any] = {"hosts": [dataclasses.asdict(host) for host in self.hosts]}
+        else:
+            told = {"seat": dataclasses.asdict(self.seat(index))}
+        return {"type": "specification", "version": protocol.VERSION, "job": self._values, **told}
 
     @cached_property
     def _values(self) -> dict[str, Any]:
-        """Each host's message has all of it, so for 1,280 hosts it is not made 1,280 times."""
-        return dataclasses.asdict(self)
+        """All but the hosts. Each host's message has them, so for 1,280 hosts they are not made 1,280 times."""
+        values = dataclasses.asdict(dataclasses.replace(self, hosts=()))
+        del values["hosts"]
+        return values
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Specification:
-        """The specification in a message.
+        """The specification in a message, with the hosts that it has.
 
         Raises:
             ValueError: another version of the protocol, or not a specification.
@@ -115,7 +158,27 @@ class Specification:
                 f"version {protocol.VERSION}: bring both to the same code"
             )
         job = dict(message["job"])
-        job["hosts"] = tuple(Host(each["name"], tuple(each["slots"])) for each in job["hosts"])
+        job["hosts"] = tuple(_host(each) for each in message.get("hosts", ()))
         job["command"] = tuple(job["command"])
         job["terminal"] = tuple(tuple(size) if size else None for size in job["terminal"])
         return cls(**job)
+
+
+def seat_in(message: dict[str, Any], job: Specification, index: int | None, name: str | None) -> Seat:
+    """The seat of the agent that a message has reached.
+
+    Args:
+        job: the message's.
+        index, name: what the agent knows of itself, where the message has all hosts.
+
+    Raises:
+        ValueError: it is none of the hosts.
+    """
+    if "seat" in message:
+        seat = message["seat"]
+        return Seat(**{**seat, "host": _host(seat["host"])})
+    return job.seat(index if name is None else job.index_of(name))
+
+
+def _host(values: dict[str, Any]) -> Host:
+    return Host(values["name"], tuple(values["slots"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.launch import protocol
 from megatron.launch.console import RankConsole
 from megatron.launch.protocol import LIMIT, Lines, decode, encode, encode_text
-from megatron.launch.specification import Host, Specification
+from megatron.launch.specification import Host, Seat, Specification, seat_in
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=3000)
 
@@ -62,9 +63,20 @@ def test_a_specification_comes_back(words, variables, configuration):
         wrapper=True,
         attempt=2,
     )
-    message = decode(encode(job.to_message(1))[:-1])
-    assert Specification.from_message(message) == job and message["index"] == 1
-    assert Specification.from_message(message).sha256 == job.sha256
+    whole, own = (decode(encode(job.to_message(index))[:-1]) for index in (None, 1))
+    assert Specification.from_message(whole) == job and Specification.from_message(own) == replace(job, hosts=())
+    assert Specification.from_message(own).sha256 == job.sha256
+    seats = [seat_in(whole, job, 1, None), seat_in(whole, job, None, "b"), seat_in(own, job, None, None)]
+    assert seats == 3 * [Seat(1, Host("b", (1,)), hosts=2, first_rank=2, world_size=3)]
+
+
+def test_a_host_without_a_seat_is_refused():
+    job = Specification((Host("a", (0,)), Host("b", (1,))), (), "/")
+    for index in (None, -1, 2):
+        with pytest.raises(ValueError, match="is not one of the job's 2 hosts"):
+            seat_in(job.to_message(None), job, index, None)
+    with pytest.raises(ValueError, match="which must be one of the job's hosts: a, b"):
+        seat_in(job.to_message(None), job, None, "c")
 
 
 def test_ranks_are_numbered_through_the_hosts():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.growth import DEVICES, PIPELINE, TENSOR, checkpoint, groups, launcher
+from tools.bench.growth import PIPELINE, TENSOR, checkpoint, groups, launcher
 
 
 @pytest.mark.parametrize("world", [160, 1600])
@@ -20,4 +20,4 @@ def test_a_rank_of_a_ten_times_larger_world_holds_ten_times_as_much_at_most():
     for name in ("manifest: KiB read", "index: KiB mapped", "open: KiB"):
         assert large[name] < 10.5 * small[name]
     hosts = [launcher(world)["launch: KiB to a host"] for world in (160, 1600)]
-    assert hosts[1] - hosts[0] < 0.1 * (1600 - 160) / DEVICES  # less than 100 bytes of each host
+    assert hosts[1] - hosts[0] < 0.02  # digits of the numbers of hosts and ranks
