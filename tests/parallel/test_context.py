@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config import ConfigError, resolve
-from megatron.config.kind import kinds_of
 from megatron.config.sequences import choose_method
 from megatron.kinds.common.attend import attend
 from megatron.kinds.common.attend_across import attend_across
@@ -226,18 +224,3 @@ def test_the_last_tokens_go_to_the_next_rank():
     answers = run(RANKS, shifted)
     assert [each[0].flatten().tolist() for each in answers] == [[0, 0], [1, 9], [3, 11], [5, 13]]
     assert [each[1][0].tolist() for each in answers] == [[0, 2], [0, 3], [0, 4], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("context", "rule"),
-    [("", "must be 1 with mamba2 layers"), ("states", "must be below 3 where ranks share sequences in mamba2 layers")],
-)
-def test_kinds_that_cannot_are_refused(context, rule, monkeypatch):
-    """Those that say nothing, and those whose ranks wait for each other under ZeRO 3, which needs all ranks."""
-    kinds = dict(kinds_of())
-    kinds["mamba2"] = dataclasses.replace(kinds["mamba2"], context=context)
-    monkeypatch.setattr("megatron.config.rule_context.kinds_of", lambda extensions=(): kinds)
-    training = {"steps": 1, "sequence_length": 16, "micro_batch_size": 1}
-    model = {"layers": "mamba2/mlp x2", "hidden_size": 32, "vocab_size": 64, "mamba2": {"head_dim": 8}}
-    with pytest.raises(ConfigError, match=rule):
-        resolve({"model": model, "training": training, "parallel": {"context": 2}, "zero": {"stage": 3}}, ranks=2)

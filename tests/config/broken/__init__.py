@@ -9,6 +9,7 @@ from tests.config.broken.moe import MOE, WARNED_MOE
 from tests.config.broken.output import LAUNCH, OUTPUT
 from tests.config.broken.recipe import RECIPE, SCHEDULE
 from tests.config.broken.rwkv import RWKV
+from tests.config.broken.sequences import SEQUENCES
 from tests.config.broken.stages import STAGES, WARNED_STAGES
 from tests.config.broken.warned import WARNED as WARNED_ELSEWHERE
 
@@ -28,6 +29,7 @@ BROKEN = [
     *DEEPSPEED,
     *MOE,
     *STAGES,
+    *SEQUENCES,
 ]
 WARNED = [*WARNED_ELSEWHERE, *WARNED_MOE, *WARNED_STAGES]
 
