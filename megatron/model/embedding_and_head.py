@@ -201,10 +201,12 @@ class Head(nn.Module):
         given: tuple[Tensor, ...] = (x_BsH, labels_BS, weights_BS)
         loss_of: Callable[..., tuple[Tensor, ...]] = self._loss
         if teacher is not None:
-            given, loss_of = (*given, teacher.x_BSH), partial(self._taught_loss, teacher.head)
+            given, loss_of = (*given, teacher.x_BSH), partial(self._taught_loss, teacher.head, teacher.head.matrix)
         if not self.chunks.tokens:
             return loss_of(*given)
-        losses, *pieces = zip(*(recomputed_call(loss_of, *each) for each in self._parts(*given)))
+        # Rows that ranks share are gathered once for all chunks; ZeRO 3 gathers what a chunk itself reads.
+        whole = (self.matrix,) if self.rows.size > 1 else ()
+        losses, *pieces = zip(*(recomputed_call(loss_of, *each, *whole) for each in self._parts(*given)))
         return sum(losses), *(torch.cat(each, 1) for each in pieces)
 
     def _further_labels(self, labels_BS: Tensor, weights_BS: Tensor, stream: Stream) -> FurtherLabels:
@@ -233,15 +235,23 @@ class Head(nn.Module):
         modules.add(ce_KBS, further.weights)
         return loss, ce_BS, stream
 
-    def _loss(self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """(weighted sum of token losses, each token's cross-entropy [B, S])."""
-        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS)
+    def _loss(
+        self, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, matrix: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(weighted sum of token losses, each token's cross-entropy [B, S]).
 
-    def _cross_entropy(self, normed_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor) -> tuple[Tensor, Tensor]:
+        Args:
+            matrix: `self.matrix`, where it is there already.
+        """
+        return self._cross_entropy(self.norm(x_BsH), labels_BS, weights_BS, matrix)
+
+    def _cross_entropy(
+        self, normed_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, matrix: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         x_BSH = enter(normed_BsH, self.mesh)
         loss, ce_N = linear_cross_entropy(
             x_BSH.flatten(0, 1),
-            self.matrix,
+            self.matrix if matrix is None else matrix,
             self.bias,
             labels_BS.flatten(),
             weights_BS.flatten(),
@@ -252,13 +262,21 @@ class Head(nn.Module):
         return loss, ce_N.view_as(labels_BS)
 
     def _taught_loss(
-        self, teacher: Head, x_BsH: Tensor, labels_BS: Tensor, weights_BS: Tensor, taught_BSH: Tensor
+        self,
+        teacher: Head,
+        of_teacher: Tensor,
+        x_BsH: Tensor,
+        labels_BS: Tensor,
+        weights_BS: Tensor,
+        taught_BSH: Tensor,
+        matrix: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_loss`, and each token's divergence [B, S] from the teacher whose head reads `taught_BSH`."""
+        """As `_loss`, and each token's divergence [B, S] from the teacher whose head reads `taught_BSH` and has the
+        matrix `of_teacher`."""
         assert self.teaching is not None
         soft = SoftLabels(
             taught_BSH.flatten(0, 1),
-            teacher.matrix,
+            of_teacher,
             teacher.bias,
             teacher.options,
             self.teaching.share,
@@ -266,7 +284,7 @@ class Head(nn.Module):
         )
         loss, ce_N, kl_N = linear_distillation(
             enter(self.norm(x_BsH), self.mesh).flatten(0, 1),
-            self.matrix,
+            self.matrix if matrix is None else matrix,
             self.bias,
             labels_BS.flatten(),
             weights_BS.flatten(),

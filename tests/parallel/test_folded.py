@@ -19,7 +19,8 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.linear import ColumnLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameters import ParameterFactory, shares_rows
-from megatron.parallel.traffic import wire_bytes
+from megatron.parallel.traffic import Tally, wire_bytes
+from megatron.rehearsal.command import in_own_process
 from tests.float64 import EXACT
 from tests.model.parity import relative
 from tests.workers import run
@@ -153,3 +154,16 @@ def test_bytes_of_the_paper(ranks: int):
         assert sent["forward"] == pytest.approx(share * (weights + keys_and_values), rel=1e-12)
         # the weights once more and their gradients, and those of keys and values
         assert sent["backward"] == pytest.approx(share * (2 * weights + keys_and_values), rel=1e-12)
+
+
+def test_chunks_of_a_sequence_gather_the_head_once():
+    """Counted by a rehearsed rank of the real program."""
+    training = {**LLAMA["training"], "sequence_chunks": 4, "micro_batch_size": 1, "global_batch_size": 1}
+    config = resolve({**LLAMA, "training": training, "parallel": {"folded": 2}}, ranks=2)
+    found = {}
+    for call, messages, size in Tally.of_rows(in_own_process(config, 2, 1).messages):
+        if call.group == "context" and call.phase != "update" and call.operation in ("all_gather", "reduce_scatter"):
+            before = found.get(call.operation, (0, 0))
+            found[call.operation] = before[0] + messages, before[1] + size
+    once = 1, 4 * 96 * 32
+    assert found == {"all_gather": once, "reduce_scatter": once}
