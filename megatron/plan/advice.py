@@ -108,6 +108,8 @@ def _why_empty(question: Question, named: dict[str, Any]) -> str:
         return f"data {devices // inner} * micro_batch {named.get('micro_batch', 1)} must divide the batch of {batch}"
     if named.get("zero") == 3 and named.get("recompute") == "selective":
         return "recompute must not be selective with ZeRO 3"
+    if named.get("folded", 1) > 1:
+        return "folded goes with context of the same size, tensor=1 and ZeRO 0 to 2"
     return "; ".join(f"{name}={value}" for name, value in named.items() if name in (*STRUCTURE, "micro_batch"))
 
 

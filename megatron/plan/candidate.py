@@ -21,7 +21,7 @@ class Candidate:
     Attributes:
         micro_batch: `training.micro_batch_size`.
         recompute: `training.activation_checkpointing.mode`.
-        folded: `parallel.folded`: 1, or `context` where these ranks share matrices too. No search proposes it.
+        folded: `parallel.folded`: 1, or `context` where these ranks share matrices too.
     """
 
     tensor: int = 1
@@ -38,6 +38,11 @@ class Candidate:
     def inner(self) -> int:
         """Ranks of one data parallel replica."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def passes_weights(self) -> bool:
+        """Whether a rank computes with weights that come and go, which a selective recomputation cannot."""
+        return self.zero == 3 or self.folded > 1
 
     def values(self) -> dict[str, Any]:
         """As nested values of a configuration."""

@@ -160,6 +160,8 @@ def stage_memory(config: Config, shapes: Shapes, choice: Candidate, stage: int, 
         chunk = min(training.loss_chunk or tokens, tokens)
         # A chunk's logits in fp32, their gradients in the compute type, and the head's gradient in fp32.
         parts["loss"] = chunk * rows * (4 + size) + 4 * rows * config.model.hidden_size
+        if kinds[-1].rows:  # of all ranks that share them
+            parts["loss"] += size * rows * config.model.hidden_size
         if shapes.teacher is not None:
             parts["teacher"] = teacher_bytes(shapes.teacher, choice)
             parts["loss"] += 12 * chunk * rows  # its logits, and both distributions

@@ -151,7 +151,7 @@ class Question:
     def refusal(self, choice: Candidate) -> Problem | None:
         """Why the launcher would not start a layout; None if it would."""
         key = replace(choice, recompute="none", micro_batch=1)
-        if choice.recompute == "selective" and choice.zero == 3:
+        if choice.recompute == "selective" and choice.passes_weights:
             key = replace(key, recompute="selective")
         if key not in self._legal:
             try:
@@ -184,6 +184,8 @@ class Question:
                         for zero in stages if pipeline == 1 else stages[:2] if stages[0] == 0 else (1,):
                             if zero != 3 or expert == 1:
                                 yield Candidate(tensor, pipeline, context, expert, zero, sequence=tensor > 1)
+                            if tensor == 1 < context and zero != 3 and (expert == context or not experts):
+                                yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
     def _experts(self) -> int:
         shapes = self.shapes
@@ -233,7 +235,7 @@ class Question:
                 continue
             fits = False
             for mode in RECOMPUTE:
-                if mode != fixed.get("recompute", mode) or (mode == "selective" and structure.zero == 3):
+                if mode != fixed.get("recompute", mode) or (mode == "selective" and structure.passes_weights):
                     continue
                 plan = self.judge(replace(structure, micro_batch=micro, recompute=mode))
                 found.consider(plan)
@@ -244,7 +246,7 @@ class Question:
                 return
 
 
-STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero")
+STRUCTURE = ("tensor", "pipeline", "context", "expert", "zero", "folded")
 
 
 @dataclass

@@ -210,10 +210,12 @@ class StepEstimator:
 
     def _rows(self, config: Config, choice: Candidate, place: int, group: Group, rows: int, computing: float) -> float:
         """Rows of matrices that travel while products with others are computed."""
-        repeated = choice.recompute == "full" and 0 < place < self.shapes.places - 1
+        head, chunks = place == self.shapes.places - 1, config.training.sequence_chunks
+        repeated = 0 < place and not head and (choice.recompute == "full" or chunks > 1)
         members = Group(2, 2 if group.hosts == 1 else 1)
         sent = rows_around(config, choice, rows, repeated)
         seconds = sum(collective(self.at, members, each.operation, each.size, each.messages) for each in sent)
+        seconds *= 1 if head else chunks  # the head's are gathered once
         return max(0.0, seconds - OVERLAP * computing)
 
     def _product(self, tokens: float, each: Matrix) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.config import resolve
+from megatron.plan.candidate import layout_of
 from megatron.plan.devices import Cluster, known_devices
-from megatron.plan.memory import memory
+from megatron.plan.memory import memory, stage_weights, states
 from megatron.plan.prediction import choice_of
 from megatron.plan.shapes import Shapes
 from megatron.rehearsal.command import in_own_process
@@ -102,10 +103,26 @@ def test_stages_of_sequence_length_need_what_the_longest_does():
                     "recurrence": {"mean": 4, "backward": 2}}}, 2),
         ({"parallel": {"context": 2}}, 2),
         ({"parallel": {"context": 4, "context_method": "ring"}}, 4),
+        ({"parallel": {"folded": 4}}, 4),
     ],
-    ids=["chunks", "recurrent depth", "context", "ring"],
+    ids=["chunks", "recurrent depth", "context", "ring", "folded"],
 )  # fmt: skip
 def test_formulas_are_near_a_rehearsal(more, ranks):
     """Within the 20 % that temporary copies of so small a model take, which the formulas do not count."""
     values = merged(DENSE, more)
     assert planned(values, ranks) == pytest.approx(rehearsed(values, ranks)[0], rel=0.2)
+
+
+@pytest.mark.parametrize("ranks", [4, 8], ids=["one has each run", "two have each run"])
+def test_rows_of_matrices_that_ranks_share(ranks):
+    """What two blocks keep between steps: weights in bf16, sums of gradients in fp32, and the optimizer's states."""
+    expected, found = [], []
+    for blocks in (4, 6):
+        values = merged(DENSE, {"model": {"layers": f"(attention/mlp) x{blocks}"}, "parallel": {"folded": 4}})
+        config = resolve(values, ranks=ranks)
+        shapes, choice = Shapes(config, ranks), choice_of(config)
+        weights = stage_weights(shapes, choice, range(shapes.places))
+        parts = states(config, layout_of(choice, ranks), weights)
+        expected.append(parts["weights"] + 4 * weights.total + parts["states"])
+        found.append(rehearsed(values, ranks)[1])
+    assert found[1] - found[0] == pytest.approx(expected[1] - expected[0], rel=0.02)

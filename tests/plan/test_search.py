@@ -84,6 +84,25 @@ def test_structures_are_those_that_the_rules_allow(values):
 
 
 @pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
+def test_long_sequences_are_shared_with_and_without_matrices(values):
+    """Against every combination on one stage, asked one by one; ranks that share matrices need less room for these."""
+    long = {**values, "training": {**values["training"], "sequence_length": 2**15}}
+    asked = question(long, 4)
+    found = list(asked.structures())
+    expected = set()
+    for context, expert, zero in itertools.product((2, 4), (1, 2, 4) if values is MOE else (1,), (1, 2, 3)):
+        choice = Candidate(1, 1, context, expert, zero, folded=context)
+        if legal(long, choice, 4):
+            expected.add(choice)
+    assert {each for each in found if each.folded > 1 and each.pipeline == 1} == expected and len(expected) == 4
+    for choice in expected:
+        alone = asked.judge(replace(choice, folded=1))
+        shared = asked.judge(choice)
+        assert shared.memory.total < alone.memory.total
+        assert 0 < shared.step.seconds and asked.refusal(replace(choice, recompute="selective")) is not None
+
+
+@pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
 def test_what_is_called_the_smallest_is(values):
     """Where nothing fits; against every layout with micro-batches of one sample."""
     asked = question(values)
