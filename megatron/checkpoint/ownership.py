@@ -3,7 +3,7 @@
 A checkpoint has no layout, so this is only a choice of how its files are cut. It follows a run's own: tensors fall
 to pipeline stages in their order, tensor parallel ranks have their shards, and with ZeRO what the optimizer needs of
 a rank's shards, laid end to end, falls to the data parallel ranks in equal pieces. Experts that are spread fall to
-their ranks, and likewise to those that have the same ones.
+their ranks, and likewise to those that have the same ones; so do the rows of matrices that ranks share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from ..parallel.layout import Coordinates, Layout
-from ..parallel.shard import LogicalTensor
+from ..parallel.shard import LogicalTensor, Role
 from .errors import CheckpointError
 from .fragment import WEIGHT, FragmentSpec
 
@@ -70,6 +70,13 @@ def owned(
 
 
 def _is_spread(tensor: LogicalTensor, layout: Layout) -> bool:
+    """Whether ranks have runs of its first dimension: of experts, or of the rows of a matrix where they divide these.
+
+    A few small matrices of recurrent mixers stay whole in a run that folds; here nothing tells them from others.
+    """
+    if layout.shares_rows and len(tensor.shape) == 2:
+        is_matrix = tensor.matrices is not None or tensor.role in (Role.EMBEDDING, Role.HEAD)
+        return is_matrix and tensor.shape[0] % layout.expert == 0
     return layout.spreads_experts and tensor.stacked
 
 

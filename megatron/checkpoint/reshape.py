@@ -30,6 +30,7 @@ KEYS = {
     "zero": "zero_stage",
     "expert": "expert",
     "expert_tensor": "expert_tensor",
+    "folded": "folded",
 }
 
 
@@ -46,11 +47,19 @@ def parse_layout(text: str) -> Layout:
         if key not in KEYS or not value.isdigit():
             raise ValueError(f"--to {text}: {item!r} is not one of {', '.join(f'{known}=N' for known in KEYS)}")
         values[KEYS[key]] = int(value)
-    slices = values.pop("expert_tensor", values.get("tensor", 1))
+    slices, rows = values.pop("expert_tensor", values.get("tensor", 1)), values.pop("folded", 1)
     sizes: dict[str, Any] = values | {"folded": slices < values.get("tensor", 1)}
+    if rows > 1:
+        if not values.get("context", rows) == values.get("expert", rows) == rows:
+            raise ValueError(f"--to {text}: context and expert are left out or that of folded, {rows}")
+        sizes |= {"context": rows, "expert": rows, "shares_rows": True}
     layout = Layout(**sizes)
-    if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert) < 1 or layout.zero_stage > 3:
-        raise ValueError(f"--to {text}: sizes are at least 1 and ZeRO stages are 0 to 3")
+    if min(layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert, rows) < 1:
+        raise ValueError(f"--to {text}: sizes are at least 1")
+    if layout.zero_stage > 3:
+        raise ValueError(f"--to {text}: ZeRO stages are 0 to 3")
+    if layout.shares_rows and layout.tensor > 1:
+        raise ValueError(f"--to {text}: tensor is 1 where ranks share rows (folded)")
     if slices not in (1, layout.tensor):
         raise ValueError(f"--to {text}: expert_tensor is 1 (folded) or that of tensor, {layout.tensor}")
     if layout.expert_line % layout.expert:
@@ -59,7 +68,8 @@ def parse_layout(text: str) -> Layout:
         )
     if layout.spreads_experts and layout.zero_stage == 3:
         raise ValueError(
-            f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, and experts are not spread"
+            f"--to {text}: ZeRO 3 cuts every tensor over all data parallel ranks, so neither experts nor rows are "
+            "spread"
         )
     return layout
 

@@ -26,8 +26,8 @@ def tensors(tied: bool = False) -> list[LogicalTensor]:
         found += [
             LogicalTensor(f"{at}.norm.weight", (HIDDEN,), Role.NORM),
             LogicalTensor(f"{at}.attention.qkv.weight", (20, HIDDEN), Role.HIDDEN, Shard(0, (12, 4, 4), 2)),
-            LogicalTensor(f"{at}.attention.out.weight", (HIDDEN, 12), Role.OUTPUT, Shard(1, None, 2)),
-            LogicalTensor(f"{at}.mlp.gate_up.weight", (22, HIDDEN), Role.HIDDEN, Shard(0, (11, 11))),
+            LogicalTensor(f"{at}.attention.out.weight", (HIDDEN, 12), Role.OUTPUT, Shard(1, None, 2), matrices=(12,)),
+            LogicalTensor(f"{at}.mlp.gate_up.weight", (22, HIDDEN), Role.HIDDEN, Shard(0, (11, 11)), matrices=(11, 11)),
             LogicalTensor(f"{at}.mlp.down.weight", (HIDDEN, 11), Role.OUTPUT, Shard(1)),
             LogicalTensor(f"{at}.mlp.gate_up.bias", (22,), Role.BIAS, Shard(0, (11, 11))),
             LogicalTensor(f"{at}.experts.weight", (3, 7, 5), Role.HIDDEN, Shard(1)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,11 @@ from megatron.checkpoint import CheckpointError, open_checkpoint, save
 from megatron.checkpoint.ownership import owned
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import parse_layout
+from megatron.config import resolve
+from megatron.model.stack import ModelPlan
 from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameters import is_spread, logical_of, shard_start
 from megatron.parallel.shard import LogicalTensor, Role, Shard
 from tests.checkpoint.brute import local_shard
 from tests.checkpoint.model import Model, Together, fragments, meta
@@ -68,6 +73,7 @@ def test_script_starts_with_the_standard_library_intact(source):
         "pipeline=3",
         "data=5,zero=2",
         "tensor=8,pipeline=2,data=2",
+        "folded=2,pipeline=2,data=2,zero=1",
     ],
 )
 def test_reshape(source, tmp_path, capsys, to):
@@ -165,6 +171,51 @@ def test_experts_fall_to_their_ranks(to, experts):
     assert all((each == 1).all() for each in counts.values())
 
 
+@pytest.mark.parametrize(("to", "ranks"), [("folded=4", 4), ("folded=2,data=2,zero=1", 4)])
+def test_rows_fall_to_the_ranks_of_a_run(to, ranks):
+    """Each rank writes the rows that the same rank of a run on that layout has in its modules."""
+    layout, tensors, held = parse_layout(to), dict[str, LogicalTensor](), []
+    values = {
+        "model": {"layers": "attention/mlp mamba2", "hidden_size": 32, "vocab_size": 96, "attention": {"heads": 4},
+                  "mamba2": {"head_dim": 8}},
+        "training": {"steps": 1, "sequence_length": 32, "micro_batch_size": 1, "global_batch_size": layout.data},
+        "parallel": {"folded": layout.context},
+    }  # fmt: skip
+    config = resolve(values, ranks=ranks)
+    for rank in range(ranks):
+        plan = ModelPlan(config, Mesh.describe(Layout.of(config, ranks), rank), "meta", values=False)
+        modules = [plan.embedding(), plan.block(0), plan.block(1), plan.head()]
+        parameters = [each for module in modules for each in module.parameters()]
+        tensors |= {logical_of(each).name: logical_of(each) for each in parameters}
+        shared = filter(is_spread, parameters)
+        held.append({logical_of(each).name: (shard_start(each), each.numel()) for each in shared})
+    stored = {(name, "master"): torch.float32 for name in tensors}
+    written = owned(layout, stored, tensors)
+    for name, tensor in tensors.items():
+        found = [[(spec.start, spec.length) for spec, _ in items if spec.tensor.name == name] for items in written]
+        assert sum(length for spans in found for _, length in spans) == math.prod(tensor.shape)
+        if name in held[0]:
+            for rank, spans in enumerate(found):
+                first, length = held[rank][name]
+                assert all(first <= start and start + size <= first + length for start, size in spans)
+    assert len(held[0]) > 6
+
+
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [
+        ("folded=2,context=4", "context and expert are left out or that of folded, 2"),
+        ("folded=2,expert=4", "context and expert are left out or that of folded, 2"),
+        ("folded=0", "sizes are at least 1"),
+        ("folded=2,tensor=2", "tensor is 1 where ranks share rows"),
+        ("folded=2,zero=3", "neither experts nor rows are spread"),
+    ],
+)
+def test_rows_on_layouts_that_no_run_has(to, message):
+    with pytest.raises(ValueError, match=message):
+        parse_layout(to)
+
+
 def test_experts_that_do_not_divide():
     tensor = LogicalTensor("moe.experts.down.weight", (6, 4, 4), Role.OUTPUT, Shard(2), matrices=(4,))
     with pytest.raises(CheckpointError, match="6 experts do not divide over 4 ranks"):
@@ -173,7 +224,7 @@ def test_experts_that_do_not_divide():
         ("data=4,expert=3", "4 ranks cannot be cut into groups of 3"),
         ("expert=0", "at least 1"),
         ("tensor=4,expert_tensor=2", "1 \\(folded\\) or that of tensor, 4"),
-        ("data=2,expert=2,zero=3", "experts are not spread"),
+        ("data=2,expert=2,zero=3", "neither experts nor rows are spread"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_layout(to)
@@ -330,7 +381,7 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
     overrides = ["parallel.pipeline=2", "parallel.pipeline_split=[1, 1]", "training.global_batch_size=8"]
     text = to_yaml(load([ROOT / "configs" / "test" / "tiny_neox.yml"], overrides, ranks=2, check_inputs=False))
     refuse = tool("reshape").refuse_illegal
-    for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3"):
+    for fine in ("tensor=2,data=3", "pipeline=2,zero=1", "data=7,zero=3", "folded=2,data=3"):
         refuse(text, parse_layout(fine))
     for to, key in (
         ("tensor=3", "parallel.tensor"),
@@ -342,5 +393,6 @@ def test_reshape_refuses_a_layout_that_no_run_can_have():
         assert all(each.fatal for each in error.value.problems)
     text = to_yaml(load([ROOT / "configs" / "test" / "tiny_moe.yml"], [], ranks=1, check_inputs=False))
     refuse(text, parse_layout("tensor=2,data=2,expert=4,expert_tensor=1,zero=1"))
+    refuse(text, parse_layout("folded=2,zero=1"))
     with pytest.raises(ConfigError, match="use 6 or 9 experts"):
         refuse(text, parse_layout("data=3,expert=3"))

@@ -24,6 +24,7 @@ from megatron.checkpoint import CheckpointError, open_checkpoint
 from megatron.checkpoint.progress import now_and_then
 from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
 from megatron.config import ConfigError, resolve
+from megatron.config.derive import View
 from megatron.config.origins import Origin
 from megatron.config.yaml_source import parse
 from megatron.parallel.layout import Layout
@@ -41,7 +42,9 @@ def refuse_illegal(config: str, layout: Layout) -> None:
     values["parallel"] = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     if layout.context > 1:
         values["parallel"] |= {"context": layout.context}
-    if layout.spreads_experts:
+    if layout.shares_rows:
+        values["parallel"] |= {"folded": layout.context, "expert": layout.expert if View(values).uses("moe") else 1}
+    elif layout.spreads_experts:
         values["parallel"] |= {"expert": layout.expert, "expert_tensor": 1 if layout.folded else layout.tensor}
     values["zero"] = {"stage": layout.zero_stage}
     # The batch is the next run's to choose: one that every layout can divide.
@@ -60,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--to",
         required=True,
         metavar="LAYOUT",
-        help="tensor=N,pipeline=N,data=N,zero=N,expert=N,expert_tensor=N; what is not said is 1 (zero: 0; "
-        "expert_tensor: tensor)",
+        help="tensor=N,pipeline=N,context=N,data=N,zero=N,expert=N,expert_tensor=N,folded=N; what is not "
+        "said is 1 (zero: 0; expert_tensor: tensor)",
     )
     parser.add_argument(
         "--verify", action="store_true", help=f"compare SHA-256 of every logical tensor, and write {VERIFY_NAME}"
