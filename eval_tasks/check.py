@@ -14,7 +14,7 @@ from megatron.data.tokenizer import build_tokenizer
 from .arguments import OptionError, parse
 from .foreign import tokenizer_problems
 from .loading import data_problems
-from .probes import ProbeError, read_probes
+from .probes import ProbeError, longest_of, read_probes
 from .select import Request, did_you_mean, problems
 
 
@@ -129,7 +129,7 @@ def _probes(config: Config) -> list[str]:
         return [*found, f"evaluation.probes needs the run's tokenizer: {error}"]
     for each in probes:
         try:
-            read_probes(each.path, tokenizer, config.training.sequence_length)
+            read_probes(each.path, tokenizer, longest_of(config, each))
         except ProbeError as error:
             found.append(f"evaluation.probes: {error}")
     return found

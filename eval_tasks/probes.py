@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.config import Config
+from megatron.config.sections.output import ProbeOptions
+from megatron.config.stages import shortest
 from megatron.data.tokenizer import Tokenizer
 
 LARGEST = 10_000  # examples of a set: each has its number in every record
@@ -20,6 +23,13 @@ class Probe(NamedTuple):
 
     tokens: tuple[int, ...]
     scored: int
+
+
+def longest_of(config: Config, options: ProbeOptions) -> int:
+    """Tokens that the model reads at once wherever a set is scored: of the shortest stage from its first time on."""
+    saved, steps = config.checkpoint, config.training.steps
+    first = min(saved.every or steps, *saved.steps, 0 if saved.log_spaced else steps, steps)
+    return shortest(config, max(first - 1, 0) if options.every is None else 0)
 
 
 def read_probes(path: str | Path, tokenizer: Tokenizer, longest: int) -> list[Probe]:

@@ -16,16 +16,16 @@ from megatron.training.trainer import Trainer
 from megatron.training.world import World
 from megatron.worker.beacon import EVALUATE
 
-from .probes import read_probes
+from .probes import longest_of, read_probes
 
 
 class ProbesHook(Hook):
     """Scores `evaluation.probes`, each every so many steps, or wherever a checkpoint is due by its step."""
 
     def __init__(self, config: Config, engine: Engine, world: World) -> None:
-        tokenizer, longest = build_tokenizer(config.tokenizer), config.training.sequence_length
+        tokenizer = build_tokenizer(config.tokenizer)
         self._probes = [
-            (options, [Text(*each) for each in read_probes(options.path, tokenizer, longest)])
+            (options, [Text(*each) for each in read_probes(options.path, tokenizer, longest_of(config, options))])
             for options in config.evaluation.probes
         ]
         self._policy = SavePolicy.of(config.checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import Config
+from megatron.config.stages import shortest
 
 from ..arguments import OptionError
 from ..check import checkpoint_problems
@@ -23,10 +24,11 @@ def before_start(words: Sequence[str], config: Config) -> list[str]:
     except OptionError as error:
         return [str(error)]
     found, training = [], config.training
-    if options.context + options.continuation > training.sequence_length + 1:
+    longest = shortest(config, options.steps.start, options.steps.stop)
+    if options.context + options.continuation > longest + 1:
         found.append(
             f"--context and --continuation are {options.context} + {options.continuation} tokens; they must fit the "
-            f"{training.sequence_length + 1} tokens of a sequence: make one smaller"
+            f"{longest + 1} tokens of a sequence of these steps: make one smaller"
         )
     if options.steps[-1] >= training.steps:
         found.append(f"--steps must end at {training.steps} or before: the run has steps 0 to {training.steps - 1}")

@@ -55,6 +55,15 @@ def stage_of(config: Any, completed: int) -> Stage:
     return stage_at(config, max(completed - 1, 0))
 
 
+def shortest(config: Any, first: int, end: int | None = None) -> int:
+    """Tokens of the shortest samples of updates `first` to `end` - 1, or to the run's end."""
+    return min(
+        stage.length
+        for stage in stages_of(config)
+        if (end is None or stage.begin < end) and (stage.end is None or first < stage.end)
+    )
+
+
 def as_stage(config: C, stage: Stage) -> C:
     """The configuration of a run that is nothing but this stage: its lengths, batches and rotary options."""
     training: Any = config.training  # type: ignore[attr-defined]

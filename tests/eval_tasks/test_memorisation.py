@@ -211,6 +211,19 @@ def test_mistakes_are_found_before_a_rank_starts(words, said, tmp_path):
     assert len(found) == 1 and said in found[0], found
 
 
+def test_a_recital_fits_the_sequences_of_its_steps(tmp_path):
+    from eval_tasks.memorisation.check import before_start
+    from megatron.config import resolve
+
+    (tmp_path / "checkpoints").mkdir()
+    values = settings("gpt_neox", tmp_path)
+    values["training"]["sequence_schedule"] = [{"until": 4, "sequence_length": 32}]
+    config = resolve(values)
+    assert before_start(("--steps", "4:8"), config) == []
+    (problem,) = before_start(("--steps", "3:8"), config)
+    assert "32 + 32 tokens; they must fit the 33 tokens of a sequence of these steps" in problem
+
+
 def written(folder: Path, flags: dict[int, bool], **facts) -> Path:
     job = table.RecitationJob("c", 10, (0, 4, 1), 4, 32, 32, True, "fp32")
     table.begin(folder, job)

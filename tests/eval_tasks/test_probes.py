@@ -103,3 +103,16 @@ def test_bad_files_are_refused_before_a_rank_starts(text, said, tmp_path):
     assert "evaluation.probes needs the run's tokenizer" in before_training((), without)[0]
     (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)).replace("often", "facts"))
     assert "names must differ" in before_training((), load([str(tmp_path / "tiny.yml")], [], ranks=1).config)[0]
+
+
+def test_probes_fit_the_stage_in_which_they_are_first_scored(tmp_path):
+    """One set is scored before the first update, the other one at checkpoints, of which the first is step 2's."""
+    (tmp_path / "facts.jsonl").write_text(json.dumps({"text": "a" * 13}))
+    (tmp_path / "tiny.yml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+
+    def found(until: int) -> list[str]:
+        stage = f"training.sequence_schedule=[{{until: {until}, sequence_length: 12}}]"
+        return before_training((), load([str(tmp_path / "tiny.yml")], [stage], ranks=1).config)
+
+    assert len(found(1)) == 1 and "has 14 tokens; it must have at most 13" in found(1)[0]
+    assert len(found(2)) == 2
