@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.paths import ROOT
@@ -37,3 +39,31 @@ def test_real_runs(more, capfd):
     one, two = capfd.readouterr().out.splitlines()[-2:]
     assert one.startswith("| 64 | 1 | ") and one.endswith("| – |")
     assert two.startswith("| 64 | 2 | ") and float(two.split("|")[-2]) > 0
+
+
+# Each way in which a hybrid sees the tokens of other ranks: states, convolutions, attention with a window and without.
+HYBRID = """
+model:
+  layers: mamba2/mlp attention@local/mlp mamba2/mlp attention/mlp
+  hidden_size: 64
+  vocab_size: 256
+  attention: {heads: 4, kv_heads: 2}
+  variants: {local: {window: 4096}}
+  mlp: {hidden_size: 256}
+training: {activation_checkpointing: {mode: full}, seed: 1}
+data: {synthetic: copy}
+optimizer: {type: adamw, lr: 1.0e-3}
+schedule: {type: constant}
+launch: {device: cpu}
+"""
+
+
+@pytest.mark.slow
+def test_131_072_tokens_on_four_ranks_under_4_gib_are_those_of_one(tmp_path):
+    """A step of a hybrid; `main` compares loss and gradient norm."""
+    (tmp_path / "hybrid.yml").write_text(HYBRID)
+    words = [str(tmp_path / "hybrid.yml"), "--lengths", "131072", "--context", "1", "4"]
+    assert main([*words, "--json", str(tmp_path / "rows.json")]) == 0
+    one, four = json.loads((tmp_path / "rows.json").read_text())
+    assert (one["ranks"], four["ranks"]) == (1, 4) and four["sent"] > 0
+    assert four["peak"] < 4 << 30 and four["step"] < one["step"]
