@@ -66,11 +66,8 @@ def row_traffic(config: Config, mesh: Mesh, layers: nn.Module, core: Passes = ON
                     tally.add(call, times, times * each.elements * SIZES[kind])
         if isinstance(module, Head) and module.rows.size > 1:
             size = ranks * module.weight.numel() * SIZES[dtype]
-            sides = [("forward", "head", "all_gather"), ("backward", "head", "reduce_scatter")]
-            if chunks > 1:  # made again, by a function of the head, which no account can name
-                sides.append(("backward", "", "all_gather"))
-            for phase, layer, operation in sides:
-                tally.add(Call(phase, layer, "context", ranks, operation, dtype), chunks, chunks * size)
+            for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter")):  # once for all chunks
+                tally.add(Call(phase, "head", "context", ranks, operation, dtype), 1, size)
     return tally
 
 
