@@ -7,6 +7,34 @@ from collections.abc import Iterable
 from torch import nn
 
 
+def finished(layers: nn.Module) -> list[nn.Parameter]:
+    """The parameters in the order in which the backward pass finishes their gradients: from the last used to the first.
+
+    That is the order of `parameters()` reversed, but for modules that have parameters of their own and of modules
+    inside them: these say in `uses`, by their names or first parts of these, in which order they use them.
+    """
+    found: list[nn.Parameter] = []
+
+    def visit(module: nn.Module) -> None:
+        uses: tuple[str, ...] = getattr(module, "uses", ())
+        if not uses:
+            found.extend(module.parameters(recurse=False))
+            for each in module.children():
+                visit(each)
+            return
+        named = dict(module.named_parameters())
+        places = {name: _place(name, uses) for name in named}
+        found.extend(named[name] for name in sorted(named, key=lambda name: places[name]))
+
+    visit(layers)
+    return list(dict.fromkeys(found))[::-1]
+
+
+def _place(name: str, uses: tuple[str, ...]) -> int:
+    """That of a parameter's name among those that are used; what is not named comes first."""
+    return max((at for at, each in enumerate(uses) if f"{name}.".startswith(f"{each}.")), default=-1)
+
+
 def buckets_after(sizes: Iterable[int], limit: int) -> list[int]:
     """Elements of messages where a bucket is sent as soon as it has more than `limit`, and larger tensors alone."""
     sizes = list(sizes)

@@ -35,7 +35,7 @@ from megatron.parallel.routed_traffic import RoutedTraffic
 from megatron.parallel.routes import Routes, planned_routes
 from megatron.parallel.traffic import LATER, SIZES, SPLIT, Call, Messages, Tally
 
-from .buckets import buckets_after, buckets_before
+from .buckets import buckets_after, buckets_before, finished
 from .deepspeed_options import accumulation_steps, reduces_once, zero_stage
 from .matrix_traffic import matrix_messages, padded
 from .optimizers import build_optimizer
@@ -295,7 +295,7 @@ class _Predictor:
         else:
             order, once = [each for group in groups for each in group], reduces_once(self.config, self.layout)
             if not once and (stage == 2 or (self.config.zero.overlap and self.layout.pipeline == 1)):
-                order = self.parameters[::-1]  # as the backward pass finishes them
+                order = finished(self.modules)
             for _ in range(self.micro_batches if stage == 2 and not once else 1):
                 self._bucketed(order, self.config.zero.bucket_size)
             joined = (self.layout.pipeline > 1 or self.layout.spreads_experts) and not self.offloads
@@ -478,7 +478,7 @@ def _layers(plan: ModelPlan, held: list[int]) -> nn.Module:
             modules.append(embedding)
         elif place <= len(plan.blocks):
             modules.append(plan.block(place - 1, shared))
-            if place == plan.inside.stop and norm == "head" and held[-1] == len(plan.blocks):
+            if place == plan.inside.stop and norm == "head" and held[-1] <= len(plan.blocks):
                 modules.append(plan.head_norm())  # of the core's last state; where there is a head, it has the weights
         elif plan.head_embeds:
             modules.append(plan.head(plan.tokens() if embedding is None else embedding.tokens.weight))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from megatron.parallel.durations import Duration, Durations
@@ -15,10 +16,12 @@ HEADERS = ("messages", "ms", "exposed", "hidden")
 
 
 class Shares(NamedTuple):
-    """Messages of a kind in a step of a rank, on average.
+    """Messages of a kind in a step, as the mean of ranks.
 
     Attributes:
-        seconds: from each call to its end.
+        messages: the mean of steps.
+        seconds: from each call to its end; the median of the steps that have such messages, since a machine may hold up
+            a single step.
         exposed: of these, while nothing else could go on.
     """
 
@@ -63,9 +66,13 @@ class TimedSteps:
                 f"{run} has no times of two steps; train with logging.communication=times and logging.every below the "
                 "number of steps"
             )
-        every = Durations(entry for step in steps for each in accounts.values() for entry in each.times[step])
-        count = len(steps) * len(accounts)
-        return cls(tuple(steps), len(accounts), {key: _mean(each, count) for key, each in every.by(*FIELDS).items()})
+        found: dict[tuple[str, ...], list[Duration]] = {}
+        for step in steps:
+            every = Durations(entry for each in accounts.values() for entry in each.times[step])
+            for key, duration in every.by(*FIELDS).items():
+                found.setdefault(key, []).append(duration)
+        ranks = len(accounts)
+        return cls(tuple(steps), ranks, {key: _middle(each, ranks, len(steps)) for key, each in sorted(found.items())})
 
     @property
     def total(self) -> Shares:
@@ -80,8 +87,12 @@ class TimedSteps:
         return {"steps": list(self.steps), "ranks": self.ranks, "calls": calls}
 
 
-def _mean(duration: Duration, count: int) -> Shares:
-    return Shares(duration.messages / count, duration.seconds / count, duration.exposed / count)
+def _middle(durations: list[Duration], ranks: int, steps: int) -> Shares:
+    return Shares(
+        sum(each.messages for each in durations) / ranks / steps,
+        median(each.seconds for each in durations) / ranks,
+        median(each.exposed for each in durations) / ranks,
+    )
 
 
 def side_by_side(before: TimedSteps, after: TimedSteps) -> str:
@@ -95,7 +106,7 @@ def side_by_side(before: TimedSteps, after: TimedSteps) -> str:
     headers = ["phase", "group", "operation", "type", *(f"{when}: {HEADERS[0]}" if at == 0 else name
                for when in ("before", "after") for at, name in enumerate(HEADERS))]  # fmt: skip
     counted = " and ".join(f"{len(each.steps)} steps of {each.ranks} ranks" for each in both)
-    return f"before and after, mean of {counted}:\n{table(headers, lines)}"
+    return f"before and after, median of {counted}:\n{table(headers, lines)}"
 
 
 def _cells(shares: Shares | None) -> list[str]:

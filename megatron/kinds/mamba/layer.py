@@ -74,6 +74,9 @@ class TimeSteps(ColumnLinear):
 class Mamba(nn.Module):
     """x [B, s, H] to its output [B, s, H]: output(scan(silu(conv(u))) * silu(z))."""
 
+    # See `finished` in engine/buckets.py.
+    uses = ("zx", "x_conv.bias", "x_conv.weight", "dt_bc", "norms", "dt", "dt_bias", "A_log", "D", "output")
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MambaOptions, init: Initialisation):
         super().__init__()
         H, N, R = model.hidden_size, options.state_size, options.rank

@@ -71,6 +71,9 @@ class Mamba2(nn.Module):
     """
 
     compiled_parts = ("_gated",)
+    # See `finished` in engine/buckets.py.
+    uses = ("zx", "bc", "dt", "x_conv.bias", "x_conv.weight", "bc_conv.bias", "bc_conv.weight", "A_log", "dt_bias", "D",
+            "norm", "output")  # fmt: skip
 
     def __init__(self, make: ParameterFactory, model: ModelSection, options: Mamba2Options, init: Initialisation):
         super().__init__()
