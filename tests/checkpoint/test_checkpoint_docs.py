@@ -12,10 +12,13 @@ import pytest
 
 from megatron.checkpoint import open_checkpoint
 from megatron.checkpoint.fragment import FragmentSpec
+from megatron.checkpoint.hf.config import names
 from megatron.checkpoint.reshape import parse_layout, reshape
 from tests.checkpoint.test_hf_tools import MODELS, checkpoint_of
+from tools.support_table import summary
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+AXES = ("tensor", "pipeline", "ZeRO", "context", "folded", "expert")  # the first columns of the table of layouts
 
 
 def examples() -> list[str]:
@@ -52,3 +55,22 @@ assert not {{"torch", "megatron", "safetensors"}} & set(sys.modules)
         tensor = cut.tensors[name]
         ours = cut.read(FragmentSpec.whole(tensor, state), cut.stored[name, state]).data.view(tensor.shape).float()
         assert np.array_equal(np.load(tmp_path / "found" / f"{number}.npy"), ours.numpy()), name
+
+
+def test_the_table_of_architectures_is_that_of_the_code_and_of_the_layouts() -> None:
+    """Each architecture has one row, and the axes beside a name of the matrix are those that it is trained on there."""
+    trained = {}
+    for line in summary().splitlines()[2:]:
+        name, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        trained[name] = {axis for axis, cell in zip(AXES, cells) if cell != "–"}
+    table = DOCUMENT.read_text().partition("| architecture | import, export | trained as, on | notes |\n")[2]
+    found = []
+    for line in table.partition("\n\n")[0].splitlines()[1:]:
+        theirs, how, place, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        assert how == "both"
+        found += re.findall("`([^`]+)`", theirs)
+        for group in place.split("; "):
+            rows, axes = group.split(": ")
+            for row in re.findall("`([^`]+)`", rows):
+                assert set(axes.split(", ")) == trained[row], (theirs, row)
+    assert sorted(found) == sorted(names())
