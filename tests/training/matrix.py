@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,14 @@ def merged(*trees: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(file: Path = FILE) -> dict[str, Any]:
-    return yaml.safe_load(file.read_text())
+    """The file's content, a copy of one's own."""
+    return deepcopy(_parsed(file))
+
+
+@cache
+def _parsed(file: Path) -> dict[str, Any]:
+    """Read once per process, and by libyaml where it is: tests read it in each of their ranks."""
+    return yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def cases(matrix: dict[str, Any] | None = None) -> list[Case]:
