@@ -18,6 +18,7 @@ from megatron.report.peaks import device_peak
 FILE = Path(__file__).with_name("devices.yml")
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
+NotNegative = Annotated[float, Field(ge=0, le=1e9)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0, le=10**6)]
 
@@ -46,6 +47,24 @@ class Efficiency(_Entry):
     memory: Share
 
 
+class HostTime(_Entry):
+    """What a CPU's steps take beside their FLOPs, in microseconds of each.
+
+    Attributes:
+        operation: that torch is asked for.
+        collective: call.
+        send: or reception.
+        gather: of a tensor of parameters by ZeRO 3, with all that DeepSpeed does for it.
+        step: whatever is in it.
+    """
+
+    operation: NotNegative
+    collective: NotNegative
+    send: NotNegative
+    gather: NotNegative
+    step: NotNegative
+
+
 class Device(_Entry):
     """One device as torch sees it; `devices.yml` has the units."""
 
@@ -58,6 +77,7 @@ class Device(_Entry):
     link: Interconnect
     efficiency: Efficiency
     launch: Positive
+    host: HostTime | None = None
     tflops: dict[str, Positive] | None = None
 
     def peak(self, compute: str) -> float:

@@ -158,7 +158,8 @@ def _device(name: str) -> Device | None:
 
 def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Need, int]:
     """What to multiply the formulas by for a run, and from how many runs that is known: those of the same device and
-    type with steps of about the same length. Runs of the same kinds of layers count alone where there are enough.
+    type with steps of about the same length. Of these, runs of the same kinds of layers count alone where there are
+    enough, and of them runs on the same layout: what a small step takes beside its work depends on both.
     """
     alike = [
         each
@@ -167,8 +168,9 @@ def correction(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Ne
         and 1 / NEAR <= each.predicted.seconds / entry.predicted.seconds <= NEAR
     ]
     same = [each for each in alike if each.kinds == entry.kinds]
-    taken = (same if len(same) >= ENOUGH else alike)[-RECENT:]
-    if len(taken) < ENOUGH:
+    there = [each for each in same if (each.ranks, each.layout) == (entry.ranks, entry.layout)]
+    taken = next((each[-RECENT:] for each in (there, same, alike) if len(each) >= ENOUGH), None)
+    if taken is None:
         return Need(1.0, 1.0), 0
     return Need(*(math.exp(statistics.median(each)) for each in zip(*map(_errors, taken)))), len(taken)
 

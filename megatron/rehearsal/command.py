@@ -42,10 +42,13 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    from .host_time import step_seconds, works
     from .report import document, text
 
     seen = {rank: in_own_process(config, options.ranks, rank) for rank in ranks}
     found = document(config, layout, seen, device, time.monotonic() - begun)
+    if device is not None and device.host is not None:
+        found["step_seconds"] = step_seconds(config, options.ranks, works(config, options.ranks, seen), device)
     sys.stdout.write(json.dumps(found, indent=1) + "\n" if options.json else text(found))
     return int(any(each["memory"]["fits"] is False for each in found["rehearsed"]))
 

@@ -147,9 +147,11 @@ def text(found: dict[str, Any]) -> str:
     ]
     for each in found["rehearsed"]:
         lines += ["", *_rank(each, found["device"])]
+    lines.append("")
+    if "step_seconds" in found:
+        lines.append(f"a step takes about {found['step_seconds']:.3g} s on {found['device']}, by all these counts")
     lines += [
-        "",
-        f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks",
+        f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks"
     ]
     return "\n".join(lines) + "\n"
 

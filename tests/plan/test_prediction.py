@@ -78,6 +78,14 @@ def test_errors_of_runs_alike_are_taken_away():
     assert found.corrected.seconds == pytest.approx(0.0, abs=1e-12)
 
 
+def test_runs_on_the_same_layout_count_alone():
+    """What ten times the formulas takes on one layout takes half of them on another."""
+    others = [took(0.5, 1e9, layout="t2 p1 zero1 mb2 none") for _ in range(5)]
+    history = [*(took(10.0, 1e9) for _ in range(3)), *others]
+    assert correction(history, RUN) == (Need(pytest.approx(10.0), pytest.approx(1.0)), 3)
+    assert correction(history, replace(RUN, layout="t1 p2 zero0 mb2 none"))[0].seconds == pytest.approx(0.5)
+
+
 def test_the_file_is_whoever_wrote_it(state):
     assert read_history() == []
     remember(RUN, Need(2.0, 3e9))

@@ -3,12 +3,15 @@
 
     python tools/bench/machine.py --name mine [--like h100] [--types bf16,fp32] [--output machine.yml] [--json]
     OMP_NUM_THREADS=1 python tools/bench/machine.py --name mine --like cpu --clock cpu
+    OMP_NUM_THREADS=1 python tools/bench/machine.py --name mine --like cpu --host        with two idle cores
 
 Writes an entry of `devices` into machine.yml, beside what else is there, for `tools/plan.py --gpu mine --machine
 machine.yml`. Matrix products have the shapes of transformers with --widths channels. Each figure is the median of
 rounds, and in each of repetitions after a warm-up; on a GPU times are those of events. On a CPU with other work they
 are better taken of the processor's time, on one thread (--clock cpu). What cannot be measured (watts, units, devices of
-a host and the link between them) is that of the known device which --like names. Collectives are measured by
+a host and the link between them) is that of the known device which --like names. With --host small models make steps
+on one and two ranks, and what a CPU takes for each operation and message is found too (tools/bench/host_time.py). Then
+a rehearsal on this device also says how long a step takes. Collectives are measured by
 tools/bench/communication.py into the same file.
 """
 
@@ -166,6 +169,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3, help="of all of them (default: 3)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, on a busy CPU")
+    parser.add_argument("--host", action="store_true", help="of a CPU: also what each operation and message takes")
     parser.add_argument("--output", default="machine.yml", help="where the entry goes (default machine.yml)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(arguments)
@@ -181,6 +185,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--types must be of {', '.join(TYPES)}, not {', '.join(wrong)}")
     if options.tokens < 1 or options.repeat < 3 or options.rounds < 1:
         parser.error("--tokens and --rounds must be at least 1, and --repeat at least 3")
+    if options.host and gpu:
+        parser.error("--host is for CPUs: kernels of a GPU are launched while others compute")
     if options.clock == "cpu" and gpu:
         parser.error("--clock cpu is for CPUs: a GPU's own events say how long it works")
     return options
@@ -195,9 +201,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--like must be one of {', '.join(devices)}, not {options.like}")
         how = (options.device, options.types, options.widths, options.tokens, options.repeat, options.clock)
         found = middle([measure(*how) for _ in range(options.rounds)])
-        made = Device.model_validate(entry(found, devices[options.like])).model_dump()
+        device = Device.model_validate(entry(found, devices[options.like]))
+        if options.host:
+            from tools.bench.host_time import measure as of_host
+
+            device = device.model_copy(update={"host": of_host(device, options.rounds)})
+        made = device.model_dump(exclude_none=True)
         put(options.output, {"devices": {options.name: made}})
-    except (ConfigError, UserError) as error:
+    except (ConfigError, UserError, RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
@@ -208,6 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}  {m} x {k} by {k} x {n}: {2 * m * n * k / seconds / 1e12:.4g} TFLOP/s")
         print(f"{name}  causal attention of {ATTENTION[2]} tokens: {found.attention[name] / 1e12:.4g} TFLOP/s")
     print(f"copy: {found.bandwidth / 1e9:.4g} GB/s   launch: {found.launch * 1e6:.3g} us")
+    if device.host is not None:
+        print("host, us:", ", ".join(f"{name} {value:g}" for name, value in device.host.model_dump().items()))
     print(f"written: {options.output}, device {options.name}")
     return 0
 

@@ -13,7 +13,8 @@ the machine does.
 
 Times do, and are those of runs with a core for each rank: take them on a quiet machine, with figures of that machine
 (tools/bench/machine.py), or by --clock cpu (tools/bench/step_times.py). They are taken in rounds, which take every run
-once. `planned` is of the formulas alone; `corrected` as predictions of a user's later runs are, by the errors of the
+once. `rehearsed` is by the operations and messages that rehearsals count, where the device has figures of its host;
+`planned` is of the formulas alone; `corrected` as predictions of a user's later runs are, by the errors of the
 other runs of the table.
 
 With --json rows or rounds are written as they are made, and those of the same device and --steps that are there are
@@ -40,12 +41,14 @@ from typing import Any  # noqa: E402
 
 from megatron.config import Config, resolve  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
-from megatron.plan.devices import Cluster, known_devices  # noqa: E402
+from megatron.plan.devices import Cluster, Device, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
 from megatron.plan.prediction import HistoryEntry, Need, choice_of, correction, kinds_of_layers  # noqa: E402
 from megatron.plan.shapes import Shapes  # noqa: E402
 from megatron.plan.step import StepEstimator  # noqa: E402
 from megatron.rehearsal.command import in_own_process  # noqa: E402
+from megatron.rehearsal.host_time import step_seconds, works  # noqa: E402
+from megatron.rehearsal.kinds import kinds_of_ranks  # noqa: E402
 from megatron.rehearsal.rank import RankCounts, enough_micro_batches, observe, with_micro_batches  # noqa: E402
 from megatron.testing.ranks import on_ranks  # noqa: E402
 from tests.training.matrix import Case, merged  # noqa: E402
@@ -126,6 +129,17 @@ def entry(case: Case, at: Callable[[int], Cluster], measured: float) -> HistoryE
     return HistoryEntry(*alike, str(choice_of(config)), Need(told, 1.0), Need(measured, 1.0))
 
 
+def rehearsed_time(case: Case, device: Device) -> float | None:
+    """Seconds of a step by a rehearsal of the ranks that begin a sequence; None without figures of the host."""
+    if device.host is None:
+        return None
+    config, ranks = resolve(merged(case.values, LONGER), ranks=case.ranks), case.ranks
+    layout = Layout.of(config, ranks)
+    kinds = [rank for rank in kinds_of_ranks(config, layout) if layout.coordinates(rank).context == 0]
+    seen = {rank: in_own_process(config, ranks, rank) for rank in kinds}
+    return step_seconds(config, ranks, works(config, ranks, seen), device)
+
+
 def time_rows(
     cases: Sequence[Case], at: Callable[[int], Cluster], rounds: Rounds, number: int, clock: str
 ) -> list[dict[str, Any]]:
@@ -142,6 +156,7 @@ def time_rows(
             others = [each for other, (_, _, each) in entries.items() if each is not None and other != name]
             factor, _ = correction(others, own)
             row |= {"planned": own.predicted.seconds, "corrected": own.predicted.seconds * factor.seconds}
+        row["rehearsed"] = rehearsed_time(case, at(case.ranks).device)
         rows.append({**row, "spread": spread(rounds.whole(name, number), clock)})
     return rows
 
@@ -149,7 +164,7 @@ def time_rows(
 def markdown(rows: Sequence[dict[str, Any]], times: bool) -> str:
     """The table, and the errors in one line."""
     unit, size = ("ms", 1e-3) if times else ("KiB", 1024.0)
-    columns = ["planned", "corrected"] if times else ["rehearsed", "planned"]
+    columns = ["rehearsed", "planned", "corrected"] if times else ["rehearsed", "planned"]
     head = ["run", "ranks", f"measured, {unit}", *(word for each in columns for word in (each, "error"))]
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for row in rows:
