@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench.contenders import Setup, configuration
-from tools.bench.train_step import TOLERANCE, Mismatch, check_equal, table
+from tools.bench.train_step import TOLERANCE, Mismatch, check_equal, first_steps, table
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -79,6 +79,27 @@ def test_a_row_in_bf16():
 def test_another_recipe_is_no_comparison():
     done = bench("--rounds", "1", "training.z_loss=0.1")
     assert done.returncode == 1 and "of eager" in done.stderr and done.stdout == ""
+
+
+class Failing:
+    """A contender whose first steps end with an error, if it has one."""
+
+    def __init__(self, name: str, error: str = ""):
+        self.name, self.error = name, error
+
+    def run(self, first: int, steps: int) -> dict[str, list[float]]:
+        if self.error:
+            raise RuntimeError(f"{self.name}: {self.error}")
+        return {"losses": [1.0] * steps}
+
+
+def test_what_torch_cannot_compile_takes_no_part():
+    error = "InductorError: CppCompileError: C++ compile error\n  |  ^~~~"
+    first, failed = first_steps([Failing("ours"), Failing("compiled", error)])
+    assert set(first) == {"ours"} and failed == {"compiled": "InductorError"}
+    for other in (Failing("eager", error), Failing("compiled", "ValueError: no")):
+        with pytest.raises(RuntimeError, match=other.name):
+            first_steps([other])
 
 
 def test_values_that_differ_are_named():

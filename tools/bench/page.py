@@ -181,6 +181,7 @@ def _of_step(row: dict[str, Any]) -> list[dict[str, Any]]:
     what = f"{row['shape']}, {row['precision']}, {row['micro_batch']} x {row['sequence']} tokens"
     if "share_of_peak" in row:
         what += f" ({row['share_of_peak']['ours']:.0%} of {row['peak_flops'] / 1e9:.0f} GFLOP/s)"
+    what += "".join(f"; {name} cannot be compiled ({reason})" for name, reason in row.get("failed", {}).items())
     speeds, made = row["tokens_per_second"], []
     for name, ratio in row["speed_ratio"].items():
         least, most = row["speed_ratio_range"][name]

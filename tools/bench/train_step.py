@@ -17,6 +17,7 @@ products that the processor does, measured in the same turns.
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -39,6 +40,10 @@ from tools.bench.processor import Products, processor  # noqa: E402
 # so it must be closer than one unit in the last of bf16's places.
 TOLERANCE = {"fp32": {"losses": 2e-4, "norms": 2e-4}, "bf16": {"losses": 2**-8, "norms": 2e-2}}
 CHECKED_STEPS = 2
+
+
+# What inductor says where its C++ cannot be compiled, as of loops that are joined in bf16 (torch 2.13).
+NOT_COMPILED = re.compile(r"\b(CppCompileError|InductorError)\b")
 
 
 class Mismatch(Exception):
@@ -123,8 +128,9 @@ def measure(setup: Setup, names: list[str], steps: int, rounds: int) -> dict[str
     """One row of the table."""
     products = ["products"] if setup.device == "cpu" else []
     with started([*names, *products], setup, dict.fromkeys(products, Products)) as remotes:
-        contenders = [remote for remote in remotes if remote.name in names]
-        first = {remote.name: remote.run(0, CHECKED_STEPS) for remote in contenders}
+        first, failed = first_steps([remote for remote in remotes if remote.name in names])
+        names = [name for name in names if name not in failed]
+        remotes = [remote for remote in remotes if remote.name not in failed]
         check_equal(first, TOLERANCE[setup.compute])
         seconds: dict[str, list[float]] = {remote.name: [] for remote in remotes}
         for number in range(rounds):
@@ -133,7 +139,25 @@ def measure(setup: Setup, names: list[str], steps: int, rounds: int) -> dict[str
                 seconds[remote.name].append(answer["seconds"] / steps)
                 if remote.name in names:
                     first[remote.name]["peak"] = answer["peak"]
-    return _row(setup, names, first, seconds)
+    return {**_row(setup, names, first, seconds), "failed": failed}
+
+
+def first_steps(contenders: list[Remote]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What the contenders computed; and by name why torch could not compile one, which then takes no part.
+
+    Raises:
+        RuntimeError: one failed in another way.
+    """
+    first, failed = dict[str, dict[str, Any]](), dict[str, str]()
+    for remote in contenders:
+        try:
+            first[remote.name] = remote.run(0, CHECKED_STEPS)
+        except RuntimeError as error:
+            reason = NOT_COMPILED.search(str(error))
+            if "compiled" not in remote.name or reason is None:
+                raise
+            failed[remote.name] = reason[0]
+    return first, failed
 
 
 def _row(setup: Setup, names: list[str], first: dict[str, Any], seconds: dict[str, list[float]]) -> dict[str, Any]:
