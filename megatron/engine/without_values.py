@@ -8,23 +8,42 @@ no gradient overflows, all ranks agree, and the stage before sends a stream of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.wire import between_stages
 from megatron.model.stack import DTYPES
 
+# Other forms of one tensor. ZeRO 3 cuts each weight into parts for all ranks, whenever it gathers or reduces it.
+_aten = torch.ops.aten
+VIEWS = frozenset((
+    _aten.as_strided.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+))
+
 
 class Values(TorchDispatchMode):
     """Gives 0 to whoever reads a value that a tensor does not have, and grouped products in the types that CPUs have
-    them in: the form without values is that of GPUs, which know bf16 alone."""
+    them in: the form without values is that of GPUs, which know bf16 alone. Makes views and flat buffers itself:
+    torch would look up each in a cache of operations, by the forms of all parts."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
+            return _view(args[0], func, args, kwargs or {})
+        if func is _aten.cat.default and _are_flat(args[0]):
+            return args[0][0].new_empty(sum(each.shape[0] for each in args[0]))
         if func is torch.ops.aten._local_scalar_dense.default and getattr(args[0], "constant", None) is None:
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
@@ -32,6 +51,21 @@ class Values(TorchDispatchMode):
             ends = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
             return _grouped_product(args[0], args[1], ends)
         return func(*args, **(kwargs or {}))
+
+
+def _view(base: FakeTensor, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+    """As `FakeTensorMode` makes it: by the operation on shapes alone, in the same storage."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        shape = func(*args, **kwargs)
+    return FakeTensor(base.fake_mode, shape, base.fake_device)
+
+
+def _are_flat(parts: Sequence[Tensor]) -> bool:
+    """Whether they are vectors of one type, without values that are known."""
+    dtype = parts[0].dtype
+    return all(
+        type(each) is FakeTensor and each.dim() == 1 and each.dtype is dtype and each.constant is None for each in parts
+    )
 
 
 def _grouped_product(a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:

@@ -170,7 +170,8 @@ class StorageCounter(TorchDispatchMode):
                 self._see(each)
 
     def _add(self, tensor: Tensor) -> None:
-        if tensor.is_meta:  # a shape that somebody notes (DeepSpeed does, of each weight) takes no memory
+        # A shape that somebody notes (DeepSpeed does, of each weight) takes no memory.
+        if tensor.fake_device.type == "meta" if type(tensor) is FakeTensor else tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -34,7 +34,8 @@ OFTEN = {
     "fp32: gpt2 on tp2 · pp2, sequence parallel, recomputation",
     "bf16: moe on dp2 · ep2, ZeRO 1, four micro-batches",
 }
-CASES = {case.name: case for case in cases()}
+# small_fc_lopt computes with the values of a network that it reads; a rehearsal of it is refused.
+CASES = {case.name: case for case in cases() if case.recipe != "small_fc_lopt"}
 
 
 def rehearsed(case: Case) -> dict[int, RankCounts]:
