@@ -38,8 +38,10 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
+from unittest import mock  # noqa: E402
 
 from megatron.config import Config, resolve  # noqa: E402
+from megatron.config.optimizer_options import WHOLE_MATRICES  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.plan.devices import Cluster, Device, known_devices  # noqa: E402
 from megatron.plan.memory import memory  # noqa: E402
@@ -61,8 +63,9 @@ LONGER = {"training": {"sequence_length": 128, "steps": 64}}  # for times: steps
 
 def chosen(number: int, most: int) -> list[Case]:
     """Runs of at most so many ranks over all architectures, each on a layout that few others have so far, and then on
-    layouts that none has."""
-    left, taken = [each for each in every_case() if each.ranks <= most], list[Case]()
+    layouts that none has. Optimizers that look at whole matrices are left out: they are not rehearsed."""
+    taken, refused = list[Case](), WHOLE_MATRICES
+    left = [each for each in every_case() if each.ranks <= most and each.values["optimizer"]["type"] not in refused]
     layouts: Counter[str] = Counter()
 
     def take(case: Case) -> None:
@@ -103,7 +106,9 @@ def counted(values: dict[str, Any], ranks: int) -> RankCounts:
     prepare_deepspeed(torch.device("cpu"))
     loader = build_loader(config, data_rank=mesh.data.rank, data_ranks=mesh.data.size)
     try:
-        return observe(config, mesh, loader.step)
+        # torch's attention, as rehearsals have it: they are of GPUs, and tiles of 16 bits are for CPUs
+        with mock.patch("megatron.kinds.common.attend.TILED", 0):
+            return observe(config, mesh, loader.step)
     finally:
         loader.close()
 
