@@ -112,17 +112,18 @@ def text(
     return "\n".join(lines)
 
 
-_HEADER = ["tensor", "pipeline", "context", "expert", "data", "ZeRO", "micro", "recompute", "step s", "tokens/s", "MFU"]
-_HEADER += ["GiB", "of memory", "days", "MWh", "cost"]
+_HEADER = ["tensor", "pipeline", "context", "folded", "expert", "data", "ZeRO", "micro", "recompute", "step s"]
+_HEADER += ["tokens/s", "MFU", "GiB", "of memory", "days", "MWh", "cost"]
 
 
 def _row(answers: Answers, plan: Plan, number: int, price: float | None) -> list[str]:
     choice, cost = plan.choice, Cost.of(answers, plan, price)
     data = answers.question.at.devices // choice.inner
-    sizes = [choice.tensor, choice.pipeline, choice.context, choice.expert, data, choice.zero, choice.micro_batch]
+    folded = str(choice.folded) if choice.folded > 1 else ""  # a column where a layout has it
+    sizes = [choice.expert, data, choice.zero, choice.micro_batch]
     return [
         str(number),
-        *map(str, sizes),
+        *map(str, (choice.tensor, choice.pipeline, choice.context, folded, *sizes)),
         choice.recompute,
         f"{plan.step.seconds:,.3f}",
         f"{plan.tokens_per_second:,.0f}",
