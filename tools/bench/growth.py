@@ -59,7 +59,7 @@ def launcher(world: int) -> dict[str, float]:
     from megatron.launch.specification import Host, Specification
 
     hosts = tuple(Host(f"node{number:05d}", tuple(range(DEVICES))) for number in range(max(1, world // DEVICES)))
-    job = Specification(hosts, ("python", "train.py"), "/work", configuration="x" * 20_000)
+    job = Specification(hosts, ("python", "train.py"), "/job", configuration="x" * 20_000)
     begin = time.process_time()
     sizes = [len(json.dumps(job.to_message(number))) for number in range(len(hosts))]
     seconds = time.process_time() - begin
