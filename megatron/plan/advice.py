@@ -14,7 +14,7 @@ from megatron.model.describe import totals
 from .candidate import Candidate
 from .devices import Cluster, Device
 from .memory import moments
-from .search import STRUCTURE, Answers, Plan, Question
+from .search import LONG, STRUCTURE, Answers, Plan, Question
 
 NEAR = 0.9  # of a device's memory: from here on a plan is called tight
 IDLE = 0.2  # of a step: from here on a pipeline's waiting is worth a word
@@ -82,8 +82,11 @@ def why_not(question: Question, answers: Answers, named: dict[str, Any]) -> list
 
 
 def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
-    """The launcher's problem with a layout; what is not named has the value that it would have by itself."""
-    values = {"sequence": named.get("tensor", 1) > 1, **named}
+    """The launcher's problem with a layout; what is not named has the value that it would have by itself, or that the
+    named ones ask for."""
+    folded = named.get("folded", 1)
+    asked = {"sequence": named.get("tensor", 1) > 1, "context": folded, "expert": folded if question.experts() else 1}
+    values = {**asked, **named}
     choice = Candidate(**values)
     try:
         question.resolved(choice)
@@ -100,15 +103,19 @@ def _refused(question: Question, named: dict[str, Any]) -> Problem | None:
 
 
 def _why_empty(question: Question, named: dict[str, Any]) -> str:
-    inner = named.get("tensor", 1) * named.get("pipeline", 1) * named.get("context", 1)
-    devices, batch = question.at.devices, question.base.training.global_batch_size
+    folded, training = named.get("folded", 1), question.base.training
+    context = named.get("context", folded)
+    inner = named.get("tensor", 1) * named.get("pipeline", 1) * context
+    devices, batch = question.at.devices, training.global_batch_size
+    if max(context, folded) > 1 and training.sequence_length < LONG:
+        return f"ranks share sequences of {LONG:,} tokens or more, and these have {training.sequence_length:,}"
     if devices % inner:
         return f"tensor * pipeline * context = {inner} must divide them"
     if batch % (devices // inner * named.get("micro_batch", 1)):
         return f"data {devices // inner} * micro_batch {named.get('micro_batch', 1)} must divide the batch of {batch}"
     if named.get("zero") == 3 and named.get("recompute") == "selective":
         return "recompute must not be selective with ZeRO 3"
-    if named.get("folded", 1) > 1:
+    if folded > 1:
         return "folded goes with context of the same size, tensor=1 and ZeRO 0 to 2"
     return "; ".join(f"{name}={value}" for name, value in named.items() if name in (*STRUCTURE, "micro_batch"))
 

@@ -165,7 +165,7 @@ class Question:
         """Sizes of axes and ZeRO stages that may be legal: what only arithmetic excludes is left out."""
         devices, config = self.at.devices, self.base
         blocks, length = len(config.model.blocks), config.training.sequence_length
-        experts = self._experts()
+        experts = self.experts()
         contexts = [1] if length < LONG else [1, 2, 4, 8, 16]
         stages = (1, 2, 3) if config.precision.compute != "fp32" else (0, 1, 2, 3)
         for tensor in divisors(min(devices, 2 * self.at.per_host)):
@@ -187,7 +187,8 @@ class Question:
                             if tensor == 1 < context and zero != 3 and (expert == context or not experts):
                                 yield Candidate(1, pipeline, context, expert, zero, folded=context)
 
-    def _experts(self) -> int:
+    def experts(self) -> int:
+        """Of the layer that has most; 0 without such layers."""
         shapes = self.shapes
         return max((shapes.experts(place)[1] for place in range(shapes.places)), default=0)
 

@@ -214,6 +214,24 @@ def test_why_not(llama):
     assert "must be a multiple" in why_not(asked, llama, {"tensor": 3, "pipeline": 1})[0]
 
 
+@pytest.mark.parametrize("values", [LLAMA, MOE], ids=["llama", "moe"])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_why_not_ranks_that_share_matrices(values, pipeline):
+    """They share sequences by themselves, and sequences are shared from a length on."""
+    short, long = (
+        question({**values, "training": {**values["training"], "sequence_length": length}}) for length in (512, 2**15)
+    )
+    named = {"tensor": 1, "pipeline": pipeline, "folded": 4}
+    told = why_not(long, long.answers(), named)
+    assert "longer than the first" in told[0] or "it is the fastest" in told[0], told
+    assert why_not(long, long.answers(), {**named, "context": 4}) == told
+    answers = short.answers()
+    for asked in (named, {**named, "zero": 1}, {"folded": 4, "context": 4, "zero": 1}, {"context": 4}):
+        assert "16,384 tokens or more, and these have 512" in why_not(short, answers, asked)[0]
+    told = why_not(long, long.answers(), {**named, "context": 2})
+    assert "must be parallel.folded = 4" in told[0] and len(told) == 2
+
+
 @pytest.mark.parametrize(
     "word", ["tensor", "tensor=x", "width=3", "zero=-1", "recompute=maybe", "tensor=0", "sequence=1"]
 )
@@ -228,6 +246,18 @@ def test_tensor_ranks_over_hosts_are_warned_of():
     assert any("cross the network" in each for each in remarks(asked, plan))
     apart, together = plan.step.parts["tensor"], question(LLAMA, 8).judge(plan.choice).step.parts["tensor"]
     assert apart > together
+
+
+def test_rows_of_a_table_differ_in_their_axes(llama):
+    """Of sequences that ranks share, with and without matrices; of others nobody reads of that."""
+    long = question({**LLAMA, "training": {**LLAMA["training"], "sequence_length": 2**15}}).answers()
+    lines = text(long, shown=100).splitlines()
+    first = next(number for number, line in enumerate(lines) if "pipeline" in line)
+    header, rows = lines[first], lines[first + 1 : lines.index("", first)]
+    axes = slice(header.index("tensor"), header.index("ZeRO") + len("ZeRO"))
+    assert "folded" in header and len(rows) == len(long.distinct) == len({row[axes] for row in rows})
+    assert sum(plan.choice.folded > 1 for plan in long.distinct) > 1
+    assert "folded" not in text(llama, shown=100)
 
 
 def test_answers_as_text_and_json(llama):
