@@ -44,6 +44,15 @@ def test_a_row():
     assert all(float(found[name]) > 0 for name in ("speed / transformers", "speed / dense"))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_ours_computes_in_the_type_that_is_asked_for(precision: str, dense: bool):
+    """On a CPU, too, where fp32 is only what nobody asks for: the other side takes the same word."""
+    for asked in (precision, None):
+        setup = Setup("tiny", 32, 2, vocabulary=8192, precision=asked)
+        assert configuration(setup, dense=dense).precision.compute == (asked or "fp32") == setup.compute
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equal_active_flops(shape: str):
     """All that the dense model lacks is the router: 2 H E per token and layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tools.bench import page
 from tools.bench.beside import in_turns, lines, markdown
+from tools.bench.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
 from tools.bench.page import ROWS, TABLES, Kept, Row, as_lines
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +95,40 @@ def test_the_clock_has_rows_of_its_own(small):
     page.main(["--only", "data"])
     page.main(["--only", "data", "--clock", "wall"])
     assert measured == ["three", "three"]
+
+
+@pytest.mark.parametrize("theirs", ["1", "8"])
+def test_rows_with_threads_of_their_own(tmp_path: Path, monkeypatch, theirs: str):
+    """Measured with so many threads whatever the environment says, by the clock, and apart from the same row without
+    them; the table's note says so."""
+    monkeypatch.setenv("OMP_NUM_THREADS", theirs)
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    (tmp_path / "tools" / "bench").mkdir(parents=True)
+    told = "print(json.dumps([{'threads': os.environ['OMP_NUM_THREADS'], 'given': sys.argv[1:]}]))"
+    (tmp_path / "tools" / "bench" / "echo.py").write_text(f"import json, os, sys\n{told}\n")
+    plain, two = Row("training", "echo", ("--shapes", "x")), Row("threads", "echo", ("--shapes", "x"), threads=2)
+    for row, threads, clock in ((plain, theirs, "cpu"), (two, "2", "wall")):
+        (found,) = page.measure(row, "cpu")
+        assert found == {"threads": threads, "given": ["--shapes", "x", "--clock", clock, "--json"]}
+    assert plain.name != two.name
+    monkeypatch.setattr(page, "ROWS", [plain, two])
+    kept = Kept("cpu", tmp_path)
+    for row, note in (
+        (plain, f"OMP_NUM_THREADS={theirs}; by processor time"),
+        (two, "OMP_NUM_THREADS=2; by the clock"),
+    ):
+        kept.add(row, lines("x", "s", {"ours": [1.0], "theirs": [2.0]}))
+        assert note in " ".join(page.text(row.table, "cpu", kept).split())
+    assert {row.table: row.threads for row in ROWS if row.threads} == {"threads": 2}
+
+
+@pytest.mark.parametrize("mine", [math.nan, -math.inf, -2.0 * (1 + 2 * TOLERANCE)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_log_likelihoods_that_are_not_equal(mine: float, swapped: bool):
+    check_equal(QUESTIONS, [-1.0, -2.0], [-1.0, -2.0 * (1 + TOLERANCE / 2)])
+    sides = [[-1.0, mine], [-1.0, -2.0]]
+    with pytest.raises(RuntimeError, match=PEER):
+        check_equal(QUESTIONS, *(sides[::-1] if swapped else sides))
 
 
 def test_the_page_has_every_table(tmp_path: Path):

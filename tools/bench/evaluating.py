@@ -19,6 +19,7 @@ sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."
 import argparse  # noqa: E402
 import functools  # noqa: E402
 import itertools  # noqa: E402
+import math  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -91,6 +92,13 @@ def answers(side: Any, part: str, asked: Sequence[Any]) -> list[float]:
     return [value for value, _ in side.loglikelihood(asked, disable_tqdm=True)]
 
 
+def check_equal(part: str, mine: Sequence[float], theirs: Sequence[float]) -> None:
+    """Raises RuntimeError where log-likelihoods differ by more than the tolerance, or are not finite."""
+    for own, other in zip(mine, theirs, strict=True):
+        if not math.isfinite(own + other) or abs(own - other) > TOLERANCE * abs(other):
+            raise RuntimeError(f"{part}: a log-likelihood of ours is {own!r}, of {PEER} {other!r}")
+
+
 def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Raises RuntimeError where the sides do not agree."""
     setup, now = Setup(given.shape, given.sequence, given.texts), CLOCKS[given.clock]
@@ -99,9 +107,7 @@ def measure(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for part, asked in requests(given.questions, 3 * given.sequence).items():
         first = {name: answers(side, part, asked) for name, side in sides.items()}  # not counted
-        for mine, other in zip(first["ours"], first[PEER], strict=True):
-            if abs(mine - other) > TOLERANCE * abs(other):
-                raise RuntimeError(f"{part}: a log-likelihood of ours is {mine!r}, of {PEER} {other!r}")
+        check_equal(part, first["ours"], first[PEER])
 
         def timed(side: Any, part: str = part, asked: Sequence[Any] = asked) -> float:
             begin = now()
