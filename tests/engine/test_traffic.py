@@ -99,7 +99,7 @@ def test_counted_and_predicted_are_equal(case: Case):
         if not own.settled:
             assert exact(own, first + own.first) == exact(own, found[0]), f"rank {rank}, first step"
         assert exact(own, last) == exact(own, found[-1]), f"rank {rank}"
-        assert_at_most(found[-1], own.at(steps - 1), own.calls(MOST, BY_DOCUMENTS))
+        assert_at_most(found[-1], own.at(steps - 1), own.calls(MOST, BY_DOCUMENTS), own.calls(MOST))
         expected += last  # with what the tokens decide
     given = sum((found[-1] for found in every), Tally())
     both = [Tally(entry for entry in tally if entry[0] not in at_most).rows() for tally in (expected, given)]
@@ -118,12 +118,18 @@ def exact(own: TrafficPrediction, tally: Tally) -> list:
     return own.comparable(tally, BY_DOCUMENTS).rows()
 
 
-def assert_at_most(counted: Tally, most: Tally, calls: frozenset[Call]) -> None:
-    """No more messages and bytes of these calls than there can be."""
+def assert_at_most(counted: Tally, most: Tally, calls: frozenset[Call], same: frozenset[Call] = frozenset()) -> None:
+    """No more messages and bytes of these calls than there can be; of those in `same` as many messages.
+
+    Args:
+        same: calls of which the data decide the bytes alone.
+    """
     given, bounds = ({call: count for call, *count in tally if call in calls} for tally in (counted, most))
     assert set(given) <= set(bounds) == calls
     for call, (messages, size) in given.items():
         assert messages <= bounds[call][0] and size <= bounds[call][1], call
+    for call in same:
+        assert given.get(call, [0])[0] == bounds[call][0], call
 
 
 def unpredicted() -> dict[str, list[str]]:

@@ -164,12 +164,13 @@ def test_two_runs_side_by_side(tmp_path, capsys):
 
 
 def test_what_is_predicted_at_most():
-    """No more may be counted; of other calls exactly as much."""
+    """As many messages of no more bytes; of other calls exactly as much."""
     most, exact = (["forward", "", group, 2, "all_gather", "fp32", 2, 80] for group in ("tensor", "data"))
     facts, predicted = {"most": [[*most[:6], 0, 0]]}, Tally.of_rows([most, exact])
     for counted, equal in (
-        ([exact], True), ([most, exact], True), ([[*most[:6], 1, 60], exact], True),
-        ([[*most[:6], 2, 88], exact], False), ([[*most[:6], 3, 60], exact], False),
+        ([[*most[:6], 2, 60], exact], True), ([most, exact], True), ([exact], False),
+        ([[*most[:6], 1, 60], exact], False), ([[*most[:6], 2, 88], exact], False),
+        ([[*most[:6], 3, 60], exact], False),
         ([most], False), ([most, [*exact[:7], 88]], False),
     ):  # fmt: skip
         text = show(facts, Tally.of_rows(counted), predicted, ("phase", "group"))
