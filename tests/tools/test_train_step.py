@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.contenders import Setup, configuration
-from tools.bench.train_step import TOLERANCE, Mismatch, check_equal, first_steps, table
+from tools.bench import contenders
+from tools.bench.contenders import CONTENDERS, Setup, configuration, has
+from tools.bench.train_step import TOLERANCE, Mismatch, arguments, check_equal, first_steps, table
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -124,3 +125,12 @@ def test_shapes_are_those_published(shape, parameters):
     from megatron.model.describe import totals
 
     assert totals(configuration(Setup(shape, 512, 1))).parameters == parameters
+
+
+def test_compiled_blocks_meet_plain_ones_where_they_are_named(monkeypatch):
+    setup, name = Setup("tiny", 32, 2, options=(("training.loss_chunk", 16),)), "ours-compiled"
+    monkeypatch.setattr(contenders, "Ours", configuration)
+    training = CONTENDERS[name](setup).training
+    assert (training.compile, training.loss_chunk) == ("layer", 16) and configuration(setup).training.compile != "layer"
+    assert name not in arguments([]).contenders and arguments(["--contenders", "ours", name]).contenders[1] == name
+    assert has(name, "tiny") and has(name, "rwkv7-tiny", "bf16")

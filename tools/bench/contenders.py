@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -397,6 +397,7 @@ def with_fla(setup: Setup) -> Ours:
 
 CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "ours": Ours,
+    "ours-compiled": lambda setup: Ours(replace(setup, options=(*setup.options, ("training.compile", "layer")))),
     "eager": lambda setup: Transformers(setup, compiled=False),
     "compiled": lambda setup: Transformers(setup, compiled=True),
     "autocast": lambda setup: Transformers(setup, compiled=False, autocast=True),
@@ -406,6 +407,8 @@ CONTENDERS: dict[str, Callable[[Setup], Contender]] = {
     "fla": with_fla,
 }
 
+USUAL = tuple(name for name in CONTENDERS if name != "ours-compiled")  # those that meet where none are named
+
 
 def has(name: str, shape: str, compute: str = "fp32") -> bool:
     """Whether a contender can train the shape in this type."""
@@ -413,7 +416,7 @@ def has(name: str, shape: str, compute: str = "fp32") -> bool:
         return False
     if name.startswith("litgpt") and (shape.startswith("mamba2") or find_spec("litgpt") is None):
         return False
-    return name == "ours" or (name == "fla") == shape.startswith("rwkv7")
+    return name.startswith("ours") or (name == "fla") == shape.startswith("rwkv7")
 
 
 def peak_memory(device: str) -> int:

@@ -33,7 +33,7 @@ from typing import Any  # noqa: E402
 
 import yaml  # noqa: E402
 
-from tools.bench.contenders import CONTENDERS, SHAPES, VOCABULARY, Contender, Setup, configuration, has, serve  # noqa: E402
+from tools.bench.contenders import CONTENDERS, SHAPES, USUAL, VOCABULARY, Contender, Setup, configuration, has, serve  # noqa: E402
 from tools.bench.processor import Products, processor  # noqa: E402
 
 # Relative, of losses and gradient norms in the first steps. In bf16 a loss is a mean of fp32 numbers over all tokens,
@@ -277,7 +277,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         default="wall",
         help="cpu: processor time instead, for busy machines; use it with OMP_NUM_THREADS=1",
     )
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(USUAL))
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument(
         "options", nargs="*", type=option, metavar="key.path=value", help="of our configuration; write them first"
