@@ -178,7 +178,10 @@ def begin_sums_with_copies(optimizer: Any) -> None:
     def grads_for_norm(for_clipping: bool = False) -> Any:
         if for_clipping:
             return optimizer.fp32_groups_gradients_flat
-        ordinary, experts = to_norm()  # DeepSpeed takes norms again, of what are norms already
+        ordinary, experts = to_norm()
+        if optimizer.fp32_groups_gradients_flat[0].device.type != "cpu":
+            return ordinary, experts
+        # DeepSpeed takes norms again, of what are norms already: torch's of large tensors are wrong on CPUs
         return [norm(each) for each in ordinary], {name: [norm(each) for each in own] for name, own in experts.items()}
 
     def update(*arguments: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ ROW = 4096  # elements whose squares one fp32 sum takes
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of one or more tensors of a device, without a copy of any; 0-d, fp32.
+    """Of all elements of one or more tensors of a device; 0-d, fp32. Contiguous tensors are not copied.
 
     On CPUs torch's norm adds up a whole tensor in as many fp32 sums as a vector register holds. A sum that has grown
     large takes no small squares any more: of 26 million gradients the norm comes out 0.1 to 0.5 % too small. Here the

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .options import KEYS
 
-REHEARSAL = ("--device", "--rank", "--json")  # options that mean something with --rehearse alone
+REHEARSAL = ("--device", "--machine", "--rank", "--json")  # options that mean something with --rehearse alone
 USAGE = "deepy.py [options] SCRIPT.py a.yml b.yml ... key.path=value ..."
 
 
@@ -40,6 +40,9 @@ def parser(script: str | None = None) -> argparse.ArgumentParser:
         help="say what --ranks ranks would take: run one of each kind on tensors without values; start nothing",
     )
     made.add_argument("--device", metavar="NAME", help="with --rehearse: a device of the ranks, such as h100")
+    made.add_argument(
+        "--machine", metavar="FILE", help="with --rehearse: further devices, as tools/bench/machine.py writes"
+    )
     made.add_argument("--rank", metavar="N,...", help="with --rehearse: the ranks to look at")
     made.add_argument("--json", action="store_true", help="with --rehearse: one JSON document")
     made.add_argument(
@@ -171,7 +174,7 @@ def _rehearse(options: argparse.Namespace) -> int:
         raise ArgumentError(f"--rehearse knows train.py, not {options.words[0]}")
     if not (options.ranks or "").isdecimal() or int(options.ranks) < 1:
         raise ArgumentError("--rehearse needs the number of ranks of the whole run: --ranks N")
-    named = {"--ranks": options.ranks, "--device": options.device, "--rank": options.rank}
+    named = {"--ranks": options.ranks, "--device": options.device, "--machine": options.machine, "--rank": options.rank}
     words = [f"{name}={value}" for name, value in named.items() if value is not None]
     others = [each for each in overrides_of(options) if not each.startswith("launch.ranks=")]
     words += [*(["--json"] if options.json else []), *taken.files, *taken.overrides, *others]

@@ -136,7 +136,8 @@ class Specification:
             told: dict[str, Any] = {"hosts": [dataclasses.asdict(host) for host in self.hosts]}
         else:
             told = {"seat": dataclasses.asdict(self.seat(index))}
-        return {"type": "specification", "version": protocol.VERSION, "job": self._values, **told}
+        # Agents of all versions read the index before they compare versions, which they could not say otherwise.
+        return {"type": "specification", "version": protocol.VERSION, "index": index, "job": self._values, **told}
 
     @cached_property
     def _values(self) -> dict[str, Any]:

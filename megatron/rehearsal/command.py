@@ -23,7 +23,10 @@ from megatron.plan.devices import Device, known_devices
 if TYPE_CHECKING:
     from .rank import RankCounts
 
-USAGE = "./deepy.py --rehearse --ranks N [--device NAME] [--rank N,...] [--json] train.py a.yml ... key.path=value ..."
+USAGE = (
+    "./deepy.py --rehearse --ranks N [--device NAME] [--machine FILE] [--rank N,...] [--json] "
+    "train.py a.yml ... key.path=value ..."
+)
 # imported once, for the processes of all ranks
 PRELOADED = ["megatron.rehearsal.rank", "torch.distributed._tools.fake_collectives", "megatron.engine.preload"]
 
@@ -33,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         begun = time.monotonic()
-        device = _device(options.device)
+        device = _device(options.device, options.machine)
         taken = split(options.words)
         config = load(taken.files, taken.overrides, ranks=options.ranks, check_inputs=False, here=False).config
         _refuse(config)
@@ -49,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     found = document(config, layout, seen, device, time.monotonic() - begun)
     if device is not None and device.host is not None:
         found["step_seconds"] = step_seconds(config, options.ranks, works(config, options.ranks, seen), device)
+        found["figures"] = f"{options.device} in {options.machine or 'megatron/plan/devices.yml'}"
     sys.stdout.write(json.dumps(found, indent=1) + "\n" if options.json else text(found))
     return int(any(each["memory"]["fits"] is False for each in found["rehearsed"]))
 
@@ -72,14 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="deepy.py --rehearse", usage=USAGE, allow_abbrev=False)
     made.add_argument("--ranks", type=int, required=True)
     made.add_argument("--device")
+    made.add_argument("--machine")
     made.add_argument("--rank")
     made.add_argument("--json", action="store_true")
     made.add_argument("words", nargs=argparse.REMAINDER)
     return made
 
 
-def _device(name: str | None) -> Device | None:
-    devices = known_devices()[0]
+def _device(name: str | None, machine: str | None) -> Device | None:
+    devices = known_devices(machine)[0]
     if name is not None and name not in devices:
         rule = f"must be one of {', '.join(devices)}"
         raise ConfigError([Problem("--device", rule, "leave it out to see bytes without a verdict", name)])

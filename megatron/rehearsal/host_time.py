@@ -63,21 +63,17 @@ def works(config: Config, ranks: int, seen: Mapping[int, RankCounts]) -> list[Ho
 
 def _work(config: Config, layout: Layout, rank: int, counts: RankCounts) -> HostWork:
     full = accumulation_steps(config, layout)
-    share = full / counts.micro_batches
+    operations, flops = counts.whole(full)
     sent, _ = messages(config, layout, rank, counts)
     sends = sum(number for call, number, _ in sent if call.operation in SENDS)
     return HostWork(
-        share * counts.operations,
-        sum(number for _, number, _ in sent) - sends,
-        sends,
-        full * _gathered(config, layout),
-        share * sum(counts.flops.values()),
+        operations, sum(number for _, number, _ in sent) - sends, sends, full * _gathered(config, layout), flops
     )
 
 
 def _gathered(config: Config, layout: Layout) -> float:
     """Tensors that ZeRO 3 gathers for a forward and a backward pass, taken as one: in each chunk of a sequence, and
-    half as often again where blocks are computed twice."""
+    half as often again where blocks are computed twice. Small ones that stay (`zero.persistent_size`) count as well."""
     if config.zero.stage != 3:
         return 0.0
     shapes, choice = Shapes(config, layout.world_size), choice_of(config)

@@ -44,6 +44,7 @@ class RankCounts:
         micro_batches: of each step.
         flops: by place.
         operations: that torch was asked for; a GPU launches about as many kernels.
+        updating: those of them that a step has once, however many micro-batches it has.
         messages: rows of an account (`Tally.rows`).
         groups: sizes of this rank's process groups.
         checkpoint: bytes that this rank writes into a checkpoint, by state.
@@ -59,11 +60,18 @@ class RankCounts:
     micro_batches: int
     flops: dict[ProgramPlace, int]
     operations: int
+    updating: int
     messages: list[list[Any]]
     groups: list[int]
     checkpoint: dict[str, int]
     host: int
     processor: float
+
+    def whole(self, full: int) -> tuple[float, float]:
+        """Operations and FLOPs of a step of `full` micro-batches."""
+        share = full / self.micro_batches
+        flops = sum(done * (1 if place.phase == "update" else share) for place, done in self.flops.items())
+        return self.updating + share * (self.operations - self.updating), flops
 
 
 def enough_micro_batches(config: Config, layout: Layout) -> int:
@@ -134,7 +142,7 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
     for number in range(2 if engine.accumulation == 1 else 1):
         ledger.flops.clear()
         labels.tally.take()
-        before = ledger.operations
+        before = ledger.operations, ledger.updating
         engine.step(batch(number) if batch else blank_batch(config, mesh.layout, engine.form), config.optimizer.lr)
         mark_states(ledger, engine)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -146,7 +154,8 @@ def _observed(config: Config, mesh: Mesh, batch: Batches | None, labels: Labels,
         kept=ledger.live,
         micro_batches=engine.accumulation,
         flops=dict(ledger.flops),
-        operations=ledger.operations - before,
+        operations=ledger.operations - before[0],
+        updating=ledger.updating - before[1],
         messages=labels.tally.rows(),
         groups=[dist.get_world_size(group) for group in dist.distributed_c10d._world.pg_map],
         checkpoint=checkpoint,

@@ -102,7 +102,7 @@ def describe_rank(config: Config, layout: Layout, rank: int, seen: RankCounts, d
         },
         "host_memory": {"process": seen.host, "offloaded": host},
         "flops": {"micro_batches": full, **flops},
-        "operations": round(seen.operations * full / seen.micro_batches),
+        "operations": round(seen.whole(full)[0]),
         "communication": {"source": source, "calls": sent.rows(), "groups": by_group(sent)},
         "checkpoint": seen.checkpoint,
         "process_groups": {"joined": len(seen.groups), "largest": max(seen.groups, default=1)},
@@ -149,7 +149,9 @@ def text(found: dict[str, Any]) -> str:
         lines += ["", *_rank(each, found["device"])]
     lines.append("")
     if "step_seconds" in found:
-        lines.append(f"a step takes about {found['step_seconds']:.3g} s on {found['device']}, by all these counts")
+        lines.append(
+            f"a step: about {found['step_seconds']:.3g} s, by these counts and the figures of {found['figures']}"
+        )
     lines += [
         f"a checkpoint: {readable_bytes(found['checkpoint_bytes'])} in {found['checkpoint_files']} files of ranks"
     ]

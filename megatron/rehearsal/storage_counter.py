@@ -59,6 +59,9 @@ class Moment:
     operation: str
 
 
+PASSES = ("forward", "recompute", "backward")  # phases that each micro-batch has
+
+
 @dataclass(frozen=True)
 class Repetition:
     """What a piece of the program takes each time.
@@ -84,12 +87,13 @@ class StorageCounter(TorchDispatchMode):
         peak: the largest number so far; `at` says when.
         flops: by place.
         operations: how many torch was asked for (a GPU launches at least as many kernels).
+        updating: how many of these outside of passes, which a step has once however many micro-batches it has.
     """
 
     def __init__(self, place: Callable[[], ProgramPlace]) -> None:
         super().__init__()
         self.place = place
-        self.live = self.peak = self.operations = 0
+        self.live = self.peak = self.operations = self.updating = 0
         self.at = Moment(ProgramPlace("start", ""), "")
         self.flops: dict[ProgramPlace, int] = {}
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Allocation]] = {}
@@ -102,6 +106,7 @@ class StorageCounter(TorchDispatchMode):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         self.operations += 1
+        self.updating += self.place().phase not in PASSES
         before = self.peak
         self._see(result)
         formula = FORMULAS.get(func._overloadpacket)

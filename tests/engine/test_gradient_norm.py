@@ -88,4 +88,6 @@ def _look_before_update(engine: Any, seen: list[float]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_engine_tells_the_norm_of_its_gradients(precision):
     [(told, wanted)] = on_ranks(1, of_an_engine, precision)
-    assert wanted > 0 and abs(told / wanted - 1) < BOUND
+    assert (
+        wanted > 0 and abs(told / wanted - 1) < 16 * 2**-24
+    )  # roundings of rows go both ways: torch's norm is 7e-6 off

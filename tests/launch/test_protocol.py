@@ -86,6 +86,7 @@ def test_ranks_are_numbered_through_the_hosts():
 
 def test_another_version_is_refused(monkeypatch):
     message = Specification((Host("a", (0,)),), (), "/").to_message(0)
+    assert (message["type"], message["index"]) == ("specification", 0) and "job" in message  # what every version reads
     monkeypatch.setattr(protocol, "VERSION", protocol.VERSION + 1)
     with pytest.raises(ValueError, match="version"):
         Specification.from_message(message)

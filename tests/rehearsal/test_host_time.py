@@ -12,6 +12,7 @@ from megatron.engine.engine import build_engine
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.plan.devices import HostTime, known_devices
+from megatron.rehearsal import command
 from megatron.rehearsal.command import in_own_process
 from megatron.rehearsal.host_time import HostWork, step_seconds, works
 from megatron.testing.ranks import on_ranks
@@ -60,14 +61,14 @@ def counted_rows(config):
     return account_of(config, build_engine(config, mesh, torch.device("cpu")), 2)[1]
 
 
-def configuration(**sections):
+def configuration(ranks=2, **sections):
     return resolve(
         {
             "model": {"layers": "(attention/mlp) x2", "hidden_size": 16, "attention": {"heads": 2}, "vocab_size": 32},
             "training": {"steps": 1, "sequence_length": 8, "micro_batch_size": 1, "global_batch_size": 8},
             **sections,
         },
-        ranks=2,
+        ranks=ranks,
     )
 
 
@@ -88,6 +89,30 @@ def test_calls_are_those_that_a_run_makes(sections):
     assert work.operations > 0 and work.gathers == 0
 
 
+def test_an_update_counts_once():
+    """What two micro-batches show of eight is what eight take, but for some operations: the first one of a step finds
+    no gradients, and a few stand between passes. The update is a third of all."""
+    config = configuration(ranks=1)
+    [shown] = works(config, 1, {0: in_own_process(config, 1, 0)})
+    [whole] = works(config, 1, {0: in_own_process(config, 1, 0, 8)})
+    assert shown.operations == pytest.approx(whole.operations, rel=0.01) and shown.flops == whole.flops
+
+
+@pytest.mark.parametrize("machine_file", [False, True])
+def test_the_command_tells_the_time_by_the_figures_of_a_machine(machine_file, tmp_path, capsys):
+    mine = device(HostTime(operation=0, collective=0, send=0, gather=0, step=7e6))
+    file, run = tmp_path / "machine.yml", tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump({"devices": {"mine": mine.model_dump(exclude_none=True)}}))
+    values = {"layers": "(attention/mlp) x2", "hidden_size": 16, "attention": {"heads": 2}, "vocab_size": 32}
+    training = {"steps": 1, "sequence_length": 8, "micro_batch_size": 1, "global_batch_size": 8}
+    run.write_text(yaml.safe_dump({"model": values, "training": training}))
+    named = ["--device=mine", f"--machine={file}"] if machine_file else ["--device=cpu"]
+    assert command.main(["--ranks=2", *named, str(run)]) == 0
+    told = capsys.readouterr().out
+    where = f"mine in {file}" if machine_file else "cpu in megatron/plan/devices.yml"
+    assert f"the figures of {where}" in told and ("a step: about 7 s" in told) == machine_file
+
+
 def test_gathered_tensors():
     """Each parameter once, and half as often again with recomputation."""
     plain = configuration(zero={"stage": 3})
@@ -97,14 +122,21 @@ def test_gathered_tensors():
     again = plain.model_copy(update={"training": recomputing})
     counts = in_own_process(plain, 2, 0)
     [few], [more] = works(plain, 2, {0: counts}), works(again, 2, {0: counts})
-    assert few.gathers > 0 and few.gathers % 4 == 0 and more.gathers == 1.5 * few.gathers
+    [parameters] = on_ranks(1, parameters_of, configuration(ranks=1))
+    assert few.gathers == 4 * parameters and more.gathers == 1.5 * few.gathers
+
+
+def parameters_of(config) -> int:
+    return len(list(build_engine(config, Mesh.single(), torch.device("cpu")).module.parameters()))
 
 
 def test_a_measured_machine_has_them(tmp_path, monkeypatch):
     monkeypatch.setattr(host_time, "RUNS", (("tiny_neox", 1, []), ("tiny_llama", 2, ["parallel.tensor=2"])))
     monkeypatch.setattr(machine, "COPIED", 1 << 16)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)  # of the tests' own process
     file = tmp_path / "machine.yml"
-    small = ["--widths", "8", "--tokens", "16", "--repeat", "3", "--rounds", "1"]
+    small = ["--widths", "128", "--tokens", "512", "--repeat", "3", "--rounds", "1"]
     assert machine.main(["--name", "mine", "--like", "cpu", "--host", *small, "--output", str(file)]) == 0
     written = yaml.safe_load(file.read_text())["devices"]["mine"]["host"]
     assert set(written) == set(HostTime.model_fields) and sum(written.values()) > 0

@@ -38,9 +38,10 @@ RUNS: tuple[tuple[str, int, list[str]], ...] = (
     ("tiny_mamba2", 2, ["parallel.pipeline=2"]),
     ("tiny_neox", 2, ["parallel.pipeline=2", "training.activation_checkpointing.mode=full"]),
     ("tiny_llama", 2, ["zero.stage=1"]),
-    ("tiny_neox", 1, ["zero.stage=3"]),
-    ("tiny_llama", 2, ["zero.stage=3"]),
-    ("tiny_mamba2", 2, ["zero.stage=3", "training.micro_batch_size=1"]),
+    ("tiny_neox", 1, ["zero.stage=3", "zero.persistent_size=0"]),
+    ("tiny_neox", 2, ["zero.stage=3", "zero.persistent_size=0", "training.activation_checkpointing.mode=full"]),
+    ("tiny_llama", 2, ["zero.stage=3", "zero.persistent_size=0"]),
+    ("tiny_mamba2", 2, ["zero.stage=3", "zero.persistent_size=0", "training.micro_batch_size=1"]),
 )
 
 
@@ -57,9 +58,11 @@ def measure(device: Device, rounds: int, steps: int = 8) -> HostTime:
     """Figures of this machine's host; `device` has its rates.
 
     Raises:
-        RuntimeError, TimeoutError: a run failed.
+        ConfigError: nobody says what the device reaches in fp32.
+        RuntimeError, TimeoutError: a run failed, or was faster than the FLOPs at the device's rate.
     """
     runs, taken = configurations(), list[tuple[HostWork, float]]()
+    rate = device.peak("fp32") * device.efficiency.matrix
     times: list[list[dict[str, float]]] = [[] for _ in runs]
     for _ in range(rounds):
         for each, (config, ranks) in zip(times, runs):
@@ -67,7 +70,6 @@ def measure(device: Device, rounds: int, steps: int = 8) -> HostTime:
     for each, (config, ranks) in zip(times, runs):
         counted = works(config, ranks, {rank: in_own_process(config, ranks, rank) for rank in range(ranks)})
         work = whole(config, ranks, counted)
-        rate = device.peak(config.precision.compute) * device.efficiency.matrix
         taken.append((work, seconds(each, "wall") - work.flops / rate))
     return fitted(taken)
 
@@ -76,6 +78,8 @@ def fitted(taken: Sequence[tuple[HostWork, float]]) -> HostTime:
     """From pairs of what was counted and the seconds that it took: least squares of relative errors."""
     counts = np.array([work.counts for work, _ in taken], dtype=float)
     times = np.array([time for _, time in taken])
+    if times.min() <= 0:
+        raise RuntimeError("a step was faster than its FLOPs at the rate of products: measure both on an idle machine")
     weighed, wanted = counts / times[:, None], np.ones(len(times))
     kept = np.ones(counts.shape[1], dtype=bool)
     found = np.zeros(counts.shape[1])
@@ -85,6 +89,7 @@ def fitted(taken: Sequence[tuple[HostWork, float]]) -> HostTime:
         if (found >= 0).all():
             break
         kept[found.argmin()] = False  # it explains nothing that others do not
+        found[:] = 0.0
     error = statistics.median(abs(weighed @ found - 1))
     print(f"figures of the host explain these runs within {error:.0%} in the median", file=sys.stderr)
     return HostTime(**dict(zip(HostTime.model_fields, (float(f"{1e6 * each:.4g}") for each in found))))

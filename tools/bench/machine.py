@@ -195,6 +195,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write and print; returns the exit status."""
     options = read_options(arguments)
+    if options.host:  # its ranks have one thread each, and so must the products that their FLOPs are taken from
+        torch.set_num_threads(1)
     try:
         devices = known_devices()[0]
         if options.like not in devices:

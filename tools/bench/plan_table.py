@@ -34,7 +34,7 @@ import json  # noqa: E402
 import resource  # noqa: E402
 import time  # noqa: E402
 from collections import Counter  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Callable, Collection, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import median  # noqa: E402
 from typing import Any  # noqa: E402
@@ -61,9 +61,18 @@ SMALL = {"zero": {"bucket_size": 2000}}  # DeepSpeed's buckets would be larger t
 LONGER = {"training": {"sequence_length": 128, "steps": 64}}  # for times: steps that are more than their fixed costs
 
 
-def chosen(number: int, most: int) -> list[Case]:
-    """Runs of at most so many ranks over all architectures, each on a layout that few others have so far, and then on
-    layouts that none has. Optimizers that look at whole matrices are left out: they are not rehearsed."""
+def begun(path: Path | None, times: bool) -> set[str]:
+    """Names of the runs that a file of rows or rounds has."""
+    if path is None or not path.exists():
+        return set()
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return set(found) if times else {row["run"] for row in found}
+
+
+def chosen(number: int, most: int, first: Collection[str] = ()) -> list[Case]:
+    """Runs of at most so many ranks: those of a table that was begun, then over all architectures, each on a layout
+    that few others have so far, and then on layouts that none has. Optimizers that look at whole matrices are left out:
+    they are not rehearsed."""
     taken, refused = list[Case](), WHOLE_MATRICES
     left = [each for each in every_case() if each.ranks <= most and each.values["optimizer"]["type"] not in refused]
     layouts: Counter[str] = Counter()
@@ -73,7 +82,10 @@ def chosen(number: int, most: int) -> list[Case]:
         taken.append(case)
         layouts[case.layout] += 1
 
-    for architecture in dict.fromkeys(each.architecture for each in left):
+    for case in [each for each in left if each.name in first]:
+        take(case)
+    there = {each.architecture for each in taken}
+    for architecture in dict.fromkeys(each.architecture for each in left if each.architecture not in there):
         own = [each for each in left if each.architecture == architecture]
         take(min(own, key=lambda each: layouts[each.layout]))
     while left and len(taken) < number:
@@ -251,7 +263,8 @@ def main(given: list[str] | None = None) -> int:
     until = time.monotonic() + 60 * options.minutes
     # Ranks that share a core wait for each other's work, which no formula knows.
     most = len(os.sched_getaffinity(0)) if options.times else 2**20
-    cases = [each for each in chosen(options.cases, most) if options.only in each.name]
+    first = begun(options.json, options.times)
+    cases = [each for each in chosen(options.cases, most, first) if options.only in each.name]
     rows = (times_of if options.times else memory_of)(cases, at, options, until)
     if not rows:
         print("no run was begun: give more --minutes, or another --only", file=sys.stderr)
