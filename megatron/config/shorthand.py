@@ -6,7 +6,7 @@ from typing import Any
 
 from .catalog import Path, lookup
 from .layers import ConfigSource
-from .tree import get, put
+from .tree import drop, get, put
 
 
 def normalise(source: ConfigSource) -> ConfigSource:
@@ -28,7 +28,21 @@ def normalise(source: ConfigSource) -> ConfigSource:
             _sources(source, ("data", "phases", index, "sources"))
     _additions(source, ("hooks",))
     _additions(source, ("logging", "sinks"))
+    _comms_logger(source)
     return source
+
+
+def _comms_logger(source: ConfigSource) -> None:
+    """DeepSpeed's logger of communication, which waits for the device after every operation, as our account, which
+    waits for none; what the source says of the account holds."""
+    path, account = ("deepspeed", "comms_logger"), ("logging", "communication")
+    asked, logging = get(source.values, path, None), source.values.get("logging", {})
+    if not isinstance(asked, dict) or not isinstance(logging, dict):
+        return  # a rule reports that
+    if asked.get("enabled") and logging.get("communication") is None:
+        source.places[account] = source.origin(path)
+        put(source.values, account, "counts")
+    drop(source.values, path)
 
 
 def _additions(source: ConfigSource, path: Path) -> None:

@@ -40,7 +40,8 @@ InfiniBand NDR), with at most 90 % of a device's memory by its formulas where th
 [rehearsal](planning.md#rehearsal) of one rank of each kind shows to fit. `memory` is what the formulas predict, and
 what the rehearsal counts with its allowance; a device has 79.1 GiB. Tokens per second and MFU are the formulas';
 [Planning](planning.md) says how far they can be trusted. Where a configuration says nothing of precision, it is bf16.
-`t` is tensor, `p` pipeline, `c` context and `e` expert parallel; `mb` the micro-batch; then what is recomputed.
+`t` is tensor, `p` pipeline, `c` context and `e` expert parallel; `f` says that the ranks that share sequences share
+matrices, too; `mb` is the micro-batch; then what is recomputed.
 
 `python tools/plan.py recommend` writes this page, and `recommended_layouts.json` with the same in full. It makes the
 rows anew whose files have changed or that were not rehearsed; it can be stopped, and goes on. Given names, it makes

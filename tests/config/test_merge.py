@@ -245,3 +245,24 @@ def test_flat_files_join(write):
     with pytest.raises(ConfigError) as error:
         load([flat, native], ["zero.stage=9"], ranks=1)
     assert "argument zero.stage=9" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("deepspeed: {comms_logger: {enabled: true, verbose: true}}", "counts"),
+        ("deepspeed: {comms_logger: {enabled: false}}", "off"),
+        ("deepspeed: {comms_logger: {enabled: true}}\nlogging: {communication: times}", "times"),
+    ],
+)
+def test_deepspeeds_logger_of_communication_becomes_the_account(write, text, wanted):
+    resolved = load(["base.yml", write("b.yml", text)], ranks=1, check_inputs=False)
+    assert (resolved.config.logging.communication, resolved.config.deepspeed) == (wanted, {})
+    assert not resolved.warnings
+    quiet = load(["base.yml", "b.yml"], ["logging.communication=off"], ranks=1, check_inputs=False)
+    assert quiet.config.logging.communication == "off"
+
+
+def test_a_mistake_in_it_is_reported(write):
+    with pytest.raises(ConfigError, match=r"b.yml:1: logging"):
+        load(["base.yml", write("b.yml", "{logging: 3, deepspeed: {comms_logger: {enabled: true}}}")], ranks=1)

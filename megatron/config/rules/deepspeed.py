@@ -154,16 +154,6 @@ def raw_options_agree(context: RuleContext) -> Iterator[Problem]:
             )
 
 
-def logger_does_not_wait(context: RuleContext) -> Iterator[Problem]:
-    if get(context.config.deepspeed, ("comms_logger", "enabled"), None):
-        yield context.problem_at(
-            ("deepspeed", "comms_logger"),
-            rule="should be left out: it waits for the device after every operation, and so measures another program",
-            fix="use logging.communication=counts, which counts all messages and waits for none",
-            fatal=False,
-        )
-
-
 def quantised_where_it_runs(context: RuleContext) -> Iterator[Problem]:
     """ZeRO++'s smaller weights and gradients."""
     config = context.config
@@ -181,7 +171,6 @@ def quantised_where_it_runs(context: RuleContext) -> Iterator[Problem]:
 
 RULES = (
     quantised_where_it_runs,
-    logger_does_not_wait,
     names_are_deepspeeds,
     blocks_still_exist,
     blocks_leave_our_work_alone,

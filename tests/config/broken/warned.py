@@ -66,13 +66,6 @@ WARNED = [
         "which would ignore this one",
         "did you mean comms_logger?",
     ),
-    case(
-        "DeepSpeed's logger of communication",
-        "deepspeed: {comms_logger: {enabled: true}}",
-        "a.yml:2: deepspeed.comms_logger",
-        "waits for the device after every operation",
-        "logging.communication=counts",
-    ),
     case("name that DeepSpeed does not have", "deepspeed: {foo: 1}", "deepspeed.foo = 1", "remove it"),
     case("traffic of ZeRO 2", "zero: {stage: 2}", "a.yml:2: zero.stage = 2", "4 times the traffic"),
     case(
