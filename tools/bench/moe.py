@@ -47,7 +47,13 @@ def configuration(setup: Setup, dense: bool = False) -> Config:
     hidden, layers, heads, experts, top_k, width = SHAPES[setup.shape]
     feed_forward: dict[str, Any] = {
         "layers": f"(attention/moe) x{layers}",
-        "moe": {"experts": experts, "top_k": top_k, "hidden_size": width, "router": {"normalize": True}},
+        "moe": {
+            "experts": experts,
+            "top_k": top_k,
+            "hidden_size": width,
+            "router": {"normalize": True},
+            "losses": {"balance": 0.0},  # transformers adds its own only where router logits are asked for
+        },
     }
     if dense:
         feed_forward = {
