@@ -3,13 +3,14 @@
 A block is the unit because all blocks of a kind share one compilation, because the pipeline cuts between blocks, and
 because what surrounds them (embedding, fused loss) has nothing to fuse. Of a block whose mixer or feed-forward has
 loops or kernels of its own, the other half is compiled, and of each layer the methods that it names in
-`compiled_parts`: elementwise work between its products.
+`compiled_parts`: elementwise work between its products, which reads no parameter by itself and sends nothing. Where
+collectives, hooks or chunks cut blocks, these parts are compiled alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 from warnings import warn
 
 import torch
@@ -23,6 +24,7 @@ from .options import kind_of, layer_class
 from .stream import Stream
 
 T = TypeVar("T")
+Extent = Literal["off", "parts", "blocks"]
 
 
 class Compilable(Protocol):
@@ -32,33 +34,41 @@ class Compilable(Protocol):
         """Make what the stream remembers for its layers, outside of the compiled part."""
 
 
-def choose_compilation(config: Config, device: torch.device | str) -> tuple[bool, str]:
-    """Whether the blocks of a run are compiled, and the reason."""
+def choose_compilation(config: Config, device: torch.device | str) -> tuple[Extent, str]:
+    """How much of the blocks of a run is compiled, and the reason."""
     wanted, kind = config.training.compile, torch.device(device).type
     if wanted == "off":
-        return False, "training.compile: off"
+        return "off", "training.compile: off"
     if kind == "meta":
-        return False, "nothing is computed on the meta device"
+        return "off", "nothing is computed on the meta device"
+    if wanted == "auto" and kind != "cuda":
+        return "off", "auto: on CPU it takes longer than it saves in most runs"
+    if not any(_has_parts(config, each) for each in config.model.blocks):
+        return "off", "no layer has parts that are compiled"
+    cut = _cut_by(config)
+    if cut:
+        return "parts", cut
+    if wanted == "layer":
+        return "blocks", "training.compile: layer"
+    return "blocks", "auto: on GPUs norms, activations, rotary and residual sums become few kernels"
+
+
+def _cut_by(config: Config) -> str | None:
+    """What stands between the parts of a block, so that it is not compiled as one."""
     if config.parallel.tensor > 1:
-        return False, "collectives of tensor parallelism cut a block into pieces too small to gain"
+        return "collectives of tensor parallelism cut blocks"
     if config.parallel.context > 1:
-        return False, "collectives of context parallelism cut attention into pieces"
+        return "collectives of context parallelism cut attention"
     if config.training.sequence_chunks > 1:
-        return False, "each chunk of a sequence has other keys before it, and would be compiled anew"
+        return "each chunk of a sequence has other keys before it, and would be compiled anew"
     model = config.model
     if model.dropout > 0 or model.attention.dropout > 0 or any("dropout" in each for each in model.variants.values()):
-        return False, "dropout has its own keys in each block, so each would be compiled anew"
-    if not any(_fits(config, block) or _halves(config, block) or _has_parts(config, block) for block in model.blocks):
-        return False, "no block has attention, mlp or a layer with parts that are compiled"
+        return "dropout has its own keys in each block, so each would be compiled anew"
     if config.training.activation_checkpointing.mode == "selective":
-        return False, "selective recomputation chooses among single operations, which a compiled block no longer has"
+        return "selective recomputation chooses among single operations, which a compiled block no longer has"
     if config.zero.stage == 3:
-        return False, "ZeRO 3 gathers parameters in hooks between the operations of a block"
-    if wanted == "layer":
-        return True, "training.compile: layer"
-    if kind == "cuda":
-        return True, "auto: on GPUs norms, activations, rotary and residual sums become few kernels"
-    return False, "auto: on CPU it takes longer than it saves in most runs"
+        return "ZeRO 3 gathers parameters in hooks between the operations of a block"
+    return None
 
 
 def _compiles(config: Config, kinds: Iterable[Kind]) -> bool:
@@ -87,10 +97,11 @@ def _has_parts(config: Config, block: BlockPattern) -> bool:
 
 def describe_compile(config: Config, device: torch.device | str) -> str:
     """One line for people: the choice and its reason."""
-    chosen, reason = choose_compilation(config, device)
+    extent, reason = choose_compilation(config, device)
     whole = all(_fits(config, block) for block in config.model.blocks)
-    what = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
-    return f"torch.compile: {what if chosen else 'off'} ({reason})"
+    blocks = "blocks" if whole else "what is made of attention and mlp, and parts of other layers"
+    what = {"off": "off", "parts": "parts of layers", "blocks": blocks}[extent]
+    return f"torch.compile: {what} ({reason})"
 
 
 def compile_forward(block: Block, config: Config, device: torch.device | str) -> None:
@@ -99,7 +110,8 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
 
     Call it before recomputation is added: a block that runs again runs its compiled form.
     """
-    if not choose_compilation(config, device)[0]:
+    extent, _ = choose_compilation(config, device)
+    if extent == "off":
         return
     from torch._functorch import config as aot
 
@@ -109,14 +121,21 @@ def compile_forward(block: Block, config: Config, device: torch.device | str) ->
     def compiled(plain: Callable[..., T], dynamic: bool | None = False) -> Callable[..., T]:
         return _or_plain(torch.compile(plain, dynamic=dynamic, options=options), plain)
 
-    if _fits(config, block.pattern):
+    if extent == "blocks" and _fits(config, block.pattern):
         _compile_whole(block, compiled)
         return
-    for name in _halves(config, block.pattern):
+    halves = _halves(config, block.pattern) if extent == "blocks" else []
+    for name in halves:
         _compile_half(block, name, compiled)
+    inside = [module for name in halves for module in _half(block, name).modules()]
     for module in block.modules():
-        for name in getattr(module, "compiled_parts", ()):  # how many rows an expert gets may change
-            setattr(module, name, compiled(getattr(module, name), dynamic=None))
+        for name in () if module in inside else getattr(module, "compiled_parts", ()):
+            setattr(module, name, compiled(getattr(module, name), dynamic=None))  # the rows of an expert change
+
+
+def _half(block: Block, name: str) -> nn.Module:
+    """The layer whose branch a method of `_halves` adds."""
+    return cast(nn.Module, block.mixer if name == "mixed" else block.ffn)
 
 
 def _compile_whole(block: Block, compiled: Callable) -> None:
@@ -136,13 +155,13 @@ def _compile_whole(block: Block, compiled: Callable) -> None:
 def _compile_half(block: Block, name: str, compiled: Callable) -> None:
     """Of kinds that write nothing beside the stream."""
     plain: Callable[[Tensor, Stream, BlockState], tuple[Tensor, Stream]] = getattr(block, name)
-    fast, mixes, module = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed", block.mixer
+    fast, mixes = compiled(lambda x, stream: plain(x, stream, BlockState())[0]), name == "mixed"
 
     def half(x: Tensor, stream: Stream, state: BlockState) -> tuple[Tensor, Stream]:
         if (state.mixer if mixes else state.ffn) is not None:
             return plain(x, stream, state)
         if mixes:
-            cast(Compilable, module).prepare(stream)
+            cast(Compilable, block.mixer).prepare(stream)
         return fast(x, stream), stream
 
     setattr(block, name, half)

@@ -84,7 +84,7 @@ def _turned(x_BSnD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     first, second = at_least_fp32(x_BSnD[..., :half]), at_least_fp32(x_BSnD[..., half : 2 * half])
     parts = [(first * cos).addcmul_(second, sin, value=-1), (second * cos).addcmul_(first, sin)]
-    out = torch.empty(x_BSnD.shape, dtype=x_BSnD.dtype, device=x_BSnD.device)
+    out = x_BSnD.new_empty(x_BSnD.shape)
     out[..., :half], out[..., half : 2 * half] = parts
     if 2 * half < x_BSnD.shape[-1]:
         out[..., 2 * half :] = x_BSnD[..., 2 * half :]

@@ -176,15 +176,23 @@ def test_what_clips_logits_is_compiled_with_its_block():
 @pytest.mark.parametrize(
     "config, device, chosen, word",
     [
-        (settings("off"), "cuda", False, "off"),
-        (settings("auto"), "cpu", False, "CPU"),
-        (settings("auto"), "cuda", True, "GPU"),
-        (settings("layer"), "cpu", True, "layer"),
-        (settings("layer", "selective"), "cuda", False, "selective"),
-        (settings("auto", model={"dropout": 0.1}), "cuda", False, "dropout"),
-        (settings("auto", zero={"stage": 3}), "cuda", False, "ZeRO 3"),
+        (settings("off"), "cuda", "off", "off"),
+        (settings("auto"), "cpu", "off", "CPU"),
+        (settings("auto"), "cuda", "blocks", "GPU"),
+        (settings("layer"), "cpu", "blocks", "layer"),
+        (settings("layer", "selective"), "cuda", "parts", "selective"),
+        (settings("auto", model={"dropout": 0.1}), "cuda", "parts", "dropout"),
+        (settings("auto", zero={"stage": 3}), "cuda", "parts", "ZeRO 3"),
+        (settings("auto", model={"dropout": 0.1}), "cpu", "off", "CPU"),
+        (settings("layer", model={"layers": "rwkv6 x2", "rwkv6": {"head_dim": 16}}), "cuda", "off", "no layer"),
+        (
+            settings("layer", model={"layers": "rwkv6 x2", "rwkv6": {"head_dim": 16}, "dropout": 0.1}),
+            "cuda",
+            "off",
+            "no",
+        ),
     ],
 )
 def test_the_choice_and_its_reason(config, device, chosen, word):
-    assert choose_compilation(config, device)[0] is chosen
+    assert choose_compilation(config, device)[0] == chosen
     assert word in describe_compile(config, device)

@@ -105,14 +105,6 @@ def chunks_are_recomputed(context: RuleContext) -> Iterator[Problem]:
             rule=f"must be {value} with sequence_chunks, which keeps a block's input alone and recomputes each chunk",
             fix=f"leave {name} out",
         )
-    if training.compile == "layer":
-        yield context.problem(
-            "training.compile",
-            KEY,
-            rule="must not be layer with sequence_chunks: each chunk's attention has other keys, and would be compiled "
-            "anew",
-            fix="use compile: auto",
-        )
 
 
 RULES = (chunks_are_equal, layers_go_on_from_chunks, ranks_share_chunks, chunks_are_recomputed)

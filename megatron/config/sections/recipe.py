@@ -134,7 +134,9 @@ class TrainingSection(Section):
         lt=1,
     )
     compile: Literal["auto", "off", "layer"] = key(
-        "auto", "torch.compile: per layer, off, or per layer where it pays (GPUs)."
+        "auto",
+        "torch.compile: per layer (parts of it where collectives or draws cut it), off, or per layer where it pays "
+        "(GPUs).",
     )
     deterministic: bool = key(False, "Use deterministic kernels where torch has them.")
     audit: int | None = key(

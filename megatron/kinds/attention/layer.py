@@ -57,6 +57,8 @@ class Attention(nn.Module):
     computes all of them and uses those of its query heads.
     """
 
+    compiled_parts = ("turned",)
+
     def __init__(
         self,
         make: ParameterFactory,
@@ -142,7 +144,7 @@ class Attention(nn.Module):
         if self.rotary is not None:
             begin = cache.length if cache is not None else 0
             angles = stream_angles(self.rotary, self.D, stream, begin, x_BSH, self.context.size)
-            q, k = self.rotary.turn(q, angles), self.rotary.turn(k, angles)
+            q, k = self.turned(q, k, angles)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         elsewhere = cache
         if isinstance(cache, KeyValueCache):
@@ -161,6 +163,11 @@ class Attention(nn.Module):
         y = attend_in(self.context, q, k, v, self.pattern, stream, dropout, self.sinks, elsewhere)
         y_BsH = self.output(y.transpose(1, 2).reshape(*x_BSH.shape[:2], -1))
         return scaled(y_BsH, self.options.output_multiplier)
+
+    def turned(self, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries and keys, turned by their positions."""
+        assert self.rotary is not None
+        return self.rotary.turn(q, angles), self.rotary.turn(k, angles)
 
     def new_state(self) -> KeyValueCache:
         return KeyValueCache()

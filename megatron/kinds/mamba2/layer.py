@@ -70,7 +70,7 @@ class Mamba2(nn.Module):
     those of its heads.
     """
 
-    compiled_parts = ("_gated",)
+    compiled_parts: tuple[str, ...] = ("_gated",)
     # See `finished` in engine/buckets.py.
     uses = ("zx", "bc", "dt", "x_conv.bias", "x_conv.weight", "bc_conv.bias", "bc_conv.weight", "A_log", "dt_bias", "D",
             "norm", "output")  # fmt: skip
@@ -85,6 +85,8 @@ class Mamba2(nn.Module):
         self.heads, self.channels = heads // ranks, inner // heads * (heads // ranks)
         first = self.heads * mesh.tensor.rank
         self.shard_groups = options.groups % ranks == 0
+        if not self.shard_groups:
+            self.compiled_parts = ()  # its norm adds up over the ranks
         self.group_of_head = [(first + head) * options.groups // heads for head in range(self.heads)]
         self.zx = ColumnLinear(make.scope("zx"), H, (inner, inner), init=init.hidden(H, inner), bias=options.bias)
         self.bc = ColumnLinear(

@@ -20,6 +20,8 @@ from megatron.parallel.parameters import ParameterFactory
 class MLP(nn.Module):
     """x [B, s, H] to down(activation(up x)), or down(activation(gate x) * up x), [B, s, H], and multipliers."""
 
+    compiled_parts = ("activated",)
+
     def __init__(self, make: ParameterFactory, model: ModelSection, options: MLPOptions, init: Initialisation):
         super().__init__()
         self.mesh, self.options = make.mesh, options
@@ -33,9 +35,13 @@ class MLP(nn.Module):
         """`adapter`: a module of one of several layers that share this one, added to its first matrix."""
         x = enter(x, self.mesh)
         h = self.up(x) if adapter is None else self.up(x) + adapter(x)
+        return scaled(self.down(self.activated(h)), self.options.output_multiplier)
+
+    def activated(self, h: Tensor) -> Tensor:
+        """What the second matrix reads, of what the first gives."""
         gate, up = h.chunk(2, dim=-1) if self.options.gated else (h, None)
         h = self.activation(scaled(gate, self.options.gate_multiplier))
-        return scaled(self.down(h if up is None else h * up), self.options.output_multiplier)
+        return h if up is None else h * up
 
     @staticmethod
     def sends(model: ModelSection, options: MLPOptions, tensor: TensorAxis) -> list[Event]:

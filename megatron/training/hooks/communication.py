@@ -90,13 +90,13 @@ class CommunicationHook(Hook):
         config = parts.config
         if config.logging.communication == "off":
             return None
-        compiled = choose_compilation(config, parts.world.device if parts.world else "cpu")[0]
+        extent, _ = choose_compilation(config, parts.world.device if parts.world else "cpu")
         timed = config.logging.communication == "times"
         world = parts.world
         return cls(
             config.run.dir,
             config.logging.every,
-            inside=not compiled,
+            inside=extent != "blocks",
             timed=timed,
             hosts=partial(hosts_of, config, world) if world else tuple,
         )

@@ -223,13 +223,6 @@ LAYOUT = [
         "must be none or full with sequence_chunks",
     ),
     case(
-        "chunks of compiled blocks",
-        "training: {sequence_chunks: 2, compile: layer}",
-        "training.compile = 'layer'",
-        "must not be layer with sequence_chunks",
-        "use compile: auto",
-    ),
-    case(
         "experts with places over chunks",
         "model: {layers: attention/moe x4, moe: {capacity_factor: 1.0}}\ntraining: {sequence_chunks: 2}",
         "model.moe.capacity_factor = 1.0",
