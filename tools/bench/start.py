@@ -24,7 +24,7 @@ import subprocess  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 from tools.bench.beside import in_turns, lines, markdown  # noqa: E402
 
@@ -34,7 +34,7 @@ HIDDEN, LAYERS, HEADS = 32, 2, 4  # of configs/test/tiny_neox.yml
 WORDS, LENGTH, SAMPLES = 64, 32, 8
 
 
-def plain() -> int:
+def plain() -> NoReturn:
     """A rank of the peer."""
     import torch
     import torch.distributed as dist
@@ -54,7 +54,8 @@ def plain() -> int:
     optimizer.step()
     print(f"loss {float(loss):.4f}")
     dist.destroy_process_group()
-    return 0
+    sys.stdout.flush()
+    os._exit(0)  # the end of DistributedDataParallel's reducer may wait for a thread of gloo that waits for the GIL
 
 
 def ours(ranks: int, folder: str) -> list[str]:
@@ -120,4 +121,6 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     from megatron.pipes import piped
 
-    sys.exit(plain() if "RANK" in os.environ else piped(main))
+    if "RANK" in os.environ:
+        plain()
+    sys.exit(piped(main))
