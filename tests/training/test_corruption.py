@@ -90,6 +90,20 @@ def test_every_bit_counts() -> None:
         assert hash_bits(values) == before == hash_bits(values.clone().view(90, 100))
 
 
+@pytest.mark.parametrize("size", [4096, 9001, (1 << 22) + 12_345])
+def test_a_hash_does_not_depend_on_where_in_memory_values_are(size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
+        memory = torch.zeros(size + 8, dtype=dtype)
+        values = torch.randint(0, 200, (size,), generator=torch.Generator().manual_seed(1)).to(dtype)
+        found = set()
+        for offset in range(8):
+            place = memory[offset : offset + size]
+            found.add(int(hash_bits(place.copy_(values))))
+            place[size - 1] += 1
+            found.add(-int(hash_bits(place)))
+        assert len(found) == 2
+
+
 def test_who_is_named() -> None:
     def found(*values: int) -> list[StateDifference]:
         return differences([[(7, value), (8, 0)] for value in values])
