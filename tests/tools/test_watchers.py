@@ -2,24 +2,110 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import pytest
+import torch.distributed as dist
 
-from tools.bench.watchers import BLOCK, EMPTY, MODES, OFF, ON, TIMED, WARM, WatcherCost, mode, parts_of, shares
+from megatron.parallel.watched import watched_collectives
+from megatron.worker.beacon import SETUP, Beacon
+from tools.bench.watchers import (
+    BLOCK,
+    EMPTY,
+    EXCHANGE,
+    HASHES,
+    NONE,
+    OFF,
+    ON,
+    ROUND,
+    TIMED,
+    WARM,
+    WINDOW,
+    SilentBeacon,
+    WatcherCost,
+    added,
+    differences,
+    parts_of,
+    plan,
+    trimmed,
+    weights_of,
+    wrapped_by_watch,
+)
 
 
-def test_blocks_take_turns_and_change_their_order() -> None:
-    order = [mode(step) for step in range(0, 2 * len(MODES) * BLOCK, BLOCK)]
-    assert order == [OFF, ON, TIMED, EMPTY, ON, TIMED, EMPTY, OFF]
-    assert all(mode(step) == mode(step - step % BLOCK) for step in range(8 * BLOCK))
+def test_of_each_pair_one_step_is_off_and_both_orders_come() -> None:
+    steps = plan(100, 3)
+    assert steps == plan(100, 3), "all ranks draw alike"
+    pairs = [tuple(steps[at : at + 2]) for at in range(len(WARM), len(WARM) + 2 * 100 * len(ROUND), 2)]
+    assert all(pair.count(OFF) == 1 for pair in pairs)
+    assert Counter(kind for pair in pairs for kind in pair if kind != OFF) == {
+        kind: 100 * ROUND.count(kind) for kind in ROUND
+    }
+    assert 0.45 < sum(pair[0] == OFF for pair in pairs) / len(pairs) < 0.55
+    windows = [kind for pair in pairs for kind in pair if kind in (WINDOW, EXCHANGE)]
+    assert windows == [WINDOW, EXCHANGE] * 100, "every second window is exchanged"
+    assert steps[-6 * BLOCK - 1 : -1] == ([TIMED] * BLOCK + [EMPTY] * BLOCK) * 3
 
 
-def test_hashes_count_as_often_as_they_are_taken() -> None:
-    """Watchers of 0.2 s a block and hashes of 1 s beside them, on blocks of 10 s, over two ranks."""
-    order = [mode(step) for step in range(0, WARM + 2 * len(MODES) * BLOCK, BLOCK)]
-    rank = [[now, 5.0 + 0.6 * (now == ON), 0.5 * (now == ON)] for now in order]
-    rank[0][1] = 99.0  # of the first steps
-    assert shares([rank, rank], BLOCK) == pytest.approx([0.12, 0.12])
-    assert shares([rank, rank], 10 * BLOCK) == pytest.approx([0.03, 0.03])
+def test_what_is_added_is_found_below_a_load_that_comes_and_goes() -> None:
+    """Steps of 10 ms whose speed wanders by a half; watchers add 50 µs, and hashes 2 ms every 100 steps: 0.7 %."""
+    steps, draw, spread = plan(400, 2), np.random.default_rng(7), 0.02
+    wander = 1 + 0.5 * np.sin(np.arange(len(steps)) / 300)
+    more = {OFF: 0.0, NONE: 0.0, HASHES: 2.05e-3}
+    seconds = [
+        slow * 0.01 * draw.normal(1, spread) + more.get(kind, 50e-6) + (draw.random() < 0.01) * 0.05
+        for slow, kind in zip(wander, steps)
+    ]
+    kinds, off = differences(steps, seconds)
+
+    def width(pairs: int) -> float:  # of the interval of a mean of normal differences; a trimmed one has a little more
+        return 1.3 * 2 * 1.96 * spread * (2 / pairs) ** 0.5
+
+    assert [len(kinds[kind]) for kind in (ON, NONE, HASHES)] == [400 * ROUND.count(k) for k in (ON, NONE, HASHES)]
+    middle, low, high = added(kinds, off, weights_of(10, 100))
+    assert low < 0.007 < high and low < middle < high and high - low < width(len(kinds[ON])) < 0.002
+    middle, low, high = added(kinds, off, {NONE: 1.0})
+    assert low < 0 < high and high - low < width(len(kinds[NONE]))
+
+
+def test_rare_steps_count_as_often_as_they_come() -> None:
+    weights = weights_of(10, 100)
+    assert weights == pytest.approx({ON: 0.89, WINDOW: 0.05, EXCHANGE: 0.05, HASHES: 0.01})
+    each = {ON: 1.0, WINDOW: 3.0, EXCHANGE: 5.0, HASHES: 101.0}
+    kinds = {kind: np.full(6, value) for kind, value in each.items()}
+    assert added(kinds, np.full(24, 10.0), weights) == pytest.approx([0.23] * 3)
+
+
+def test_an_interrupt_changes_no_trimmed_mean() -> None:
+    assert trimmed(np.array([3.0, 1.0, 2.0, 9e9, -9e9])) == 2.0
+    assert trimmed(np.array([1.0, 2.0])) == 1.5, "too few to leave one out"
+
+
+def test_a_beacon_is_silent_and_speaks_again() -> None:
+    beacon = Beacon()
+    beacon.at(SETUP)
+    before = bytes(beacon._memory)
+    beacon.__class__ = SilentBeacon
+    beacon.begin(1)
+    assert beacon.tells_of(4) is False
+    for call in (lambda: beacon.at(3), lambda: beacon.enter(1, b"all_reduce", 4), beacon.leave, beacon.done):
+        call()
+    beacon.wait(1)
+    assert bytes(beacon._memory) == before
+    beacon.__class__ = Beacon
+    beacon.begin(2)
+    assert bytes(beacon._memory) != before
+
+
+def test_what_is_around_collectives_is_found() -> None:
+    plain = dist.all_reduce, dist.Work.wait
+    assert wrapped_by_watch() == []
+    with watched_collectives(Beacon()):
+        found = {(where, name): function for where, name, function in wrapped_by_watch()}
+        assert found[dist, "all_reduce"].__wrapped__ is plain[0] and found[dist.Work, "wait"].__wrapped__ is plain[1]
+        assert found[dist.distributed_c10d, "all_reduce"] is dist.all_reduce
+    assert (dist.all_reduce, dist.Work.wait) == plain
 
 
 def test_a_call_that_is_timed_still_does_what_it_did() -> None:

@@ -1,25 +1,32 @@
 #!/usr/bin/env python
 """Measure what watching a run costs.
 
-Blocks of steps take turns with every watcher on, and with all off.
+One run in which watchers are switched on for one of two neighbouring steps, and are off in the other.
 
-    python tools/bench/watchers.py a.yml key.path=value ... [--ranks 2] [--rounds 20] [--hashes 100] [--json]
+    python tools/bench/watchers.py a.yml key.path=value ... [--ranks 2] [--rounds 100] [--hashes 100] [--json]
 
-On are: where each rank is, for its agent (`watch`), the times of ranks (`watch.slow`, every 10 steps), the decision
-about each update (`spikes.action: report`), and hashes of the state (`training.hashes`). Blocks of 20 steps of one run
-take turns, so that a change of the machine's load meets all; which comes first changes from round to round.
+On are: where each rank is, for its agent (`watch`), the times of ranks (`watch.slow`), the decision about each update
+(`spikes.action: report`), and hashes of the state (`training.hashes`). Off means that none of their code runs: the
+beacon's methods do nothing, torch's collectives are torch's own, the engine has no gate, and the hooks are not called.
 
-In blocks of the first two kinds watchers are off or on, and what is compared is the processor time of all threads of
-all ranks: others may use the processors too. In a block hashes are taken once; a run that takes them every `--hashes`
-steps has that share of what they cost. What stays on in all is the wrapper of torch's collectives, which then does
-nothing. Where the processors are busy with other work, this difference drowns in the spread of the steps.
+**Pairs.** Which step of a pair is watched is drawn at random. What counts is the difference of the two, so that a
+load that comes and goes meets both; of all pairs the trimmed mean (a fifth left out at either end), with an interval
+in which it is in 19 of 20 draws from the pairs (bootstrap). Both clocks are given: the processor time of all threads
+of all ranks, and the wall time. Most pairs are of steps in which no window ends. What comes once in many steps (a
+window's times are taken or exchanged, the state is hashed) is measured in pairs of its own, and counts as often as a
+run has it: every `watch.slow.every` and `--hashes` steps. In one pair of seven both steps are off: what these show
+must be nothing, and their interval says how much the whole method can tell.
 
-In blocks of the third kind the calls of each watcher are counted and timed; in the fourth kind calls that do nothing
-are timed in their places, and taken off. What is left are the "parts". Calls that wait for others count by the
+Not in it: what watching does to a later step (each pair begins with the caches of the one before, watched or not),
+the start of the run, and the agent, a process of its own for each host, which reads the beacons and sends a
+heartbeat. Its processor time, with all else that it does, is given apart.
+
+**Parts.** Then come blocks of 20 steps, in turns, in which the calls of each watcher are counted and timed, and in
+which calls that do nothing are timed in their places; these are taken off. Calls that wait for others count by the
 processor time of all the rank's threads, as the median of blocks. Those of `watch` and `spikes` do not wait, and last
 for microseconds, in which the clock of the processor would be seen above all: they count by the wall clock, as the
-median of steps, so that an interrupt in one of them changes nothing. Parts do not see what a watcher does to others,
-such as to a cache.
+median of steps, so that an interrupt in one of them changes nothing. Parts do not see the functions around torch's
+collectives, nor what a watcher does to others, such as to a cache.
 """
 
 from __future__ import annotations
@@ -32,37 +39,66 @@ if __name__ == "__main__":
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import random  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable, Iterable  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
+from types import FunctionType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
+
+import numpy as np  # noqa: E402
 
 from megatron.config import split_arguments  # noqa: E402
 from megatron.launch.command_line import main as launch  # noqa: E402
+from megatron.parallel import watched  # noqa: E402
 from megatron.training.hook import Hook  # noqa: E402
 from megatron.training.hooks.hashes import HashesHook  # noqa: E402
-from megatron.training.hooks.slow import SlowRanksHook  # noqa: E402
+from megatron.training.hooks.slow import AT_ONCE, SlowRanksHook  # noqa: E402
 from megatron.training.hooks.spikes import SpikesHook  # noqa: E402
+from megatron.worker.beacon import Beacon  # noqa: E402
 
 if TYPE_CHECKING:
-    from megatron.engine.protocol import Engine
     from megatron.training.trainer import Trainer
 
-BLOCK = 20  # steps of a turn, after which `watch.slow` has exchanged as many windows as it does at once
-MODES = OFF, ON, TIMED, EMPTY = "off", "on", "timed", "empty"
-WARM = len(MODES) * BLOCK  # steps before the first that counts
+OFF, NONE, ON, WINDOW, EXCHANGE, HASHES = "off", "none", "on", "window", "exchange", "hashes"
+TIMED, EMPTY = "timed", "empty"
+ROUND = (*[ON] * 14, WINDOW, EXCHANGE, HASHES, *[NONE] * 3)  # beside which step a pair of a round has one that is off
+BLOCK = 20  # steps of a block of parts
+WARM = [*[ON] * 20, WINDOW, EXCHANGE, HASHES, *[OFF, ON] * 10]  # before the first step that counts
+WINDOWS = 10  # steps of `watch.slow`
+NEVER, TRIM, DRAWS, SEED = 10**9, 0.2, 1000, 19
 TOLD = ("at", "enter", "wait", "leave")  # what a beacon is told
 SHORT = ("watch", "spikes")  # whose calls do not wait
 HOOKS = {"watch.slow": SlowRanksHook, "training.hashes": HashesHook, "spikes": SpikesHook}
 
 
-def mode(step: int) -> str:
-    """Of the block of a step: each kind once in a round, another one first in each round."""
-    round_, turn = divmod(step // BLOCK, len(MODES))
-    return MODES[(turn + round_) % len(MODES)]
+def plan(rounds: int, blocks: int) -> list[str]:
+    """What each step is: the first ones, pairs, blocks of parts (so many of either kind), and one that ends them."""
+    draw, steps = random.Random(SEED), list(WARM)
+    for _ in range(rounds):
+        kinds = draw.sample(ROUND, len(ROUND))
+        first, second = sorted(map(kinds.index, (WINDOW, EXCHANGE)))  # one is taken before it is exchanged
+        kinds[first], kinds[second] = WINDOW, EXCHANGE
+        for kind in kinds:
+            steps += draw.sample([OFF, kind], 2)
+    return [*steps, *([TIMED] * BLOCK + [EMPTY] * BLOCK) * blocks, OFF]
+
+
+class SilentBeacon(Beacon):
+    """One that nobody listens to: what a run without `watch` would be."""
+
+    def at(self, phase: int, part: int = 0, parts: int = 0, detail: bytes = b"") -> None: ...
+    def begin(self, step: int) -> None: ...
+    def done(self) -> None: ...
+    def enter(self, slot: int, operation: bytes, elements: int, peer: int = -1, *, sized: bool = True) -> None: ...
+    def wait(self, slot: int) -> None: ...
+    def leave(self) -> None: ...
+
+    def tells_of(self, parts: int) -> bool:
+        return False
 
 
 @dataclass
@@ -93,57 +129,70 @@ class WatcherCost:
 
 
 class WatcherTurns(Hook):
-    """Turns watchers off and on, and takes the processor time of each block.
+    """Turns watchers off and on, and takes the time of each step, from this hook's `before_step` to the next.
 
     Args:
-        output: file for {"blocks": [[mode, seconds, seconds of hashes], ...], "parts": {watcher: {mode: [[seconds,
-            calls], ...]}}}, of timed and of empty blocks, or of their steps; one file for each rank.
+        output: file for {"steps": [[seconds of the processor, of the wall], ...], "agent": seconds of it meanwhile,
+            "parts": {watcher: {kind: [[seconds, calls], ...]}}}, of timed and of empty blocks, or of their steps; one
+            file for each rank.
     """
 
-    def __init__(self, output: str) -> None:
-        self._output, self._found, self._hashing = Path(output), list[list[Any]](), WatcherCost()
+    def __init__(self, output: str, rounds: int, blocks: int) -> None:
+        self._output, self._plan = Path(output), plan(rounds, blocks)
+        self._steps, self._begun, self._agent = list[list[float]](), [0.0, 0.0], 0.0
         self._parts = {name: WatcherCost() for name in ("watch", *HOOKS)}
         self._taken: dict[str, dict[str, list[list[float]]]] = {name: {TIMED: [], EMPTY: []} for name in self._parts}
-        self._begun: tuple[str, float] | None = None
-        self._all: list[Hook] = []
         self._changed: list[tuple[Any, str, Any]] = []
 
     def on_start(self, trainer: Trainer) -> None:
         self._all = list(trainer.hooks)
+        self._gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
+        self._slow = next(hook for hook in self._all if isinstance(hook, SlowRanksHook))
+        self._hashes = next(hook for hook in self._all if isinstance(hook, HashesHook))
+        self._wrapped = wrapped_by_watch()
+        self._agent = -_processor_seconds(os.getppid())
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        self._take(SHORT)
-        if step % BLOCK:
-            return
-        self._end()
-        now, watchers = mode(step), tuple(HOOKS.values())
-        gate = getattr(trainer.engine, "gate")  # noqa: B009  (the protocol does not have it)
-        gate._judges = now in (ON, TIMED)
-        trainer.hooks = [hook for hook in self._all if now != OFF or not isinstance(hook, watchers)]
-        for hook in self._all:
-            if isinstance(hook, HashesHook) and now == ON:
-                self._change(hook, "after_step", self._hashing.timed(hook.after_step, time.process_time))
-        for name in TOLD:
-            if now == OFF:
-                self._change(trainer.beacon, name, _nothing)
-            elif now != ON:
-                function = getattr(trainer.beacon, name) if now == TIMED else _nothing
-                self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.perf_counter))
-        if now in (TIMED, EMPTY):
-            self._time(trainer.engine, gate, now)
-        self._begun = (now, time.process_time())
+        ended = [time.process_time(), time.perf_counter()]
+        if step:
+            self._steps.append([now - then for now, then in zip(ended, self._begun, strict=True)])
+            self._take(step - 1)
+        kind, before = self._plan[step], self._plan[step - 1] if step else None
+        if kind != before or kind not in (TIMED, EMPTY):  # before each step of a pair, so that both begin alike
+            self._turn(trainer, kind)
+        self._begun = [time.process_time(), time.perf_counter()]
 
     def on_end(self, trainer: Trainer) -> None:
-        self._end()
-        found = {"blocks": self._found, "parts": self._taken}
+        self._agent += _processor_seconds(os.getppid())
+        self._back()
+        found = {"steps": self._steps, "agent": self._agent, "parts": self._taken}
         self._output.with_suffix(f".{trainer.mesh.rank}").write_text(json.dumps(found))
 
-    def _end(self) -> None:
-        if self._begun is not None:
-            now, begin = self._begun
-            self._take([name for name in self._parts if name not in SHORT])
-            self._found.append([now, time.process_time() - begin, self._hashing.seconds])
-        self._begun, self._hashing.seconds = None, 0.0
+    def _turn(self, trainer: Trainer, kind: str) -> None:
+        self._back()
+        off, beacon = kind in (OFF, NONE), trainer.beacon
+        trainer.hooks = [hook for hook in self._all if not (off and isinstance(hook, tuple(HOOKS.values())))]
+        engine: Any = trainer.engine
+        engine.gate = None if off else self._gate
+        beacon.__class__ = SilentBeacon if off else Beacon
+        beacon._begun = time.monotonic()  # of which it has not heard where it was silent
+        for module, name, function in self._wrapped:
+            setattr(module, name, function.__wrapped__ if off else function)
+        block = kind in (TIMED, EMPTY)
+        self._hashes._every = BLOCK if block else 1 if kind == HASHES else NEVER
+        every = BLOCK // AT_ONCE if block else 1 if kind in (WINDOW, EXCHANGE) else NEVER
+        self._slow._options = self._slow._options.model_copy(update={"every": every})
+        if block:
+            self._time(trainer, kind)
+
+    def _take(self, step: int) -> None:
+        """What the watchers took in the step, or the block, that has ended."""
+        kind, last = self._plan[step], self._plan[step + 1] != self._plan[step]
+        if kind in (TIMED, EMPTY):
+            for name in self._parts if last else SHORT:
+                self._taken[name][kind].append(self._parts[name].taken())
+
+    def _back(self) -> None:
         while self._changed:
             changed, name, old = self._changed.pop()
             if old is None:
@@ -151,54 +200,99 @@ class WatcherTurns(Hook):
             else:
                 vars(changed)[name] = old
 
-    def _take(self, names: Iterable[str]) -> None:
-        """What these watchers took in the step, or the block, that has ended."""
-        for name in names:
-            taken = self._parts[name].taken()
-            if self._begun is not None and self._begun[0] in (TIMED, EMPTY) and len(self._found) >= WARM // BLOCK:
-                self._taken[name][self._begun[0]].append(taken)
-
     def _change(self, what: Any, name: str, new: Callable[..., Any]) -> None:
         self._changed.append((what, name, vars(what).get(name)))
         vars(what)[name] = new
 
-    def _time(self, engine: Engine, gate: Any, now: str) -> None:
-        """Have the calls of hooks and of the gate counted; in empty blocks those that do nothing instead of them."""
+    def _time(self, trainer: Trainer, kind: str) -> None:
+        """Have the calls of watchers counted; in empty blocks those that do nothing instead of them."""
+        gate, engine = self._gate, trainer.engine
+        for name in TOLD:
+            function = getattr(trainer.beacon, name) if kind == TIMED else _nothing
+            self._change(trainer.beacon, name, self._parts["watch"].timed(function, time.perf_counter))
         spikes = self._parts["spikes"]  # which have the step's numbers exchanged a little earlier
-        self._change(gate, "_decide", spikes.timed(gate._decide, time.perf_counter))
-        if now == TIMED:
+        if kind == TIMED:
+            self._change(gate, "_decide", spikes.timed(gate._decide, time.perf_counter))
             self._change(gate, "meet", spikes.timed(gate.meet, time.perf_counter, -1))
+        else:
+            self._change(gate, "_decide", spikes.timed(_nothing, time.perf_counter))
         # which need not compute the loss any more, where the gate has done so
         self._change(engine, "_result", spikes.timed(getattr(engine, "_result"), time.perf_counter))  # noqa: B009
-        for name, kind in HOOKS.items():
+        for name, kind_of in HOOKS.items():
             clock = time.perf_counter if name in SHORT else time.process_time
-            for hook in (each for each in self._all if isinstance(each, kind)):
+            for hook in (each for each in self._all if isinstance(each, kind_of)):
                 for point in ("before_step", "after_step", "on_numbers"):
-                    function = getattr(hook, point) if now == TIMED else _nothing
+                    function = getattr(hook, point) if kind == TIMED else _nothing
                     self._change(hook, point, self._parts[name].timed(function, clock))
 
 
+def wrapped_by_watch() -> list[tuple[Any, str, Any]]:
+    """Where torch keeps its collectives, their names, and what `watch` has put there; inside it are torch's own."""
+    import torch.distributed as dist
+
+    return [
+        (place, name, function)
+        for place in (dist, dist.distributed_c10d, dist.Work)
+        for name, function in vars(place).items()
+        if type(function) is FunctionType and function.__globals__ is vars(watched)
+    ]
+
+
 def _nothing(*arguments: Any, **options: Any) -> None:
-    """In the place of what tells where a rank is."""
+    """In the place of what a watcher does."""
 
 
-def shares(ranks: list[list[list[Any]]], every: int) -> list[float]:
-    """What watchers add to a step, as a share of it, of each round.
+def _processor_seconds(pid: int) -> float:
+    """Of all threads of a process so far; 0 where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def differences(kinds: Sequence[str], seconds: Sequence[float]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """From the pairs of a plan: of each kind, seconds of its steps less those of their neighbours, and the latter."""
+    found: dict[str, list[float]] = {kind: [] for kind in dict.fromkeys(ROUND)}
+    off = []
+    for at in range(len(WARM), len(seconds) - 1, 2):
+        pair = {kinds[at]: seconds[at], kinds[at + 1]: seconds[at + 1]}
+        if OFF not in pair:
+            break  # of parts
+        (kind,) = pair.keys() - {OFF}
+        found[kind].append(pair[kind] - pair[OFF])
+        off.append(pair[OFF])
+    return {kind: np.array(each) for kind, each in found.items()}, np.array(off)
+
+
+def trimmed(values: np.ndarray) -> float:
+    """The mean without a fifth of the values at either end."""
+    out = int(TRIM * len(values))
+    return float(np.sort(values)[out : len(values) - out].mean())
+
+
+def added(kinds: Mapping[str, np.ndarray], off: np.ndarray, weights: Mapping[str, float]) -> tuple[float, float, float]:
+    """What watchers add to a step, as a share of one without them: the estimate and the ends of its interval.
 
     Args:
-        ranks: of each rank, [mode, seconds, seconds of hashes] of its blocks.
-        every: steps between hashes.
+        kinds: differences of pairs in seconds, by kind.
+        off: seconds of the steps without watchers.
+        weights: of the kinds that count, how many steps of a run are of each.
     """
-    blocks = [
-        (turns[0][0], sum(each[1] for each in turns), sum(each[2] for each in turns))
-        for turns in zip(*ranks, strict=True)
-    ][WARM // BLOCK :]
-    found = []
-    for at in range(0, len(blocks) - len(MODES) + 1, len(MODES)):
-        round_ = {name: (seconds, hashing) for name, seconds, hashing in blocks[at : at + len(MODES)]}
-        seconds, hashing = round_[ON]
-        found.append((seconds - hashing * (1 - BLOCK / every)) / round_[OFF][0] - 1)
-    return found
+    draw = np.random.default_rng(SEED)
+
+    def share(pick: Callable[[np.ndarray], np.ndarray]) -> float:
+        return sum(weight * trimmed(pick(kinds[kind])) for kind, weight in weights.items()) / trimmed(pick(off))
+
+    drawn = [share(lambda values: draw.choice(values, len(values))) for _ in range(DRAWS)]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return share(lambda values: values), float(low), float(high)
+
+
+def weights_of(windows: int, hashes: int) -> dict[str, float]:
+    """How often the steps of a run are of each kind, where a window ends every so many, and hashes are as often."""
+    rare = {WINDOW: (1 - 1 / AT_ONCE) / windows, EXCHANGE: 1 / AT_ONCE / windows, HASHES: 1 / hashes}
+    return {ON: 1 - sum(rare.values()), **rare}
 
 
 def parts_of(ranks: list[dict[str, dict[str, list[list[float]]]]], every: int) -> dict[str, dict[str, float]]:
@@ -225,51 +319,67 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, and print what watchers add."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="a.yml", help="files and overrides of the run")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2, help="at least two")
+    parser.add_argument("--rounds", type=int, default=100, help=f"of {2 * len(ROUND)} steps")
+    parser.add_argument("--blocks", type=int, default=20, help=f"of {BLOCK} steps for the parts, of either kind")
     parser.add_argument("--hashes", type=int, default=100, help="steps between hashes")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_intermixed_args(arguments)
-    if options.rounds < 2 or options.hashes < BLOCK:
-        parser.error(f"--rounds must be at least 2, and --hashes at least {BLOCK}")
+    if min(options.ranks, options.rounds, options.blocks) < 2 or options.hashes < BLOCK:
+        parser.error(f"--ranks, --rounds and --blocks must be at least 2, and --hashes at least {BLOCK}")
     files, overrides = split_arguments(options.sources)
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "turns")
-        steps = WARM + len(MODES) * BLOCK * options.rounds
-        own = [f"run.dir={folder}/run", f"training.steps={steps}", "spikes.action=report", f"training.hashes={BLOCK}"]
+        output, steps = Path(folder, "turns"), plan(options.rounds, options.blocks)
+        own = [f"run.dir={folder}/run", f"training.steps={len(steps)}", "spikes.action=report"]
+        own += [f"training.hashes={BLOCK}", f"watch.slow.every={WINDOWS}", f"watch.slow.factor={NEVER}"]
         own += ["checkpoint.at_end=false", "checkpoint.every=null", "evaluation.at_end=false"]
         own += ["logging.console=quiet", "logging.curve=false"]
-        own.append(f"hooks=[{{type: 'tools.bench.watchers:WatcherTurns', options: {{output: '{output}'}}}}]")
+        given = f"{{output: '{output}', rounds: {options.rounds}, blocks: {options.blocks}}}"
+        own.append(f"hooks=[{{type: 'tools.bench.watchers:WatcherTurns', options: {given}}}]")
         os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])
         script = str(Path(__file__).resolve().parents[2] / "train.py")
         if status := launch(["--ranks", str(options.ranks), script, *files, *overrides, *own]):
             return status
         ranks = [json.loads(output.with_suffix(f".{rank}").read_text()) for rank in range(options.ranks)]
-    result = _result(ranks, options.rounds, options.hashes)
+    result = _result(ranks, steps, options.hashes)
     print(json.dumps(result) if options.json else _text(result))
     return 0
 
 
-def _result(ranks: list[dict[str, Any]], rounds: int, every: int) -> dict[str, Any]:
-    blocks = [each["blocks"] for each in ranks]
-    found = shares(blocks, every)
-    off = [sum(each[1] for each in turns) for turns in zip(*blocks, strict=True) if turns[0][0] == OFF]
+def _result(ranks: list[dict[str, Any]], planned: Sequence[str], every: int) -> dict[str, Any]:
+    steps = np.array([each["steps"] for each in ranks])  # [ranks, steps, clocks]
+    clocks = {"processor": steps[..., 0].sum(0), "wall": steps[..., 1].mean(0)}
+    found: dict[str, Any] = {"ranks": len(ranks), "hashes": every}
+    for clock, seconds in clocks.items():
+        kinds, off = differences(planned, seconds)
+        found[clock] = {
+            "pairs": len(off),
+            "step": trimmed(off),
+            "added": added(kinds, off, weights_of(WINDOWS, every)),
+            "none": added(kinds, off, {NONE: 1.0}),
+            "kinds": {kind: trimmed(each) for kind, each in kinds.items()},
+        }
     parts = parts_of([each["parts"] for each in ranks], every)
-    low, middle, high = statistics.quantiles(found, n=4)
-    step = statistics.median(off) / BLOCK
-    return {
-        "ranks": len(ranks), "rounds": rounds, "hashes": every, "added": middle, "quartiles": [low, high],
-        "step_processor_seconds": step, "parts": parts,
-        "added_by_parts": sum(each["seconds"] for each in parts.values()) / step,
-    }  # fmt: skip
+    own = sum(each["seconds"] for each in parts.values()) / found["processor"]["step"]
+    agent = ranks[0]["agent"] / float(clocks["processor"].sum())
+    return {**found, "agent": agent, "parts": parts, "added_by_parts": own}
 
 
 def _text(result: dict[str, Any]) -> str:
-    step, (low, high) = result["step_processor_seconds"], result["quartiles"]
+    step = result["processor"]["step"]
     lines = [
-        f"{result['ranks']} ranks, {result['rounds']} rounds of {len(MODES) * BLOCK} steps; a step without watchers "
-        f"takes {1e3 * step:.1f} ms of processor time over all ranks",
-        f"blocks with watchers take {result['added']:.2%} more ({low:.2%} to {high:.2%} in half of the rounds)",
+        f"{result['ranks']} ranks, {result['processor']['pairs']:,} pairs of steps; a step without watchers takes "
+        f"{1e3 * step:.2f} ms of processor time over all ranks, {1e3 * result['wall']['step']:.2f} ms by the clock",
+        f"{'':16} {'watchers add':>12} {'(19 of 20 draws)':>20}   {'in pairs of which none is watched':>33}",
+    ]
+    for clock in ("processor", "wall"):
+        (middle, low, high), none = result[clock]["added"], result[clock]["none"]
+        interval, nothing = f"{low:.2%} to {high:.2%}", f"{none[0]:.2%} ({none[1]:.2%} to {none[2]:.2%})"
+        lines.append(f"{clock:16} {middle:12.2%} {interval:>20}   {nothing:>33}")
+    lines.append("us that a step takes more (processor): " + ", ".join(
+        f"{kind} {1e6 * seconds:.0f}" for kind, seconds in result["processor"]["kinds"].items()))  # fmt: skip
+    lines += [
+        f"the agent, with all that it does: {result['agent']:.2%} of the ranks' processor time",
         f"inside the watchers' own calls: {result['added_by_parts']:.2%}",
         f"{'watcher':16} {'calls a step':>12} {'us a step':>10} {'of it':>7}",
     ]
