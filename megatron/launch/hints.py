@@ -38,6 +38,10 @@ CAUSES = (
         "the port is taken, by another run or a rest of one: without launch.master_port a free one is chosen",
     ),
     (
+        r"^checkpoint\.levels: .*\[Errno",
+        "the folder of a level of checkpoint.levels cannot be made on that host: mend the disk, or choose another path",
+    ),
+    (
         r"No space left on device|Errno 28",
         "a disk is full: checkpoints, logs or the temporary folder; see `df -h` on that host",
     ),
@@ -104,7 +108,7 @@ SIGNALS = {
 def hint_for(text: str, status: int) -> str | None:
     """What probably happened and what to do; None where nothing is known."""
     for pattern, cause in CAUSES:
-        if re.search(pattern, text):
+        if re.search(pattern, text, re.MULTILINE):
             return cause
     number = signal_of(status)
     return None if number is None else SIGNALS.get(number)

@@ -91,13 +91,15 @@ def _run(config: Config, place: WorkerEnvironment, world: World) -> Outcome:
     loader = build_loader(config, data_rank=data.rank, data_ranks=data.size)
     _describe_data(loader, log)
     with _mistakes(place):
-        levels = Levels.of(config.checkpoint.levels, config.checkpoint.dir, world.communicator, world.device)
+        own, insist = config.checkpoint, not place.attempt
+        levels = Levels.of(own.levels, own.dir, world.communicator, world.device, insist)
+        for line in levels.refused if levels else ():
+            log(f"warning: {line}; the run goes on without, and tries again when it is due")
         source = find(config, world, log, place.attempt, levels)
     changed = data_changes(source.checkpoint.meta, config, loader.plan, source.left_out) if source.checkpoint else []
     for line in changed:
         log(line)
     # a map, new layers and rows of new tokens may leave tensors their initial values
-    own = config.checkpoint
     values = source.new or bool(own.initialize_map or own.initialize_layers) or own.initialize_vocabulary == INITIAL
     prediction = predicted(config, place, world)
     if prediction is not None and not told_by_launcher(place, device_name(world.device)):

@@ -16,6 +16,7 @@ import torch
 
 from megatron.checkpoint import CheckpointError, Fragment, GroupCommunicator, open_checkpoint
 from megatron.checkpoint.levels import Levels, courier, hosts, level
+from megatron.checkpoint.levels import levels as all_levels
 from megatron.checkpoint.levels.hosts import private
 from megatron.config.sections.output import LevelSection
 from megatron.parallel.layout import Layout
@@ -33,9 +34,9 @@ def as_host(rank: int, name: str | None = None) -> None:
     hosts.host_name = lambda: name or f"host{rank // 2}"
 
 
-def levels_at(folder: str, *sections: LevelSection) -> Levels:
+def levels_at(folder: str, *sections: LevelSection, insist: bool = True) -> Levels:
     found = [each.model_copy(update={"path": str(each.path).replace("{folder}", folder)}) for each in sections]
-    levels = Levels.of(found, f"{folder}/checkpoints", GroupCommunicator())
+    levels = Levels.of(found, f"{folder}/checkpoints", GroupCommunicator(), insist=insist)
     assert levels is not None
     return levels
 
@@ -200,6 +201,49 @@ def test_a_full_memory_harms_nothing(tmp_path: Path) -> None:
         assert seen["again"] == (None, 20)
         assert "neighbours must be fewer than the hosts: 2 of 2" in seen["too few"]
         assert seen["halves"]
+
+
+def rank_whose_folder_is_gone(folder: str) -> dict[str, object]:
+    """Somebody tidies up; then a new host comes, whose disk refuses for a while."""
+    rank = torch.distributed.get_rank()
+    as_host(rank)
+    model, seen = Model(seed=1), {}
+    levels = levels_at(folder, NEXT)
+    together(rank, lambda: [shutil.rmtree(f"{folder}/host{host}") for host in (0, 1)] and None)
+    assert write(levels, 0, model, 10, rank) is None
+    seen["mode"], seen["read"] = host_folder(folder, 1).stat().st_mode & 0o777, read(levels, model, ZERO_1, rank)
+    seen["same"] = read(levels_at(folder, NEXT), model, ZERO_1, rank), "the next start takes it"
+    as_host(rank, f"new{rank // 2}" if rank >= 2 else None)
+
+    def read_only(path: Path) -> Path:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank >= 2:
+            patch.setattr(all_levels, "private", read_only)
+            patch.setattr(level, "private", read_only)
+        try:
+            levels_at(folder, NEXT)
+        except CheckpointError as error:
+            seen["first start"] = str(error)
+        levels = levels_at(folder, NEXT, insist=False)
+        seen["refused"], seen["neighbour"] = levels.refused, read(levels, model, ZERO_1, rank)
+        seen["failed"] = write(levels, 0, model, 20, rank)
+    seen["again"] = write(levels, 0, model, 20, rank), read(levels, model, ZERO_1, rank)
+    seen["new"] = host_folder(folder, 0).parent.parent.joinpath("new1").is_dir()
+    return seen
+
+
+def test_a_folder_that_is_gone_or_refused_is_made_again(tmp_path: Path) -> None:
+    for seen in run(RANKS, rank_whose_folder_is_gone, str(tmp_path)):
+        assert seen["mode"] == 0o700, "nobody else may read the state"
+        assert seen["read"] == seen["same"][0] == (10, [])
+        assert "new1: [Errno 30] Read-only file system" in seen["first start"], "a mistake, as long as nothing has run"
+        (line,) = seen["refused"]
+        assert line.startswith("memory of 2 hosts of new1: [Errno 30] Read-only file system")
+        assert seen["neighbour"] == (10, []), "a restart goes on with what the others have"
+        assert "rank 2: " in seen["failed"] and "Read-only" in seen["failed"] and "rank 0" not in seen["failed"]
+        assert seen["again"] == (None, (20, [])) and seen["new"]
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:

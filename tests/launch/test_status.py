@@ -139,6 +139,7 @@ def test_the_report_names_rank_host_log_cause_and_status():
         ("", -7, "/dev/shm"),
         ("OSError: [Errno 28] No space left on device: 'checkpoints/step_1'", 1, "disk is full"),
         ("OSError: [Errno 30] Read-only file system: 'runs/x'", 1, "run.dir"),
+        ("read\ncheckpoint.levels: node1: [Errno 30] Read-only file system: '/l'", 2, "a level of checkpoint.levels"),
         ("OSError: [Errno 98] Address already in use", 1, "port"),
         ("EADDRINUSE", 1, "port"),
         ("Host key verification failed.", 255, "known_hosts"),

@@ -25,7 +25,7 @@ from ..reader import Checkpoint
 from ..table import ROW, coverage_problems
 from ..writer import describe_error, manifest_bytes, part_of
 from .courier import Courier, Parcel
-from .hosts import Hosts
+from .hosts import Hosts, private
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,9 @@ def gather(
     problem = ""
     if hosts.leads:
         try:
+            private(folder.parent)
             _lay_out(root, seen, hosts.own, records, contents)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problem = f"{hosts.name}: {error}"
     problems = [each for each in communicator.gather(problem) if each]
     if problems:

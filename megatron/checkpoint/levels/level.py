@@ -24,7 +24,7 @@ from ..rankfile import FileRecord, host_chunks, read_table, write_rank_file
 from ..store import Store
 from ..writer import describe_error, manifest_bytes, part_of, read_manifest
 from .courier import Courier, Parcel
-from .hosts import Hosts
+from .hosts import Hosts, private
 
 KEY = "level"  # in `Meta.extra`: which save a part belongs to, and how many files that had in all
 
@@ -85,6 +85,7 @@ class Level:
         written: list[FileRecord] = []
 
         def write() -> None:
+            private(self.folder.parent)  # somebody may have tidied up, or the disk is back again
             record = _write(draft, self._hosts.rank, list(fragments))
             written.extend([record] if record else [])
 
@@ -162,8 +163,12 @@ class Level:
 
     def parts(self) -> list[HostPart]:
         """What this host has, as its manifests say; what cannot be read is left out."""
-        found = []
-        for path in Store(self.folder).paths():
+        found: list[HostPart] = []
+        try:
+            paths = Store(self.folder).paths()
+        except OSError:
+            return found
+        for path in paths:
             try:
                 records, _ = read_manifest(path)
                 meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
@@ -176,7 +181,11 @@ class Level:
 
     def clean(self) -> None:
         """Delete what killed starts have left on this host."""
-        for path in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
+        try:
+            found = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        except OSError:  # a disk that is gone
+            return
+        for path in found:
             if leftover_of(path) is not None:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -36,6 +36,10 @@ class Levels:
         directory: the run's folder of checkpoints, which all hosts see.
         communicator: of all ranks, for the main thread.
         courier: brings files from host to host; None in a run of one process.
+        insist: whether all folders must be there now. Else a disk that refuses is tried again when its level is saved.
+
+    Attributes:
+        refused: what is not there now, the same on all ranks.
 
     Raises:
         CheckpointError: on every rank: a folder cannot be had on some host, or there are too few hosts.
@@ -47,11 +51,13 @@ class Levels:
         directory: str | Path,
         communicator: Communicator,
         courier: Courier | None,
+        insist: bool = True,
     ) -> None:
-        self._communicator, self._courier = communicator, courier
+        self._communicator, self._courier, self._insist = communicator, courier, insist
         self.hosts = Hosts.of(communicator)
         self._folders: list[Path] = []
         token = self._token(Path(directory))
+        self.refused: list[str] = []
         problem = ""
         try:
             self.levels = [self._level(section, token) for section in sections]
@@ -66,6 +72,7 @@ class Levels:
             ]
         if problems:
             raise CheckpointError("checkpoint.levels", problems)
+        self.refused = sorted({each for told in communicator.gather(self.refused) for each in told})
         if self.hosts.leads:
             for level in self.levels:
                 level.clean()
@@ -78,12 +85,13 @@ class Levels:
         directory: str | Path,
         communicator: Communicator,
         device: torch.device | str = "cpu",
+        insist: bool = True,
     ) -> Levels | None:
         """Those of a run, None if it has none."""
         if not sections:
             return None
         courier = GroupCourier(communicator.rank, device) if communicator.size > 1 else None
-        return cls(sections, directory, communicator, courier)
+        return cls(sections, directory, communicator, courier, insist)
 
     def save(self, number: int, step: int, fragments: Iterable[Fragment], meta: Meta) -> str | None:
         """Save a step at a level. Returns why that was not possible: a run goes on without a level."""
@@ -139,9 +147,14 @@ class Levels:
     def _level(self, section: LevelSection, token: str) -> Level:
         base = MEMORY if section.path is None else section.path.replace("{host}", self.hosts.name)
         folder = Path(base) / f"deepy-{os.geteuid()}-{token}-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.hosts.name)}"
-        private(folder)
-        self._folders.append(folder)
         name = section.title
+        try:
+            private(folder)
+        except OSError as error:
+            if self._insist or not disk_refuses(error):
+                raise
+            self.refused.append(f"{name} of {self.hosts.name}: {error}")
+        self._folders.append(folder)
         return Level(
             name, folder / name.replace(" ", "_"), section.keep, section.neighbours, self.hosts, self._communicator,
             self._courier if section.neighbours else None,
