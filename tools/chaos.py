@@ -125,6 +125,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")
     if options.ranks is None:
         options.ranks = 2 if options.hosts == 1 else 1
+    if not 0 < options.minutes < float("inf"):
+        parser.error("--minutes must be a number above 0")
     if options.most is not None and options.most < 1:
         parser.error("--most must be at least 1")
     if not 1 <= 3 * options.every <= options.steps or options.ranks < 1 or options.hosts < 1:

@@ -19,7 +19,8 @@ from megatron.launch.doctor import FAIL, Doctor, table
 from megatron.launch.hosts import HostError
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    """Examine; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="Exit status: 0 if nothing failed, 1 if something did, 2 for wrong arguments."
     )
@@ -41,7 +42,11 @@ def main() -> int:
         help="also measure products, memory, disk, and the network of hosts in pairs, and name hosts that are slow",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if not 0 < options.timeout < float("inf"):
+        parser.error("--timeout must be a number of seconds above 0")
+    if options.ssh_port is not None and not 0 < options.ssh_port < 1 << 16:
+        parser.error("--ssh-port must be from 1 to 65535")
     launch = LaunchSection(
         hostfile=options.hosts,
         include=options.include,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from dataclasses import asdict
@@ -32,19 +33,18 @@ def main(arguments: list[str] | None = None) -> int:
     from megatron.trials.job import TrialError
     from megatron.trials.resume import TrialLayout, other_layout, verify_resume
 
-    words = [options.file, *options.overrides]
+    words, other = [options.file, *options.overrides], None
     try:
         config = load([options.file], options.overrides, ranks=options.ranks).config
+        if options.other is None:
+            other = other_layout(words, config, options.ranks)
+        elif options.other != "none":
+            number, *keys = options.other.split()
+            other = TrialLayout(int(number), tuple(keys))
+            load([options.file], [*options.overrides, *keys], ranks=other.ranks)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.other is None:
-        other = other_layout(words, config, options.ranks)
-    elif options.other == "none":
-        other = None
-    else:
-        number, *keys = options.other.split()
-        other = TrialLayout(int(number), tuple(keys))
 
     def tell(text: str) -> None:
         print(f"... {text}", file=sys.stderr, flush=True)
@@ -85,7 +85,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("--ranks must be at least 1, and --at from 1 to --steps - 2")
     if options.folder is not None and options.folder.exists():
         parser.error(f"--folder {options.folder} exists: nothing is overwritten")
-    if options.other not in (None, "none") and not options.other.split()[0].isdigit():
+    if options.other not in (None, "none") and not re.match(r"\s*[1-9][0-9]{0,8}(\s|$)", options.other):
         parser.error("--other must begin with a number of ranks, as in '2 parallel.tensor=2'")
     return options
 

@@ -110,6 +110,7 @@ def overrides(steps: int, every: int) -> list[str]:
         f"training.steps={steps}",
         f"checkpoint.every={every}",
         f"checkpoint.keep_last={KEPT}",
+        "logging.every=1",  # every loss is compared
         "checkpoint.prove=true",
         "training.hashes=5",
         "spikes.action=skip",

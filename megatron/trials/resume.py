@@ -114,6 +114,7 @@ def verify_resume(
         TrialError: a run failed by itself, so nothing can be said.
     """
     common = [f"training.steps={steps}", "launch.restarts=0", "checkpoint.keep_last=null", "checkpoint.resume=auto"]
+    common.append("logging.every=1")  # every loss is compared
     whole = TrialJob(folder / "whole", [*words, *common], ranks)
     parts = TrialJob(folder / "parts", [*words, *common, f"checkpoint.every={at}"], ranks)
     jobs = [whole, parts]

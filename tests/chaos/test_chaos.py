@@ -60,6 +60,19 @@ def test_a_fault_that_cannot_happen_is_said_before_anything_is_trained(tmp_path:
     assert not list((tmp_path / "runs").rglob("*"))
 
 
+@pytest.mark.parametrize("minutes", ["nan", "inf", "0", "-1"])
+def test_faults_must_come_to_an_end(tmp_path: Path, minutes: str) -> None:
+    status, rounds, said = chaos(tmp_path, f"--minutes={minutes}")
+    assert status == 2 and not rounds and "--minutes must be a number above 0" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_logs_now_and_then_is_compared_in_every_step(tmp_path: Path) -> None:
+    words = ("--only", "rank killed", "--most", "1", "--steps", "30", "--every", "5", "--ranks", "1")
+    status, rounds, said = chaos(tmp_path, "logging.every=10", *words)
+    assert status == 0 and rounds[0]["events"], said
+
+
 @pytest.mark.slow
 @pytest.mark.hosts
 @pytest.mark.skipif(not own_network(), reason="needs root, for network namespaces")

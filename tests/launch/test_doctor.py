@@ -20,6 +20,7 @@ from megatron.trials.chaos import own_network
 from megatron.trials.hosts import RUNNER, TrialHosts
 from megatron.worker import devices
 from tests.paths import ROOT
+from tools.doctor import main as examine
 
 GOOD = {
     "python": "3.11.7",
@@ -168,6 +169,13 @@ def test_a_missing_hostfile_is_an_error(tmp_path):
         text=True,
     )
     assert done.returncode == 2 and "No such file" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--timeout nan", "--timeout 0", "--timeout inf", "--ssh-port 0", "--ssh-port 65536"])
+def test_numbers_that_cannot_be_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        examine(words.split())
+    assert end.value.code == 2 and f"{words.split()[0]} must be" in capsys.readouterr().err
 
 
 def test_pairs_are_all_different_and_everybody_is_in_one_at_a_time():

@@ -15,6 +15,7 @@ from megatron.training.trainer import Trainer
 from megatron.trials.equality import Equality
 from megatron.trials.resume import Verdict, other_layout
 from tests.paths import ROOT
+from tools.verify_resume import main
 
 TINY = """
 model: {layers: "(attention/mlp) x2", hidden_size: 32, vocab_size: 64, dropout: 0.1, attention: {heads: 2}}
@@ -55,6 +56,28 @@ def test_a_run_that_resumes_as_it_should(tmp_path: Path) -> None:
     assert same["bound"] == 0.0 and same["resumed"] == 6 and same["found"]["losses"] == 12 and not same["found"]["loss"]
     assert same["found"]["tensors"] > 50 and not same["found"]["different"]
     assert "parallel.tensor=2" in other["where"] and 0 < other["found"]["loss"] < other["bound"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("", "must begin with a number of ranks"),
+        (" ", "must begin with a number of ranks"),
+        ("0 zero.stage=1", "must begin with a number of ranks"),
+        ("²", "must begin with a number of ranks"),
+        ("2 parallel.tensr=2", "did you mean parallel.tensor?"),
+        ("3", "training.global_batch_size"),
+    ],
+)
+def test_another_layout_that_cannot_be_is_refused_before_anything_is_trained(
+    tmp_path: Path, other: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yml").write_text(TINY)
+    try:
+        status = main([str(tmp_path / "tiny.yml"), "--other", other, "--folder", str(tmp_path / "runs")])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    assert status == 2 and said in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
