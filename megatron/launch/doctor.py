@@ -82,6 +82,10 @@ class Doctor:
         python: interpreter on the hosts.
         timeout: seconds until every host must have answered.
         compare: whether to measure how fast the hosts are, and to name those that are slower than the others.
+        run: whose folder and environment the probes have; None takes the current folder, and what is forwarded.
+
+    Attributes:
+        signals: that came meanwhile.
     """
 
     def __init__(
@@ -91,8 +95,12 @@ class Doctor:
         python: str | None = None,
         timeout: float = 30.0,
         compare: bool = False,
+        run: Specification | None = None,
     ) -> None:
         self.choice, self.commands, self.timeout, self.compare = choice, start, timeout, compare
+        self.environment = run.environment if run else forwarding.forwarded(os.environ, [])
+        self.directory = run.directory if run else os.getcwd()
+        self.signals: tuple[int, ...] = ()
         self.python = python or sys.executable
         self.names = [host.name for host in choice.hosts]
 
@@ -139,7 +147,7 @@ class Doctor:
                 )
             )
         findings += judge_clocks([host.offset for host in launcher.hosts], self.names)
-        findings += self._speeds() if self.compare else []
+        findings += self._speeds()[1] if self.compare else []
         return findings + self._networks(launcher, min(answer["accelerators"] for answer in answers.values()))
 
     def _run(
@@ -151,8 +159,8 @@ class Doctor:
         job = Specification(
             hosts=tuple(Host(name, slots or (0,)) for name in self.names),
             command=(self.python, "-u", "-m", "megatron.launch.probe", *words),
-            directory=os.getcwd(),
-            environment={**forwarding.forwarded(os.environ, []), "PYTHONPATH": top, "OMP_NUM_THREADS": "1"},
+            directory=self.directory,
+            environment={**self.environment, "PYTHONPATH": top, "OMP_NUM_THREADS": "1"},
             code=code_version(),
             console="all",
             grace=5.0,
@@ -163,19 +171,33 @@ class Doctor:
         settings = LauncherSettings(master_address=address, start_timeout=self.timeout, check_code=False)
         launcher, collector = Launcher(job, self.commands(job), settings), Collector()
         launcher.console, launcher.quiet = collector, True
-        return launcher, launcher.run(), collector
+        result = launcher.run()
+        self.signals = self.signals or result.signals
+        return launcher, result, collector
 
-    def _networks(self, launcher: Launcher, accelerators: int) -> list[HostFinding]:
-        """A small all-reduce over every network that all hosts have."""
-        single = len(self.names) == 1
-        if single:
+    def compared(self) -> list[HostFinding]:
+        """Hosts that are slower than the others, and nothing else: a few seconds for each thing that is measured."""
+        launcher, findings, accelerators = self._speeds()
+        for way in self._ways(launcher, accelerators) if launcher.started else ():
+            findings += [] if self.signals else self._pairs(*way)
+        return [each for each in findings if each.grade != OK]
+
+    def _ways(self, launcher: Launcher, accelerators: int) -> list[tuple[str, str, str]]:
+        """(backend, name, address of the first host) of every network that all hosts have."""
+        if len(self.names) == 1:
             networks = [("loopback", "127.0.0.1")]
         else:
             networks = [
                 (f"{chosen[0].interface} {chosen[0].network}", chosen[0].address)
                 for chosen in network.shared_networks([host.addresses for host in launcher.hosts])
             ]
-        if not networks:
+        backends = ["gloo", "nccl"] if accelerators else ["gloo"]
+        return [(backend, name, address) for name, address in networks for backend in backends]
+
+    def _networks(self, launcher: Launcher, accelerators: int) -> list[HostFinding]:
+        """A small all-reduce over every network that all hosts have."""
+        single, ways = len(self.names) == 1, self._ways(launcher, accelerators)
+        if not ways:
             return [
                 HostFinding(
                     FAIL,
@@ -185,23 +207,22 @@ class Doctor:
                     "set launch.master_address and launch.interface, if routers join the hosts' networks",
                 )
             ]
-        backends = ["gloo", "nccl"] if accelerators else ["gloo"]
         slots = (0, 1) if single and accelerators != 1 else (0,)
-        ways = [(backend, name, address) for name, address in networks for backend in backends]
         findings = [self._reduce(*way, slots) for way in ways]
         return findings + [each for way in ways for each in (self._pairs(*way) if self.compare and not single else ())]
 
-    def _speeds(self) -> list[HostFinding]:
-        """How fast each host is by itself, all at once."""
-        _, result, collector = self._run(("speeds",))
-        if result.first:
-            return [_failed("speeds", "", result.first)]
+    def _speeds(self) -> tuple[Launcher, list[HostFinding], int]:
+        """How fast each host is by itself, all at once; and how many devices each has at least."""
+        launcher, result, collector = self._run(("speeds",))
         answers = collector.answers()
-        return [
+        if result.first or len(answers) < len(self.names):
+            return launcher, [_failed("speeds", "", result.first)] if result.first else [], 0
+        findings = [
             each
             for measure in MEASURES
             for each in judge_rates(measure, [answers[rank][measure.name] for rank in sorted(answers)], self.names)
         ]
+        return launcher, findings, min(answer["devices"] for answer in answers.values())
 
     def _pairs(self, backend: str, name: str, address: str) -> list[HostFinding]:
         """How fast messages are between two hosts, over one network."""

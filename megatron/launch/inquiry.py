@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config.problems import UserError
@@ -24,6 +26,8 @@ from .watch import RankWatch, stacks, table
 
 FILE = "launcher.json"
 QUESTIONS = ("status", "stacks")
+Answer = Callable[[str, Callable[[str], None]], None]
+_NAME = re.compile("deepy-[0-9a-f]{32}")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 ANSWER_TAKES = 30.0
 
@@ -32,19 +36,18 @@ class InquirySocket:
     """Where a running launcher can be asked.
 
     Args:
-        watch: knows the answers.
+        answer: is given a question, and what takes the answer, now or later.
         selector: of the launcher's loop.
         folder: the run's directory on this machine; without one nobody can ask.
     """
 
-    def __init__(self, watch: RankWatch, selector: selectors.BaseSelector, folder: Path | None) -> None:
-        self._watch, self._selector = watch, selector
+    def __init__(self, answer: Answer, selector: selectors.BaseSelector, folder: Path | None) -> None:
+        self._answer, self._selector = answer, selector
         self._socket: socket.socket | None = None
-        self._begin = time.monotonic()
         if folder is None:
             return
         self._file = folder / FILE
-        name = f"deepy-{secrets.token_hex(16)}"
+        name = f"deepy-{secrets.token_hex(16)}"  # see `_NAME`
         note = {"host": socket.gethostname(), "process": os.getpid(), "socket": name, "started": time.time()}
         self._note = json.dumps(note) + "\n"
         try:
@@ -80,20 +83,7 @@ class InquirySocket:
         if question not in QUESTIONS:
             caller.close()
             return
-        wanted = "main" if question == "stacks" else ""
-        self._watch.ask(wanted, lambda ranks: _send(caller, self._answer(question, ranks)))
-
-    def _answer(self, question: str, ranks: list[Rank]) -> str:
-        found = diagnose(ranks)
-        if question == "stacks":
-            return stacks(ranks)
-        job = self._watch.launcher.job
-        minutes, size = (time.monotonic() - self._begin) / 60, job.world_size
-        head = f"{size} rank{'s' * (size > 1)} on {len(job.hosts)} host{'s' * (len(job.hosts) > 1)}"
-        head += f", restart {job.attempt}" * bool(job.attempt)
-        return (
-            f"{head}, started {minutes:.0f} min ago\n{table(ranks)}{'the run hangs: ' * found.late}{found.sentence}\n"
-        )
+        self._answer(question, lambda text: _send(caller, text))
 
     def close(self) -> None:
         """Nobody can ask any more."""
@@ -106,6 +96,44 @@ class InquirySocket:
                 self._file.unlink()
         except OSError:
             pass
+
+
+def of_ranks(watch: RankWatch) -> Answer:
+    """Answers for as long as ranks run: all agents are asked first."""
+    begin = time.monotonic()
+
+    def text(question: str, ranks: list[Rank]) -> str:
+        if question == "stacks":
+            return stacks(ranks)
+        found, job = diagnose(ranks), watch.launcher.job
+        minutes, size = (time.monotonic() - begin) / 60, job.world_size
+        head = f"{size} rank{'s' * (size > 1)} on {len(job.hosts)} host{'s' * (len(job.hosts) > 1)}"
+        head += f", restart {job.attempt}" * bool(job.attempt)
+        return (
+            f"{head}, started {minutes:.0f} min ago\n{table(ranks)}{'the run hangs: ' * found.late}{found.sentence}\n"
+        )
+
+    def answer(question: str, tell: Callable[[str], None]) -> None:
+        watch.ask("main" if question == "stacks" else "", lambda ranks: tell(text(question, ranks)))
+
+    return answer
+
+
+def pause(seconds: float, folder: Path, why: str) -> None:
+    """Do nothing for so long, but tell whoever asks why, and when it goes on."""
+    end = time.monotonic() + seconds
+
+    def answer(question: str, tell: Callable[[str], None]) -> None:
+        tell(f"no rank is running: {why}; it goes on in {max(end - time.monotonic(), 0):.0f} s\n")
+
+    with selectors.DefaultSelector() as selector:
+        window = InquirySocket(answer, selector, folder)
+        try:
+            while (left := end - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    key.data()
+        finally:
+            window.close()
 
 
 def _same_user(other: socket.socket) -> bool:
@@ -140,13 +168,16 @@ def ask(run: Path, question: str) -> str:
     try:
         note = json.loads((run / FILE).read_text())
         host, process, name = str(note["host"]), int(note["process"]), str(note["socket"])
-    except FileNotFoundError:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a launcher's socket")
+    except (FileNotFoundError, NotADirectoryError):
         what = "has no launcher at work" if run.is_dir() else "is not a folder"
         raise UserError(
             f"{run} {what}: give the directory of a run (run.dir) that deepy.py has started and that has not ended"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run / FILE} cannot be read: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{run / FILE} cannot be read: {error!r}; remove it if no launcher is running") from None
+    gone = f"the launcher of {run} (process {process} on {host}) is gone"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(ANSWER_TAKES)
         try:
@@ -154,11 +185,16 @@ def ask(run: Path, question: str) -> str:
         except OSError:
             if host != socket.gethostname():
                 raise UserError(f"the launcher of {run} runs on {host}: ask there") from None
-            raise UserError(f"the launcher of {run} (process {process} on {host}) is gone") from None
+            raise UserError(gone) from None
         if not _same_user(line):
             raise UserError(f"the launcher of {run} belongs to another user: only the one who started it can ask")
         try:
             line.sendall(f"{question}\n".encode())
-            return b"".join(iter(lambda: line.recv(1 << 16), b"")).decode("utf-8", "replace")
+            answer = b"".join(iter(lambda: line.recv(1 << 16), b"")).decode("utf-8", "replace")
         except TimeoutError:
             raise UserError(f"the launcher of {run} (process {process} on {host}) does not answer") from None
+        except OSError:
+            raise UserError(gone) from None
+    if not answer:  # it ends just now
+        raise UserError(gone)
+    return answer

@@ -96,7 +96,25 @@ def make_plan(
     launch = launch_section(taken.files, taken.overrides)
     registry = registry_for(taken.files, taken.overrides)
     choice = some_hosts(launch) if later else choose_runner(launch, environment, registry)
-    return _plan(script, taken, choice, environment, here=not later)
+    plan = _plan(script, taken, choice, environment, here=not later)
+    if not later and (alone := _nothing_to_compare(plan)):
+        raise ConfigError([*alone, *plan.resolved.warnings])
+    return plan
+
+
+def _nothing_to_compare(plan: JobPlan) -> list[Problem]:
+    """A mistake where hosts are to be compared and cannot be."""
+    if not plan.launch.compare:
+        return []
+    if len(plan.choice.hosts) + len(plan.choice.spares) < 2:
+        why, way = "must have hosts to compare, and this run has one", "name the others in launch.hostfile"
+    elif any(each.dials for each in commands(plan)):
+        why = f"must have a runner that reaches each host by itself, which {plan.choice.transport} does not"
+        way = "use launch.runner=ssh or slurm"
+    else:
+        return []
+    key = "launch.compare"
+    return [Problem(key, why, f"{way}, or remove the key", True, str(plan.resolved.origins[key]))]
 
 
 def _plan(

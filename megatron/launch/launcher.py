@@ -15,7 +15,7 @@ from megatron.worker import network
 
 from .connection import Command, Connection
 from .console import RankConsole, log
-from .inquiry import InquirySocket
+from .inquiry import InquirySocket, of_ranks
 from .link import MessagePipe
 from .listener import AgentListener
 from .specification import Specification
@@ -104,7 +104,7 @@ class Launcher:
         self.started = self.stopping = self.quiet = False
         folder = Path(job.directory, job.logs).parent if job.logs else None
         self.watch = RankWatch(self, folder, settings.hang)
-        self.window = InquirySocket(self.watch, self.selector, folder)
+        self.window = InquirySocket(of_ranks(self.watch), self.selector, folder)
         self.meeting: dict | None = None  # where ranks meet, once all hosts are ready
 
     def run(self) -> Result:

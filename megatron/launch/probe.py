@@ -89,7 +89,7 @@ def _shared(folder: Path) -> bool:
 
 def speeds() -> dict[str, float]:
     """Rates of this host, the best of a few: floating-point operations, bytes copied and bytes written per second. With
-    several devices those of the slowest; the disk is that of the current folder."""
+    several devices those of the slowest; the disk is that of the current folder. Beside them the number of devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -98,6 +98,7 @@ def speeds() -> dict[str, float]:
         "products": min(map(_products, places)),
         "memory rate": min(map(_copies, places)),
         "disk rate": WRITTEN / _best(_write, lambda: None),
+        "devices": count,
     }
 
 

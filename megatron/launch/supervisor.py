@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,9 @@ from ..report.goodput import goodput
 from ..report.ledger import Ledger, read_ledger
 from .console import YELLOW, log, report
 from .credentials import VARIABLE, write_file
+from .doctor import Doctor
 from .hosts import HostError
+from .inquiry import pause
 from .job_plan import JobPlan, commands, restarted, with_spares, without_hosts
 from .launcher import Launcher, Result
 from .listener import AgentListener
@@ -41,6 +42,8 @@ def supervise(plan: JobPlan) -> int:
     attempt, in_a_row = 0, 0
     restarts = Restarts(allowed)
     while True:
+        if plan.launch.compare and (stopped := _compare_hosts(plan)):
+            return stopped
         result = start(plan, attempt)
         if result.status == 0:
             return 0
@@ -60,9 +63,31 @@ def supervise(plan: JobPlan) -> int:
         log(f"restart {attempt} of {allowed} in {delay:.0f} s, from the newest intact checkpoint")
         _into_the_ledger(plan, result, attempt, "restart")
         try:
-            time.sleep(delay)
+            pause(delay, _ledger(plan).parent, f"restart {attempt} of {allowed} after {describe_status(result.status)}")
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+
+
+def _compare_hosts(plan: JobPlan) -> int:
+    """Name hosts that are slower than the others, here and in the ledger; the exit status if a signal came meanwhile,
+    else 0. A host that does not answer is the next start's business."""
+    choice = replace(plan.choice, hosts=(*plan.choice.hosts, *plan.choice.spares), spares=())
+    log(f"comparing {len(choice.hosts)} hosts (launch.compare)")
+    launch = plan.launch
+    doctor = Doctor(choice, lambda job: choice.commands(job, launch), launch.python, launch.start_timeout, run=plan.job)
+    found = doctor.compared()
+    if doctor.signals:
+        return 128 + doctor.signals[0]
+    for each in found:
+        log(f"warning: {each.check} of {', '.join(each.hosts)}: {each.value}", colour=YELLOW)
+    path = _ledger(plan)
+    if found and path.exists():  # a run that never began has none
+        ledger = Ledger(path)
+        ledger.write(
+            "compared", slow=[{"hosts": each.hosts, "check": each.check, "value": each.value} for each in found]
+        )
+        ledger.close()
+    return 0
 
 
 def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:

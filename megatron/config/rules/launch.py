@@ -222,9 +222,19 @@ def spares_can_take_a_place(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def hosts_can_be_compared(context: RuleContext) -> Iterator[Problem]:
+    if context.config.launch.compare and context.starts_here:
+        yield context.problem(
+            "launch.compare",
+            rule="must have hosts to compare, and this run has one",
+            fix="start it on several hosts (launch.hostfile), or remove the key",
+        )
+
+
 RULES = (
     container_can_be_made,
     spares_can_take_a_place,
+    hosts_can_be_compared,
     environment_can_be_set,
     job_scripts_can_hold_their_values,
     hosts_are_chosen_one_way,

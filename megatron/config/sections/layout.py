@@ -233,6 +233,11 @@ class LaunchSection(Section):
         unit="hosts",
         ge=0,
     )
+    compare: bool = key(
+        False,
+        "Before each start, restarts included, measure all hosts and spares as `tools/doctor.py --compare` does, and "
+        "name those that are slower than the others.",
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "Accelerator; AMD GPUs are `cuda` to torch.")
     bind: Literal["none", "numa", "cores"] = key(
         "numa", "Cores of a rank: all, those next to its GPU, or an equal share."

@@ -85,6 +85,13 @@ LAUNCH = [
         "must be fewer than the hosts",
         problems=2,
     ),
+    case(
+        "one host to compare",
+        "launch: {compare: true}",
+        "a.yml:2: launch.compare = true",
+        "must have hosts to compare, and this run has one",
+        "launch.hostfile",
+    ),
     case("two words", "launch:\n  batch: {account: a b}", "launch.batch.account = 'a b'", "must be one word"),
     case("no resource", "launch:\n  batch: {resources: {a b: 1}}", "launch.batch.resources", "such as rdma/hca"),
     case("ssh without hosts", "launch: {runner: ssh}", "a.yml:2: launch.runner = 'ssh'", "give launch.hostfile"),
