@@ -12,11 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 OWN = Path(__file__).parent / "tasks"
 HARNESS = "lm_eval"
+OTHERS = {"group", "class", "include"}  # keys of files that are not, or may not be, a task of the usual form
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,30 @@ def manager(folders: tuple[str, ...] = (), defaults: bool = True) -> TaskManager
 def manager_for(requests: Sequence[Request], folders: tuple[str, ...] = ()) -> TaskManager:
     """The smallest index that has these tasks. Groups and tags may have members among the harness's own."""
     small = manager(folders, defaults=False)
-    known = small.task_index
-    alone = all(request.name in known and known[request.name].kind.name == "TASK" for request in requests)
-    return small if alone else manager(folders)
+    return small if all(_is_task(request.name, small) for request in requests) else manager(folders)
+
+
+def _is_task(name: str, index: TaskManager) -> bool:
+    """Whether a request is one task that needs no other: by a name in the index, or by a file."""
+    if _is_file(name):
+        return _holds_task(Path(name))
+    return name in index.task_index and index.task_index[name].kind.name == "TASK"
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads task files without importing the functions that they name."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def _holds_task(path: Path) -> bool:
+    """Whether a file describes one task. What it includes may be anything; what cannot be read is told by others."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("task"), str) and not content.keys() & OTHERS
 
 
 def tasks_of_request(request: Request, index: TaskManager) -> list[str]:

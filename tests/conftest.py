@@ -38,6 +38,9 @@ def pytest_configure(config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("COLUMNS", "LINES"):  # xdist gives its workers the size of a terminal, which what they start believes
         os.environ.pop(name, None)
+    # Hundreds of processes are started: without bytecode each would compile the project again, a second of its time.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if "XDG_STATE_HOME" not in os.environ:  # runs of tests teach nobody's predictions
         folder = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))

@@ -13,6 +13,7 @@ import torch
 import megatron.api as deepy
 from megatron.config import ConfigError
 from tests.paths import ROOT
+from tests.scripts import script
 
 WORDS = (
     "test/tiny_llama",
@@ -23,15 +24,9 @@ WORDS = (
 )
 
 
-def tool(script: str, *words: str, folder=ROOT):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+def tool(name: str, *words: str) -> str:
+    """What a script of tools/ prints."""
+    done = script(name, *words, folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,7 +58,7 @@ def tool_output(code: str) -> str:
 
 def test_a_configuration_is_that_of_the_command_line():
     shown = json.loads(
-        tool("tools/config.py", "show", "--json", "--ranks", "1", "configs/test/tiny_llama.yml", "optimizer.lr=0.5")
+        tool("config.py", "show", "--json", "--ranks", "1", "configs/test/tiny_llama.yml", "optimizer.lr=0.5")
     )
     for words in (["test/tiny_llama", "optimizer.lr=0.5"], ["test/tiny_llama", {"optimizer.lr": 0.5}]):
         resolved = deepy.resolve(*words)
@@ -74,18 +69,14 @@ def test_a_configuration_is_that_of_the_command_line():
 
 
 def test_training_here_is_training_by_the_launcher(run, tmp_path):
-    tool(
-        "deepy.py",
-        str(ROOT / "train.py"),
-        str(ROOT / "configs/test/tiny_llama.yml"),
-        *WORDS[1:],
-        "run.dir=run",
-        folder=tmp_path,
-    )
+    files = map(str, (ROOT / "deepy.py", ROOT / "train.py", ROOT / "configs/test/tiny_llama.yml"))
+    words, clean = [sys.executable, *files, *WORDS[1:], "run.dir=run"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
     theirs = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses(run.metrics()) == losses(theirs) and len(losses(theirs)) == 4
     assert [path.name for path in run.checkpoints()] == ["step_00000002", "step_00000004"]
-    tool("tools/checkpoint/diff.py", str(run.checkpoints()[-1]), str(tmp_path / "run/checkpoints/step_00000004"))
+    tool("checkpoint/diff.py", str(run.checkpoints()[-1]), str(tmp_path / "run/checkpoints/step_00000004"))
 
 
 def test_a_run_goes_on(run):
@@ -100,9 +91,7 @@ def test_several_ranks_are_refused():
 
 
 def test_batches_are_those_that_the_tool_shows(run):
-    shown = json.loads(
-        tool("tools/data/batch.py", str(run.directory), "--step", "1", "--to", "2", "--tokens", "--json")
-    )
+    shown = json.loads(tool("data/batch.py", str(run.directory), "--step", "1", "--to", "2", "--tokens", "--json"))
     for batch, step in zip(deepy.batches(run, 1, 3), shown["steps"], strict=True):
         assert f"{batch.hash:016x}" == step["hash"]
         assert batch.tokens.flatten(0, 1).tolist() == [each["tokens"] for each in step["sequences"]]
@@ -113,7 +102,7 @@ def test_batches_are_those_that_the_tool_shows(run):
 
 def test_tensors_are_those_that_the_tool_describes(run):
     last = run.checkpoints()[0]
-    shown = json.loads(tool("tools/checkpoint/inspect.py", str(last), "--norms", "--json"))
+    shown = json.loads(tool("checkpoint/inspect.py", str(last), "--norms", "--json"))
     rows = {
         (row["name"], state): {**row, **facts} for row in shown["tensors"] for state, facts in row["states"].items()
     }
@@ -180,7 +169,7 @@ def test_every_kind_of_model_opens_with_its_initial_values(name):
     (batch,) = deepy.batches(resolved, 0, 1)
     found = model.forward(batch, keep=["layers.*"], gradients=True)
     assert len(found.activations) == len(model.model.blocks) == len(found.activation_gradients)
-    described = json.loads(tool("tools/config.py", "layers", "--json", f"configs/test/{name}.yml"))
+    described = json.loads(tool("config.py", "layers", "--json", f"configs/test/{name}.yml"))
     assert sum(each.numel() for each in found.gradients.values()) <= described["parameters"]
     assert sum(each.numel() for each in model.model.parameters()) == described["parameters"]
     with pytest.raises(KeyError, match="no layer is called 'layers.77'"):

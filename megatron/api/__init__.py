@@ -248,8 +248,9 @@ def _process_as_it_was() -> Iterator[None]:
     try:
         yield
     finally:
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # it imports torch's compiler: seconds
+            torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update(variables)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_float32_matmul_precision(precision)

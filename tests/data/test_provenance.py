@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from megatron.data.text_search import find_text
 from megatron.data.token_file import TokenFile
 from megatron.data.tokenizer import build_tokenizer
 from tests.paths import ROOT
+from tests.scripts import script
 
 CONFIG = """
 model: {layers: "(attention/mlp) x1", hidden_size: 16, vocab_size: 257, attention: {heads: 2}}
@@ -153,8 +153,8 @@ def test_texts_are_found(run):
             assert tokenizer.decode(file.read(document, start, length).tolist()) == text
 
 
-def tool(name: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(ROOT / "tools/data" / name), *arguments], capture_output=True, text=True)
+def tool(name: str, *arguments: str) -> CompletedProcess:
+    return script(f"data/{name}", *arguments)
 
 
 def test_tools(run, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
+from eval_tasks import select
 from eval_tasks.check import before_start, before_training
 from eval_tasks.foreign import META, tokenizer_problems
 from megatron.checkpoint.names import META_NAME
@@ -113,6 +114,24 @@ def test_all_at_once_and_for_a_run(folder):
     (line,) = before_training([], config(folder, evaluation=evaluation))
     assert line.startswith("evaluation.tasks: the data of lost")
     assert len(before_start([], config(folder, evaluation=evaluation))) == 2  # also what only evaluate.py runs
+
+
+@pytest.mark.parametrize(
+    ("content", "whole"),
+    [
+        ("task: mine\ndoc_to_text: !function utils.text", False),
+        ("group: mine\ntask: [arc_easy]", True),
+        ("include: other.yaml\ntask: mine", True),
+        ("task: [arc_easy]", True),
+        ("task: [", True),
+    ],
+)
+def test_a_file_of_one_task_needs_no_index_of_the_harness(tmp_path, monkeypatch, content, whole):
+    """That index takes ten seconds of every rank."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(content)
+    monkeypatch.setattr(select, "manager", lambda folders=(), defaults=True: defaults)
+    assert select.manager_for([select.Request(str(file))]) is whole
 
 
 def another(folder: Path, name: str, change) -> str:

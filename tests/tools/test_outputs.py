@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from megatron.config import load, save_resolved
 from megatron.config.file_access import OutputError, keep_inputs, same_file
 from tests.data.make import write_sizes
 from tests.paths import ROOT
+from tests.scripts import script
 
 LINK = {"symbolic link": os.symlink, "hard link": os.link}
 
@@ -29,9 +28,7 @@ def contents(folder: Path) -> dict[str, str]:
 def refused(tool: str, *arguments: object, folder: Path, word: str = "written over") -> None:
     """A tool ends with status 2 and says why, and all files are what they were."""
     before = contents(folder)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / tool), *map(str, arguments)], capture_output=True, text=True, cwd=folder
-    )
+    done = script(tool, *arguments, folder=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     assert word in done.stderr and "fix:" in done.stderr and "Traceback" not in done.stderr
     assert contents(folder).items() >= before.items()

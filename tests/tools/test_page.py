@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import script
 from tools.bench import page
 from tools.bench.beside import in_turns, lines, markdown
 from tools.bench.evaluating import PEER, QUESTIONS, TOLERANCE, check_equal
@@ -142,9 +143,8 @@ def test_the_page_has_every_table(tmp_path: Path):
 @pytest.mark.parametrize("row", {row.tool: row for row in ROWS}.values(), ids=lambda row: row.tool)
 def test_tools_take_the_arguments_of_their_rows(row: Row):
     """Their parsers; the last argument ends them before they measure."""
-    done = subprocess.run(
-        [*row.command("wall"), "--help"], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
-    )
+    _, _, *words = row.command("wall")
+    done = script(f"bench/{row.tool}.py", *words, "--help", folder=ROOT)
     assert done.returncode == 0 and "--json" in done.stdout, done.stderr
 
 
