@@ -31,6 +31,7 @@ from megatron.config import ConfigError, Problem, Resolved, config_hash, load, s
 from megatron.config.explain import explain  # noqa: E402
 from megatron.config.file_access import OutputError, keep_inputs  # noqa: E402
 from megatron.config.frozen import thaw  # noqa: E402
+from megatron.config.words import counted  # noqa: E402
 
 
 def _load(options: argparse.Namespace, inputs: bool) -> Resolved:
@@ -109,7 +110,7 @@ def check(options: argparse.Namespace) -> None:
         over = f"tensor and {same} ranks, whole on each" if folded else f"{same} ranks"
         spread = f", experts over {parallel.expert} {over}" if parallel.expert > 1 or folded else ""
         text += (
-            f" on {ranks} ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "
+            f" on {counted(ranks, 'rank')} (tensor {parallel.tensor} x pipeline {parallel.pipeline} x {shared}data "
             f"{layout['data']}{spread}, "
             f"ZeRO {config.zero.stage}); {batch['global_batch_size']} samples per step = micro-batch "
             f"{batch['micro_batch_size']} x accumulation {batch['accumulation']} x data {layout['data']}"

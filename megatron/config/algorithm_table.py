@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from .words import counted
+
 BACKEND = "backend"  # what the group does without a table
 OTHER = "backend:"  # and the name of another backend
 TWO_LEVEL, RING, RECURSIVE = "two_level", "two_level_ring", "two_level_recursive"
@@ -122,7 +124,7 @@ def _row(row: Any) -> tuple[tuple[str, int, int], tuple[tuple[int, str], ...]]:
         other = isinstance(step[1], str) and step[1].startswith(OTHER) and step[1].removeprefix(OTHER).isalnum()
         if step[1] not in known and not other:
             raise ValueError(
-                f"an algorithm of {operation} over {hosts} host{'s' * (hosts > 1)} must be one of "
+                f"an algorithm of {operation} over {counted(hosts, 'host')} must be one of "
                 f"{', '.join(known)} or backend:NAME, not {step[1]!r}"
             )
     if any(a[0] >= b[0] for a, b in zip(steps, steps[1:])):

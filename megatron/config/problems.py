@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .words import counted
+
 ABSENT = object()  # the value of a key that is not there
 
 
@@ -103,6 +105,6 @@ def list_problems(problems: Iterable[Problem]) -> str:
     parts = []
     for name, group in (("problem", errors), ("warning", warnings)):
         if group:
-            parts.append(f"{len(group)} {name}{'s' if len(group) > 1 else ''} in the configuration:")
+            parts.append(f"{counted(len(group), name)} in the configuration:")
             parts += map(str, group)
     return "\n\n".join(parts)

@@ -18,6 +18,7 @@ from .frozen import thaw
 from .problems import ABSENT, ConfigError, Problem
 from .schema import Config, using_extensions
 from .structure import check_structure
+from .words import counted
 from .yaml_source import read_file
 
 if TYPE_CHECKING:
@@ -122,9 +123,9 @@ def _item(each: Any, path: Path, resolved: Resolved, indent: int) -> Iterator[st
 
 def to_yaml(resolved: Resolved) -> str:
     """The whole configuration as YAML with origins."""
-    ranks = "an unknown number of" if resolved.ranks is None else resolved.ranks
+    ranks = "an unknown number of ranks" if resolved.ranks is None else counted(resolved.ranks, "rank")
     head = [
-        f"# Resolved for {ranks} ranks. Beside each value: where it came from.",
+        f"# Resolved for {ranks}. Beside each value: where it came from.",
         f"# hash: {config_hash(resolved.config)}",
     ]
     return "\n".join([*head, *_lines(thaw(resolved.config.model_dump()), (), resolved, 0)]) + "\n"

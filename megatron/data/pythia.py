@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron.config.words import counted
+
 from .cache import Arrays, cached
 from .errors import DataError
 from .order import Lookup, Order, TokenRange, documents_tokens, pieces_touching, too_small
@@ -116,7 +118,7 @@ class PythiaOrder(Order):
         self.documents, self.pieces, self.starts = arrays["documents"], arrays["pieces"], arrays["starts"]
         self._entries, self._shuffled = Lookup(self.documents), Lookup(self.pieces)
         self.length = len(self.pieces) - 1
-        self.description = f"GPT-NeoX's order, {self.epochs} epoch{'s' * (self.epochs > 1)} shuffled together"
+        self.description = f"GPT-NeoX's order, {counted(self.epochs, 'epoch')} shuffled together"
 
     def locate(self, piece: int) -> tuple[int, int]:
         """Entry of `documents` and offset in it where a piece begins; the next document if one ends just before."""

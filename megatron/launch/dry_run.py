@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from megatron.config.problems import list_problems
+from megatron.config.words import counted
 from megatron.worker import devices
 
 from . import forwarding
@@ -16,7 +17,8 @@ from .specification import Host
 def describe(plan: JobPlan) -> str:
     """The plan for people. Nothing is started."""
     job, choice = plan.job, plan.choice
-    lines = [f"runner {choice.runner} ({choice.reason}): {choice.ranks} ranks on {len(choice.hosts)} hosts", ""]
+    where = f"{counted(choice.ranks, 'rank')} on {counted(len(choice.hosts), 'host')}"
+    lines = [f"runner {choice.runner} ({choice.reason}): {where}", ""]
     lines.append("commands that this machine would start:")
     for command in commands(plan):
         variables = [f"{name}={shlex.quote(value)}" for name, value in forwarding.shown(command.environment).items()]

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.config.words import counted
 from megatron.worker import network
 from megatron.worker.code_version import code_now
 from megatron.worker.job import CORRUPT, RERUN
@@ -106,9 +107,8 @@ def _on_hosts_that_are_left(plan: JobPlan, result: Result) -> JobPlan:
     except (ConfigError, HostError) as error:
         log(f"cannot go on without {names}, so all hosts are tried again: {error}")
         return plan
-    log(
-        f"going on without {names}: {smaller.choice.ranks} ranks in place of {plan.choice.ranks}, the same global batch"
-    )
+    left = counted(smaller.choice.ranks, "rank")
+    log(f"going on without {names}: {left} in place of {plan.choice.ranks}, the same global batch")
     return smaller
 
 
@@ -194,10 +194,9 @@ def start(plan: JobPlan, attempt: int) -> Result:
 def _announce(plan: JobPlan) -> None:
     hosts = plan.choice.hosts
     where = hosts[0].name if len(hosts) == 1 else f"{len(hosts)} hosts ({hosts[0].name} ... {hosts[-1].name})"
-    ranks = f"{plan.choice.ranks} rank{'s' if plan.choice.ranks > 1 else ''}"
     spares = ", ".join(host.name for host in plan.choice.spares)
     spare = f", and {spares} to spare" if spares else ""
-    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {ranks} on {where}{spare}")
+    log(f"runner {plan.choice.runner} ({plan.choice.reason}): {counted(plan.choice.ranks, 'rank')} on {where}{spare}")
     log(f"logs in {plan.job.logs}")
     summary = replace(plan.resolved, warnings=()).summary(short=True)
     if summary:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.words import counted
 from megatron.engine.deepspeed_options import accumulation_steps, zero_stage
 from megatron.engine.traffic import predict
 from megatron.model.describe import totals
@@ -141,7 +142,7 @@ def text(found: dict[str, Any]) -> str:
     """A rehearsal for people."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in found["layout"].items())
     lines = [
-        f"{found['parameters']:,} parameters on {found['ranks']} ranks: {sizes}; "
+        f"{found['parameters']:,} parameters on {counted(found['ranks'], 'rank')}: {sizes}; "
         f"rehearsed ranks {', '.join(str(each['rank']) for each in found['rehearsed'])} in {found['seconds']} s "
         f"({found['processor_seconds']} s of processor time)"
     ]

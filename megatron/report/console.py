@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron.config.words import counted
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -79,13 +81,13 @@ def validation_line(record: Mapping[str, Any]) -> str:
         + (f" bits/byte {values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "")
         for name, values in record["validation"].items()
     )
-    return f"validation after {record['step']} steps  {sets}"
+    return f"validation after {counted(record['step'], 'step')}  {sets}"
 
 
 def task_lines(record: Mapping[str, Any]) -> list[str]:
     """A line for each benchmark task; standard errors are in the file."""
     return [
-        f"{task} after {record['step']} steps  "
+        f"{task} after {counted(record['step'], 'step')}  "
         + "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "_stderr" not in name)
         for task, values in record["tasks"].items()
     ]

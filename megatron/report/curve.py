@@ -8,6 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from megatron.config.words import counted
+
 from .console import duration, short_number
 from .figures import save_lines
 from .jsonl import read_lines
@@ -123,7 +125,8 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
     if not history.training:
         return f"{reason} after {duration(seconds)}; no step was logged"
     first, last = history.training[0], history.training[-1]
-    lines = [f"{reason} after {duration(seconds)}: {last['step'] + 1} steps, {short_number(last['tokens'])} tokens"]
+    done = f"{counted(last['step'] + 1, 'step')}, {short_number(last['tokens'])} tokens"
+    lines = [f"{reason} after {duration(seconds)}: {done}"]
     if first["loss"] is not None and last["loss"] is not None:
         lines.append(
             f"training loss    {first['loss']:.4f} (step {first['step']}) -> {last['loss']:.4f} (step {last['step']})"
@@ -131,7 +134,7 @@ def summary(history: History, *, seconds: float, reason: str) -> str:
     for name, points in history.validation.items():
         best, which = min(points, key=lambda point: point[1]), "" if name == "validation" else f"{name}, "
         lines.append(
-            f"validation loss  {points[-1][1]:.4f} ({which}after {points[-1][0]} steps; "
+            f"validation loss  {points[-1][1]:.4f} ({which}after {counted(points[-1][0], 'step')}; "
             f"best {best[1]:.4f} after {best[0]})"
         )
     rates = sorted(record["tokens_per_second"] for record in history.training if record.get("tokens_per_second"))

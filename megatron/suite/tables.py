@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config.problems import UserError
 from megatron.config.resolution import Resolved
+from megatron.config.words import counted
 from megatron.report.console import short_number
 
 from .members import Suite
@@ -116,7 +117,8 @@ def agreement_lines(found: Mapping[str, Agreement]) -> list[str]:
             step, one, other = each.unlike
             lines.append(f"data {name}: DIFFERENT batches at step {step}: {one} and {other}")
         elif each.steps:
-            lines.append(f"data {name}: {len(each.members)} runs read the same batches ({each.steps:,} steps compared)")
+            runs = counted(len(each.members), "run")
+            lines.append(f"data {name}: {runs} read the same batches ({each.steps:,} steps compared)")
         else:
             lines.append(f"data {name}: nothing to compare yet ({len(each.members)} runs have begun)")
     return lines

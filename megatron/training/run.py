@@ -20,6 +20,7 @@ from megatron.checkpoint.lock import sole_writer
 from megatron.checkpoint.saver import Saver
 from megatron.config import Config
 from megatron.config.stages import as_stage, stage_at, stages_of
+from megatron.config.words import counted
 from megatron.data.loader import Loader, build_loader
 from megatron.data.plan_builder import set_names
 from megatron.engine.engine import PipelinedEngine, PlainEngine, build_engine
@@ -161,12 +162,11 @@ def predicted(config: Config, place: WorkerEnvironment, world: World) -> Predict
 def _describe_model(config: Config, world: World, log: Callable[[str], Any]) -> None:
     """What is trained, on what and by which kernels."""
     layout = world.mesh.layout
-    ranks = "rank" if layout.world_size == 1 else "ranks"
     context = f"{'folded' if layout.shares_rows else 'context'} {layout.context}, " if layout.context > 1 else ""
     log(
-        f"{totals(config).parameters:,} parameters on {layout.world_size} {ranks}: tensor {layout.tensor}, pipeline "
-        f"{layout.pipeline}, {context}data {layout.data}, ZeRO {layout.zero_stage}, {config.precision.compute}, "
-        f"{world.device.type}"
+        f"{totals(config).parameters:,} parameters on {counted(layout.world_size, 'rank')}: tensor {layout.tensor}, "
+        f"pipeline {layout.pipeline}, {context}data {layout.data}, ZeRO {layout.zero_stage}, "
+        f"{config.precision.compute}, {world.device.type}"
     )
     if config.parallel.communication.compress.data != "none" and world.mesh.replicas.size > 1:
         log(describe_wire(config.parallel.communication.compress.data))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config, ConfigError, load
+from megatron.config.words import counted
 
 from .equality import Equality, compare
 from .job import TrialError, TrialJob
@@ -32,7 +33,7 @@ class TrialLayout:
 
     @property
     def text(self) -> str:
-        return " ".join((f"{self.ranks} rank{'s' * (self.ranks > 1)}", *self.overrides))
+        return " ".join((counted(self.ranks, "rank"), *self.overrides))
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def verify_resume(
                 shutil.copytree(parts.checkpoint(step), job.checkpoint(step))
         tell("it goes on")
         complete(parts)
-        found = [_verdict(whole, parts, f"the same layout ({ranks} rank{'s' * (ranks > 1)})", steps, 0.0)]
+        found = [_verdict(whole, parts, f"the same layout ({counted(ranks, 'rank')})", steps, 0.0)]
         if other is not None:
             tell(f"it goes on with {other.text}")
             complete(moved, "checkpoint.every=null")

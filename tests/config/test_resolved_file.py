@@ -55,7 +55,7 @@ def test_origins_stand_beside_values(tmp_path, monkeypatch):
     lines = {line.split("  #")[0].strip(): line.split("  # ")[1] for line in text.splitlines() if "  # " in line}
     assert lines["sequence_length: 4"] == "a.yml:3" and lines["stage: 0"] == "argument zero.stage=0"
     assert lines["head_dim: 4"] == "derived: model.hidden_size / model.attention.heads" and lines["seed: 1234"]
-    assert lines["micro_batch_size: 1"] == "default"
+    assert lines["micro_batch_size: 1"] == "default" and text.startswith("# Resolved for 1 rank. ")
 
 
 def test_every_leaf_has_its_origin():

@@ -113,6 +113,7 @@ def test_check(tool):
         "a: no problems on 4 ranks (tensor 2 x pipeline 1 x data 2, ZeRO 1); "
         "2 samples per step = micro-batch 1 x accumulation 1 x data 2\n"
     )
+    assert tool("check", "a.yml", "--ranks", "1")[1].startswith("a: no problems on 1 rank (")
     status, out, _ = tool("check", "a.yml")
     assert status == 0 and "not checked (give --ranks)" in out
     found = json.loads(tool("check", "a.yml", "--ranks", "4", "--json")[1])

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from megatron.checkpoint import CheckpointError
+from megatron.checkpoint.hf.importer import locate
 from megatron.config.sections.data import TokenizerSection
 from megatron.data.errors import DataError
 from megatron.data.hub import unreachable
@@ -81,6 +83,8 @@ def test_online_then_from_the_cache_then_offline_without_it(cache, server, close
     with pytest.raises(DataError, match="cannot be reached") as caught:
         build_tokenizer(TokenizerSection(path="lab/others"))
     assert "local cache" in str(caught.value)
+    with pytest.raises(CheckpointError, match="not in the hub's local cache, and 127.0.0.1 cannot be reached"):
+        locate("lab/model")
 
 
 def test_what_does_not_answer_is_not_waited_for(monkeypatch):

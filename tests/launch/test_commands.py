@@ -279,6 +279,11 @@ def test_dry_run_tells_everything_but_secrets(place, capsys, monkeypatch):
     assert "WANDB_API_KEY=" in out and "hushhush" not in out and not (place / "runs").exists()
 
 
+def test_dry_run_of_one_rank(place, capsys):
+    assert main(["--dry-run", "--ranks", "1", "train.py", "a.yml"]) == 0
+    assert "1 rank on 1 host\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("tensor, warned", [(1, False), (2, False), (4, True)])
 def test_tensor_parallel_ranks_on_two_hosts_are_warned_of(place, capsys, tensor, warned):
     heads = "model.attention.heads=4"

@@ -47,8 +47,9 @@ def test_tensorboard_events(tmp_path):
     assert "step" not in events.Tags()["scalars"]
 
 
-def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
+def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch, capfd):
+    """And says nothing: its closing table would cover our summary."""
+    monkeypatch.delenv("WANDB_SILENT", raising=False)
     wanted = config(tmp_path, wandb={"mode": "offline", "project": "tests"})
     write(open_sinks(wanted, settings={"training": {"steps": 3}}))
     first = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
@@ -59,6 +60,7 @@ def test_wandb_offline_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
     sinks = open_sinks(wanted, start=3)
     sinks.write({"step": 3, "loss": 2.0})
     sinks.close()
+    assert capfd.readouterr() == ("", "")
     assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"] == first
 
 

@@ -26,6 +26,7 @@ import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
+from megatron.config.words import counted  # noqa: E402
 from tools.bench.beside import in_turns, lines, markdown  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,9 +111,9 @@ def main(arguments: list[str] | None = None) -> int:
             PEER: functools.partial(run, theirs, ranks, given.clock),
         }
         try:
-            made += lines(f"command to first step, {ranks} ranks", "s", in_turns(ways, given.rounds))
+            made += lines(f"command to first step, {counted(ranks, 'rank')}", "s", in_turns(ways, given.rounds))
         except RuntimeError as error:
-            print(f"{ranks} ranks: {error}", file=sys.stderr)
+            print(f"{counted(ranks, 'rank')}: {error}", file=sys.stderr)
             return 1
     print(json.dumps(made) if given.json else markdown(made))
     return 0

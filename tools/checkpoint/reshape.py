@@ -26,6 +26,7 @@ from megatron.checkpoint.reshape import VERIFY_NAME, parse_layout, reshape
 from megatron.config import ConfigError, resolve
 from megatron.config.derive import View
 from megatron.config.origins import Origin
+from megatron.config.words import counted
 from megatron.config.yaml_source import parse
 from megatron.parallel.layout import Layout
 
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({"out": str(options.out), "layout": options.to, "peak_bytes": peak, "sha256": sums}))
         return 0
     print(
-        f"wrote {options.out}: step {source.step} in the files of {layout.world_size} ranks; "
+        f"wrote {options.out}: step {source.step} in the files of {counted(layout.world_size, 'rank')}; "
         f"peak memory {peak / 2**20:.0f} MiB"
     )
     if options.verify:

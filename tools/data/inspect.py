@@ -16,6 +16,7 @@ sys.path[0] = os.path.abspath(
 
 import argparse  # noqa: E402
 
+from megatron.config.words import counted  # noqa: E402
 from tools.data.command import add_tokenizer, run_tool, tokenizer_section  # noqa: E402
 
 
@@ -78,7 +79,7 @@ def show(result: dict) -> None:
     for problem in result["problems"]:
         print(f"problem: {problem}")
     count = len(result["problems"])
-    print("no problems found" if not count else f"{count} problem{'s' * (count > 1)}")
+    print("no problems found" if not count else counted(count, "problem"))
 
 
 if __name__ == "__main__":

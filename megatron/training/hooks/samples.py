@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.sections.output import SampleOptions
+from megatron.config.words import counted
 from megatron.report.jsonl import MetricsFile
 from megatron.worker.beacon import EVALUATE
 
@@ -43,5 +44,5 @@ class SamplesHook(Hook):
         file = MetricsFile(self._folder / "samples.jsonl")
         for prompt, text in zip(self._options.prompts, texts, strict=True):
             file.write({"step": trainer.completed, "prompt": prompt, "text": text})
-            trainer.log(f"sample after {trainer.completed} steps: {prompt}|{text}")
+            trainer.log(f"sample after {counted(trainer.completed, 'step')}: {prompt}|{text}")
         file.close()
