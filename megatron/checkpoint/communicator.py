@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ class Communicator(Protocol):
     """The ranks that save or load together.
 
     They carry only what JSON can say: no tensor ever goes through them. What all ranks hear of all ranks grows with the
-    square of their number, so `gather` is for a few hundred bytes per rank; the others' cost is that of what they
-    carry.
+    square of their number, so `gather` is for what is rare (see `all_problems`) or a few bytes per rank; the others'
+    cost is that of what they carry.
     """
 
     rank: int
@@ -33,6 +33,17 @@ class Communicator(Protocol):
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank; what the others give is not looked at."""
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has set it, on every rank. All give as many."""
+
+
+def all_problems(communicator: Communicator, problems: Iterable[str]) -> list[str]:
+    """What any rank has found, each once, on every rank. As long as nothing is wrong, a flag is all that is sent."""
+    own = list(dict.fromkeys(problems))
+    if not communicator.any_rank([bool(own)])[0]:
+        return []
+    return list(dict.fromkeys(problem for found in communicator.gather(own) for problem in found))
 
 
 class Solo:
@@ -53,6 +64,9 @@ class Solo:
     def broadcast(self, value: Any) -> Any:
         return value
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        return [bool(flag) for flag in flags]
+
 
 class GroupCommunicator:
     """Over a `torch.distributed` group. Whoever saves in the background needs a group that nobody else uses.
@@ -69,7 +83,7 @@ class GroupCommunicator:
         self.size = dist.get_world_size(group)
 
     def barrier(self) -> None:
-        self.gather(None)
+        self.any_rank([False])
 
     def gather(self, value: Any) -> list[Any]:
         # As JSON in byte tensors: the object collectives of torch would unpickle what they receive.
@@ -99,6 +113,11 @@ class GroupCommunicator:
         dist.broadcast(message, group_src=0, group=self.group)
         return json.loads(bytes(message.cpu().numpy()))
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        together = torch.tensor(list(flags), dtype=torch.uint8, device=self.device)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in together.tolist()]
+
 
 class StoreCommunicator:
     """Over the key-value store of the rendezvous: no connections between ranks, and safe in a thread of its own.
@@ -118,7 +137,7 @@ class StoreCommunicator:
         self._round = 0
 
     def barrier(self) -> None:
-        self.gather(None)
+        self._round_of(None, lambda _: "null")
 
     def gather(self, value: Any) -> list[Any]:
         return self._round_of(value, lambda texts: f"[{','.join(texts)}]")[1]
@@ -129,6 +148,13 @@ class StoreCommunicator:
 
     def broadcast(self, value: Any) -> Any:
         return self._round_of(value if self.rank == 0 else None, lambda texts: texts[0])[1]
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        def together(texts: list[str]) -> str:
+            return json.dumps([any(each) for each in zip(*map(json.loads, texts), strict=True)])
+
+        own: list[bool] = self._round_of([bool(flag) for flag in flags], together)[1]
+        return own
 
     def _round_of(self, value: Any, answer: Callable[[list[str]], str]) -> tuple[list[str] | None, Any]:
         """Every rank gives its value to rank 0, which answers all of them alike.

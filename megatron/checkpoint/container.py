@@ -81,11 +81,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         read_fully(handle, memoryview(text), 8)
     finally:
         os.close(handle)
+    return parse_header(path, bytes(text), size)
+
+
+def parse_header(path: Path, text: bytes, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors and the metadata of a file of `size` bytes, from the text of its header.
+
+    Raises:
+        CheckpointError: it is not of this format, or not the header of such a file.
+    """
     with understanding(path):
         described = json.loads(text)
-        entries = _entries(described, 8 + length)
+        entries = _entries(described, 8 + len(text))
         metadata = dict(described.get("__metadata__", {}))
-    end = max((entry.end for entry in entries.values()), default=8 + length)
+    end = max((entry.end for entry in entries.values()), default=8 + len(text))
     if end != size:
         raise CheckpointError(path, f"its header promises {end} bytes, the file has {size}")
     return entries, metadata

@@ -68,6 +68,21 @@ def understanding(subject: object) -> Iterator[None]:
         raise CheckpointError(subject, f"damaged: {_in_words(error)}") from error
 
 
+@contextmanager
+def reading(subject: object) -> Iterator[None]:
+    """Around the reading of a file that must be there.
+
+    Raises:
+        CheckpointError: about `subject`: it is lost, or cannot be read.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(subject, "it is lost") from error
+    except OSError as error:
+        raise CheckpointError(subject, f"it cannot be read: {error}") from error
+
+
 def _in_words(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"this is not JSON (line {error.lineno}, column {error.colno})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from .table import DTYPE_ORDER, ROW, Vocabulary
 
 TABLE_NAME = "__table__"
 FILES_PER_FOLDER = 256  # no folder grows with the number of ranks beyond what a file system lists with ease
+_NAME = re.compile(r"data/\d{4,}/rank_(\d{5,})\.safetensors", re.ASCII)
 
 
 def file_name(rank: int) -> str:
@@ -30,24 +32,41 @@ def file_name(rank: int) -> str:
     return f"data/{rank // FILES_PER_FOLDER:04d}/rank_{rank:05d}.safetensors"
 
 
+def rank_of(name: object) -> int:
+    """The rank whose file has this path.
+
+    Raises:
+        ValueError: it is no rank's.
+    """
+    digits = _NAME.fullmatch(check_name(name))
+    if digits is None or file_name(int(digits[1])) != name:
+        raise ValueError(f"{name!r} is not the name of a rank's file")
+    return int(digits[1])
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """A written file: all that must be known to trust it.
 
     Attributes:
-        path: inside the checkpoint.
+        rank: who wrote it.
         size: bytes.
         header: checksum of the bytes before the first fragment.
         table: checksum of the table, which has the checksums of the fragments in turn: every byte is covered.
         begin, end: where the fragments are.
     """
 
-    path: str
+    rank: int
     size: int
     header: str
     table: str
     begin: int
     end: int
+
+    @property
+    def path(self) -> str:
+        """Inside the checkpoint."""
+        return file_name(self.rank)
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -57,10 +76,11 @@ class FileRecord:
         """A record that was read from a file.
 
         Raises:
-            ValueError, TypeError: it is not one, or its name would lead out of the checkpoint.
+            ValueError, TypeError: it is not one.
         """
         record = cls(**values)
-        check_name(record.path)
+        if type(record.rank) is not int or record.rank < 0:
+            raise ValueError(f"{record.rank!r} is not a rank")
         places = (0, record.begin, record.end, record.size)
         if any(type(place) is not int for place in places) or sorted(places) != list(places):
             raise ValueError(f"{record.path}: its parts do not follow each other: {places}")
@@ -122,7 +142,7 @@ def write_rank_file(
     finally:
         os.close(handle)
     place = entries[TABLE_NAME]
-    return FileRecord(file_name(rank), place.end, checksum(start), checksum(table), len(start), place.begin)
+    return FileRecord(rank, place.end, checksum(start), checksum(table), len(start), place.begin)
 
 
 def _layout(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .container import DTYPES
@@ -44,30 +44,25 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
         CheckpointError: the tensor or the state is not stored, has another shape, or is not stored whole.
     """
     name, state = wanted.tensor.name, state or wanted.state
-    rows = index.find(name, state)
-    if not len(rows):
+    run = index.find(name, state)
+    if run is None:
         raise CheckpointError(f"{name} ({state})", "it is not in the checkpoint")
-    stored = index.vocabulary.tensors[rows[0]["tensor"]]
+    stored, ranks = run.tensor, run.ranks
     if stored.shape != wanted.tensor.shape:
         raise CheckpointError(
             f"{name} ({state})", f"its shape is {wanted.tensor.shape} here, {stored.shape} in the checkpoint"
         )
     width = common_width(stored, wanted.tensor)
     target = rectangles(wanted, width)
-    ranks = int(rows[0]["tensor_ranks"])
-    begins = np.searchsorted(rows["tensor_rank"], np.arange(ranks + 1))
     reads = []
     for rank in range(ranks):
-        mine = rows[begins[rank] : begins[rank + 1]]
         size = prod(stored.local_shape(rank, ranks))
         common = overlap(rectangles(FragmentSpec(stored, state, rank, ranks, 0, size), width), target)
         if not common:
             continue
         low = min(piece.source for piece in common)
         high = max(piece.source + (piece.count - 1) * piece.source_stride + piece.length for piece in common)
-        first = np.searchsorted(mine["start"] + mine["length"], low, side="right")
-        last = np.searchsorted(mine["start"], high)
-        for row in mine[first:last]:
+        for row in run.between(rank, low, high):
             pieces = overlap(rectangles(spec_of(row, index.vocabulary), width), target)
             dtype = DTYPES[DTYPE_ORDER[row["dtype"]]]
             reads += [Read(int(row["file"]), int(row["offset"]), dtype, piece) for piece in pieces]
@@ -81,7 +76,7 @@ def plan(index: Index, wanted: FragmentSpec, state: str | None = None) -> list[R
 class Files:
     """The ranks' files of a checkpoint, opened when needed, and no more than some at a time. One thread uses it."""
 
-    def __init__(self, root: Path, records: list[FileRecord]) -> None:
+    def __init__(self, root: Path, records: Sequence[FileRecord]) -> None:
         self.root = root
         self.records = records
         self._handles: OrderedDict[int, int] = OrderedDict()

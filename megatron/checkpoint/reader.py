@@ -15,18 +15,18 @@ import torch
 import xxhash
 
 from ..parallel.shard import LogicalTensor
-from .communicator import SOLO, Communicator
+from .communicator import SOLO, Communicator, all_problems
 from .container import DTYPES
 from .durable import read_fully
 from .errors import CheckpointError, by_layer
 from .fragment import AVERAGE, MASTER, TRAINED, WEIGHT, Fragment, FragmentSpec
-from .index import INDEX_NAME, Index, checksum
+from .manifest import open_index, read_manifest, read_part
 from .meta import Meta
 from .names import META_NAME, wrong_name
 from .rankfile import FileRecord, read_table
 from .read_plan import Files, execute, plan
 from .table import Vocabulary, spec_of
-from .writer import describe_error, part_of, read_manifest
+from .writer import describe_error
 
 VERIFY_CHUNK = 4 << 20  # bytes, per thread
 STAND_INS = {MASTER: WEIGHT, WEIGHT: MASTER}  # each can be made of the other
@@ -49,8 +49,8 @@ def open_checkpoint(
         raise ValueError(f"verify is 'none', 'sizes' or 'checksums', not {verify!r}")
     checkpoint, problems = None, []
     try:
-        # Every rank takes its rows from the index, one of them reads it whole.
-        checkpoint = Checkpoint(Path(path), check_index=communicator.rank == 0)
+        # Together the ranks read the index whole; each reads its share of it, and later the rows that it needs.
+        checkpoint = Checkpoint(Path(path), share=(communicator.rank, communicator.size))
     except CheckpointError as error:
         part = os.path.relpath(error.subject, path)
         problems = [problem if part == "." else f"{part}: {problem}" for problem in error.problems]
@@ -58,7 +58,7 @@ def open_checkpoint(
         problems = checkpoint.damage(
             checksums=verify == "checksums", share=(communicator.rank, communicator.size), threads=threads
         )
-    problems = list(dict.fromkeys(problem for found in communicator.gather(problems) for problem in found))
+    problems = all_problems(communicator, problems)
     if problems or checkpoint is None:
         raise CheckpointError(path, problems)
     return checkpoint
@@ -74,18 +74,16 @@ class Checkpoint:
         records: the ranks' files.
     """
 
-    def __init__(self, path: Path, *, check_index: bool = True) -> None:
+    def __init__(self, path: Path, *, share: tuple[int, int] = (0, 1)) -> None:
+        """`share`: which part of the index (number, count) is compared with its checksums now; the rest is when it is
+        looked at."""
         if not path.is_dir():
             raise CheckpointError(path, "there is no such checkpoint")
         self.path = path
         self._averaged = False
-        self.records, parts = read_manifest(path)
-        for name, part in parts.items():
-            _check_part(
-                part_of(path, name), part["size"], part["checksum"] if check_index or name != INDEX_NAME else None
-            )
-        self.meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path / META_NAME)
-        self.index = Index.open(part_of(path, INDEX_NAME))
+        manifest = read_manifest(path)
+        self.meta = Meta.from_bytes(read_part(path, META_NAME, manifest.meta), path / META_NAME)
+        self.index, self.records = open_index(path, manifest, share)
         wrong = wrong_name(path, self.meta.step)
         if wrong:
             raise CheckpointError(path, f"{wrong} again")
@@ -144,7 +142,10 @@ class Checkpoint:
 
     def file_damage(self, number: int, checksums: bool = True) -> list[str]:
         """What is wrong with one rank's file; empty if nothing is."""
-        record = self.records[number]
+        try:
+            record = self.records[number]
+        except CheckpointError as error:
+            return [describe_error(error)]
         try:
             path = record.under(self.path)
             size = os.stat(path).st_size
@@ -190,17 +191,13 @@ class Checkpoint:
             covered = {spec.state, STAND_INS.get(spec.state, spec.state), IMPLIED.get(spec.state, spec.state)}
             used |= {(spec.tensor.name, state) for state in covered}
         keys = sorted(key for key in self.stored if states is None or key[1] in states)
-        bits = sum(1 << place for place, key in enumerate(keys) if key in used)
-        everything = communicator.gather([by_layer(problems), hex(bits), weights])
-        problems = list(dict.fromkeys(problem for found, _, _ in everything for problem in found))
-        together = 0
-        for _, text, _ in everything:
-            together |= int(text, 16)
-        left = [key for place, key in enumerate(keys) if not together >> place & 1]
+        weights, *wanted_by_any = communicator.any_rank([weights, *(key in used for key in keys)])
+        problems = all_problems(communicator, by_layer(problems))
+        left = [key for key, found in zip(keys, wanted_by_any, strict=True) if not found]
         problems += by_layer(
             f"left over: {name} ({state}) is in the checkpoint, but not in the run" for name, state in left
         )
-        weights = any(each for *_, each in everything) or any(state in STAND_INS for _, state in left)
+        weights = weights or any(state in STAND_INS for _, state in left)
         if problems and not weights:
             problems.insert(
                 0,
@@ -298,9 +295,9 @@ class Checkpoint:
 
     def _raise_together(self, problems: list[str], communicator: Communicator) -> None:
         """Raise on every rank what any rank found."""
-        everything = [problem for found in communicator.gather(list(dict.fromkeys(problems))) for problem in found]
+        everything = all_problems(communicator, problems)
         if everything:
-            raise CheckpointError(self.path, list(dict.fromkeys(everything)))
+            raise CheckpointError(self.path, everything)
 
     def source(self, spec: FragmentSpec, dtype: torch.dtype | None = None) -> str | None:
         """The stored state to read a wanted one (in this type) from: itself, or what can stand for it, or None."""
@@ -330,21 +327,6 @@ class Checkpoint:
             change = "" if stored == wanted else f", converted from {stored} to {wanted}"
             return [], [f"{spec.state} read from {source}{change}"]
         return [], []
-
-
-def _check_part(path: Path, size: int, written: str | None) -> None:
-    """Raise unless a file of the checkpoint has its size and, where one is given, its checksum."""
-    try:
-        found = os.stat(path).st_size
-        if found != size:
-            raise CheckpointError(path, f"it has {found} bytes instead of {size}")
-        with open(path, "rb") as file:
-            if written is not None and checksum(file.read()) != written:
-                raise CheckpointError(path, "it does not have the checksum it was written with")
-    except FileNotFoundError as error:
-        raise CheckpointError(path, "it is lost") from error
-    except OSError as error:
-        raise CheckpointError(path, f"it cannot be read: {error}") from error
 
 
 def _changed_rows(path: Path, record: FileRecord, rows: np.ndarray) -> Iterator[np.void]:

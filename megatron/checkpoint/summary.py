@@ -37,7 +37,7 @@ def describe(
         ),
         "files": len(checkpoint.records),
         "bytes": sum(record.size for record in checkpoint.records),
-        "fragments": len(checkpoint.index.rows),
+        "fragments": len(checkpoint.index),
         "tensors": [
             {"name": name, "shape": list(checkpoint.tensors[name].shape), "states": found}
             for name, found in states.items()

@@ -13,13 +13,14 @@ from typing import Any
 
 import fsspec
 
-from .communicator import SOLO, Communicator
+from .communicator import SOLO, Communicator, all_problems
 from .durable import move
 from .errors import CheckpointError
 from .index import INDEX_NAME
+from .manifest import open_index, part_of, read_manifest
 from .names import MANIFEST_NAME, META_NAME, leftover_name, number_of, step_of
 from .reader import open_checkpoint
-from .writer import describe_error, part_of, read_manifest
+from .writer import describe_error
 
 
 def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts: int = 5, wait: float = 1.0) -> str:
@@ -40,18 +41,20 @@ def upload(path: Path, url: str, communicator: Communicator = SOLO, *, attempts:
     target = f"{url.rstrip('/')}/{path.name}"
     names, problems = [], []
     try:
-        names = [record.path for record in read_manifest(path)[0]] + [INDEX_NAME, META_NAME]
+        _, stored = open_index(path, read_manifest(path), None)
+        names = [stored[number].path for number in range(communicator.rank, len(stored), communicator.size)]
+        names += [INDEX_NAME, META_NAME] if communicator.rank == communicator.size - 1 else []
     except CheckpointError as error:
         problems = [str(error)]
     if not problems and communicator.rank == 0:  # of another branch's checkpoint of that step, which is about to go
         problems = _persistent(lambda: _withdraw(f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait)
     if communicator.broadcast(problems):
         names = []
-    for name in names[communicator.rank :: communicator.size]:
+    for name in names:
         problems += _persistent(partial(_put, part_of(path, name), f"{target}/{name}"), name, attempts, wait)
         if problems:
             break  # what has failed so often will not take the next file either
-    problems = [problem for found in communicator.gather(problems) for problem in found]
+    problems = all_problems(communicator, problems)
     if not problems and communicator.rank == 0:
         problems = _persistent(
             lambda: _put(path / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}"), MANIFEST_NAME, attempts, wait
@@ -75,8 +78,9 @@ def download(url: str, directory: str | Path, *, attempts: int = 5, wait: float 
     draft.mkdir(parents=True)
     try:
         _fetch(url, [MANIFEST_NAME], draft, attempts, wait)
-        records, parts = read_manifest(draft)
-        _fetch(url, [*parts, *(record.path for record in records)], draft, attempts, wait)
+        manifest = read_manifest(draft)
+        _fetch(url, [INDEX_NAME, META_NAME], draft, attempts, wait)
+        _fetch(url, [record.path for record in open_index(draft, manifest)[1]], draft, attempts, wait)
         open_checkpoint(draft, verify="checksums")
         move(draft, target)
     finally:

@@ -8,7 +8,6 @@ not a checkpoint's; an error on any rank is raised on all, and leaves what was t
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -17,18 +16,17 @@ from pathlib import Path
 
 import torch
 
-from ..config.paths import UnsafeName, path_inside
 from .communicator import SOLO, Communicator
 from .durable import move, sync_directory, write_file
-from .errors import CheckpointError, StoreRefuses, disk_refuses, understanding
+from .errors import CheckpointError, StoreRefuses, disk_refuses
 from .fragment import Fragment, FragmentSpec
-from .index import INDEX_NAME, Index, checksum
+from .index import Index
+from .manifest import head_files
 from .meta import Meta
-from .names import MANIFEST_NAME, META_NAME, leftover_name, step_name, wrong_name
+from .names import MANIFEST_NAME, leftover_name, step_name, wrong_name
 from .rankfile import FileRecord, host_chunks, read_table, write_rank_file
 from .table import coverage_problems
 
-FORMAT = 1
 READERS = 32  # threads that read the tables of the ranks' files: thousands of small reads, mostly waiting
 
 
@@ -176,14 +174,15 @@ class Draft:
         problems = coverage_problems(index.rows, index.vocabulary)
         if problems:
             raise CheckpointError(self.target, problems)
-        contents = {INDEX_NAME: index.to_bytes(), META_NAME: meta.to_bytes()}
-        for name, content in contents.items():
+        head = head_files(index, records, meta.to_bytes())
+        manifest = head.pop(MANIFEST_NAME)
+        for name, content in head.items():
             write_file(self.root / name, content)
         for folder in sorted({(self.root / record.path).parent for record in records}):
             sync_directory(folder)
         if records:
             sync_directory(self.root / "data")
-        write_file(self.root / MANIFEST_NAME, manifest_bytes(records, contents))
+        write_file(self.root / MANIFEST_NAME, manifest)
         sync_directory(self.root)
         self._rename()
 
@@ -205,56 +204,3 @@ class Draft:
 def describe_error(error: Exception) -> str:
     """An error in one line that says what kind it is."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, (OSError, CheckpointError)) else str(error)
-
-
-def manifest_bytes(records: list[FileRecord], contents: dict[str, bytes]) -> bytes:
-    """What the checkpoint consists of, with sizes and checksums, its own included (of the `content` text)."""
-    content = json.dumps({
-        "format": FORMAT,
-        "files": [record.to_dict() for record in records],
-        "parts": {name: {"size": len(data), "checksum": checksum(data)} for name, data in contents.items()},
-    })
-    return json.dumps({"checksum": checksum(content.encode()), "content": content}).encode()
-
-
-def part_of(root: Path, name: str) -> Path:
-    """A file of a checkpoint.
-
-    Raises:
-        CheckpointError: the name leads out of the checkpoint, or a link does.
-    """
-    try:
-        return path_inside(root, name)
-    except UnsafeName as error:
-        raise CheckpointError(root, str(error)) from error
-
-
-def read_manifest(root: Path) -> tuple[list[FileRecord], dict[str, dict]]:
-    """The files of the ranks and the other parts.
-
-    Raises:
-        CheckpointError: the manifest is lost or damaged, or names files outside the checkpoint.
-    """
-    path = part_of(root, MANIFEST_NAME)
-    try:
-        with understanding(path):
-            outer = json.loads(path.read_bytes())
-            content = outer["content"]
-            if checksum(content.encode()) != outer["checksum"]:
-                raise CheckpointError(path, "it does not have the checksum it was written with")
-            inner = json.loads(content)
-            if inner["format"] != FORMAT:
-                raise CheckpointError(path, f"format {inner['format']}; this version reads format {FORMAT}")
-            records, parts = [FileRecord.from_dict(values) for values in inner["files"]], inner["parts"]
-            for name, part in parts.items():
-                of_a_part = type(part["size"]) is int and type(part["checksum"]) is str
-                if name not in (INDEX_NAME, META_NAME) or not of_a_part:
-                    raise ValueError(f"no part of a checkpoint: {name!r}: {part!r}")
-            lost = {INDEX_NAME, META_NAME} - set(parts)
-            if lost:
-                raise ValueError(f"it does not name {' and '.join(sorted(lost))}")
-            return records, parts
-    except FileNotFoundError as error:
-        raise CheckpointError(path, "it is missing, so this is not a complete checkpoint") from error
-    except OSError as error:
-        raise CheckpointError(path, f"it cannot be read: {error}") from error

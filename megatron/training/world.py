@@ -93,10 +93,20 @@ def join(config: Config, place: WorkerEnvironment) -> World:
         device_id=device if device.type == "cuda" else None,
     )
     communicator = GroupCommunicator(device=device)
-    check_agreement(place, communicator.gather)
+    agree(place, communicator)
     mesh = Mesh.build(Layout.of(config, place.world_size), timeout)
     background = StoreCommunicator(store, rank, size, "background")
     return World(device, mesh, communicator, background, beacon, wall_time)
+
+
+def agree(place: WorkerEnvironment, communicator: Communicator) -> None:
+    """See that all ranks run what rank 0 runs. Only if any does not, all hear of all, to say who differs.
+
+    Raises:
+        LaunchError: on every rank.
+    """
+    if communicator.any_rank([place.fingerprint != communicator.broadcast(place.fingerprint)])[0]:
+        check_agreement(place, communicator.gather)
 
 
 def _backend(device: torch.device) -> str:

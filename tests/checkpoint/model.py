@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,3 +160,6 @@ class _Member:
 
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        return [any(each) for each in zip(*self.gather(list(flags)), strict=True)]

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint import SOLO, GroupCommunicator, StoreCommunicator
+from megatron.checkpoint.communicator import all_problems
 from tests.workers import run
 
 ROUNDS = 20
@@ -19,19 +20,42 @@ def value(rank: int, turn: int) -> object:
     return {"rank": rank, "words": ["ä" * rank, None, turn / 3]}
 
 
+def flags(rank: int, turn: int) -> list[bool]:
+    return [turn % 5 == rank, rank > 0, False, turn % 2 == 0]
+
+
+def problems(rank: int, turn: int) -> list[str]:
+    """Of every third round, and one of them twice; not of rank 0."""
+    return [f"of {rank}", "of all", f"of {rank}"] if rank and turn % 3 == 0 else []
+
+
 def talk(communicator) -> list:
     said = []
     for turn in range(ROUNDS):
         time.sleep(random.random() * 0.002)
         mine = value(communicator.rank, turn)
-        said.append([communicator.gather(mine), communicator.broadcast(mine), communicator.collect(mine)])
+        said.append([
+            communicator.gather(mine),
+            communicator.broadcast(mine),
+            communicator.collect(mine),
+            communicator.any_rank(flags(communicator.rank, turn)),
+            all_problems(communicator, problems(communicator.rank, turn)),
+        ])
         communicator.barrier()
     return said
 
 
 def expected(rank: int, size: int) -> list:
     everything = [[value(each, turn) for each in range(size)] for turn in range(ROUNDS)]
-    return [[values, values[0], None if rank else values] for values in everything]
+    together = [[any(each) for each in zip(*(flags(other, turn) for other in range(size)))] for turn in range(ROUNDS)]
+    told = [
+        ["of 1", "of all", *(f"of {other}" for other in range(2, size))] if turn % 3 == 0 else []
+        for turn in range(ROUNDS)
+    ]
+    return [
+        [values, values[0], None if rank else values, any_of_them, all_of_them]
+        for values, any_of_them, all_of_them in zip(everything, together, told)
+    ]
 
 
 def test_the_store_carries_every_round_between_threads() -> None:
@@ -61,7 +85,8 @@ def test_a_group_carries_every_round() -> None:
 
 def test_one_process_talks_to_itself() -> None:
     assert SOLO.gather({"a": 1}) == SOLO.collect({"a": 1}) == [{"a": 1}]
-    assert SOLO.broadcast({"a": 1}) == {"a": 1}
+    assert SOLO.broadcast({"a": 1}) == {"a": 1} and SOLO.any_rank([True, False]) == [True, False]
+    assert all_problems(SOLO, ["a", "b", "a"]) == ["a", "b"]
 
 
 class Counting:
@@ -93,3 +118,18 @@ def test_what_is_collected_goes_to_rank_0_alone() -> None:
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(rank, range(size)))
     assert counting.read < 2.5 * size * len(text)
+
+
+@pytest.mark.parametrize("size", [5, 20])
+def test_ranks_that_find_nothing_wrong_hear_one_flag(size: int) -> None:
+    """However many they are: the list of what all found would grow with each of them, for each of them."""
+    counting = Counting()
+
+    def rank(number: int) -> None:
+        communicator = StoreCommunicator(dist.HashStore(), number, size, "count")
+        communicator._store = counting
+        all_problems(communicator, [])
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(rank, range(size)))
+    assert counting.read == size * (len("[false]") + len("[false]"))  # each gives one to rank 0, and hears one

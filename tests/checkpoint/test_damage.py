@@ -402,8 +402,8 @@ def test_the_newer_version_is_told(directory):
     outer = json.loads(path.read_text())
     from megatron.checkpoint.index import checksum
 
-    outer["content"] = outer["content"].replace('"format": 1', '"format": 2')
+    outer["content"] = outer["content"].replace('"format": 2', '"format": 3')
     outer["checksum"] = checksum(outer["content"].encode())
     path.write_text(json.dumps(outer))
-    with pytest.raises(CheckpointError, match="format 2; this version reads format 1"):
+    with pytest.raises(CheckpointError, match="format 3; this version reads formats 1 to 2"):
         open_checkpoint(directory / "step_00000002")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from megatron.checkpoint import CheckpointError, Fragment, FragmentSpec, open_ch
 from megatron.checkpoint.hf.importer import Folder
 from megatron.checkpoint.hf.neox import layers_of
 from megatron.checkpoint.index import checksum
+from megatron.checkpoint.manifest import head_files
 from megatron.checkpoint.pickles import load_tensors
 from megatron.checkpoint.transfer import download, upload
 from megatron.checkpoint.universal import export
@@ -24,7 +26,8 @@ from megatron.data.cache import cached
 from megatron.data.errors import DataError
 from megatron.parallel.layout import Layout
 from megatron.parallel.shard import LogicalTensor, Role
-from tests.checkpoint.model import Model, fragments, meta
+from tests.checkpoint.former_format import to_format_1
+from tests.checkpoint.model import Model, Together, fragments, meta
 
 NAMES = ["{outside}/stolen", "../../stolen", "data/../../../stolen", "data/../stolen", "a\nb", "", "CON"]
 
@@ -57,10 +60,19 @@ def add_part(content: dict, name: str) -> None:
     content["parts"][name] = content["parts"]["meta.json"]
 
 
-@pytest.mark.parametrize("change", [move_file, move_part, add_part])
+def as_it_is(path: Path) -> Path:
+    return path
+
+
+CHANGES = [(as_it_is, move_part), (as_it_is, add_part)]
+CHANGES += [(to_format_1, change) for change in (move_file, move_part, add_part)]
+
+
+@pytest.mark.parametrize(("form", "change"), CHANGES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, name, change):
+def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, name, form, change):
     path, outside = places
+    form(path)
     name = name.format(outside=outside)
     rewrite(path, lambda content: change(content, name))
     # What the hostile store would send: the file exists where the name points, as seen from the URL.
@@ -73,9 +85,10 @@ def test_a_manifest_cannot_make_a_download_write_elsewhere(places, tmp_path, nam
 
 @pytest.mark.parametrize("reader", [open_checkpoint, lambda path: upload(path, "memory://hostile", attempts=1)])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("change", [move_file, move_part])
-def test_no_reader_follows_a_name_out_of_a_checkpoint(places, name, change, reader):
+@pytest.mark.parametrize(("form", "change"), CHANGES)
+def test_no_reader_follows_a_name_out_of_a_checkpoint(places, name, form, change, reader):
     path, outside = places
+    form(path)
     shutil.copy(path / "data/0000/rank_00000.safetensors", outside / "stolen")
     shutil.copy(path / "data/0000/rank_00000.safetensors", path.parent.parent / "stolen")
     rewrite(path, lambda content: change(content, name.format(outside=outside)))
@@ -117,9 +130,48 @@ def test_a_link_that_comes_later_is_not_followed_either(places):
 @pytest.mark.parametrize("sizes", [{"begin": 1 << 60}, {"begin": -1}, {"end": -5}, {"size": 1.5}, {"size": None}])
 def test_places_in_a_manifest_that_cannot_be_are_damage(places, sizes):
     path, _ = places
+    to_format_1(path)
     rewrite(path, lambda content: content["files"][0].update(sizes))
     with pytest.raises(CheckpointError, match="manifest.json"):
         open_checkpoint(path, verify="checksums")
+
+
+@pytest.mark.parametrize(
+    "places_of_parts",
+    [{"begin": 1 << 60}, {"begin": -1}, {"end": 9}, {"size": 1.5}, {"size": 1 << 40}, {"root": "xyz"}],
+)
+def test_places_in_an_index_that_cannot_be_are_damage(places, places_of_parts):
+    path, _ = places
+    rewrite(path, lambda content: content["parts"]["index.safetensors"].update(places_of_parts))
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        open_checkpoint(path, verify="none")
+
+
+@pytest.mark.parametrize("strange", [{"rank": -1}, {"begin": 1 << 60}, {"begin": -1}, {"end": -5}, {"size": 0}])
+def test_records_of_files_that_cannot_be_are_damage(places, strange):
+    """Each rank looks at some of them, and all hear of it."""
+    path, _ = places
+    checkpoint = open_checkpoint(path)
+    (record,) = checkpoint.records
+    head = head_files(checkpoint.index, [replace(record, **strange)], (path / "meta.json").read_bytes())
+    for name, content in head.items():
+        (path / name).write_bytes(content)
+    results = Together(2).run(lambda member: open_checkpoint(path, verify="checksums", communicator=member))
+    assert all(isinstance(each, CheckpointError) and "index.safetensors: damaged" in str(each) for each in results)
+
+
+@pytest.mark.parametrize("change", [{"tensor": 1000}, {"tensor": -1}, {"state": 99}, {"dtype": -2}, {"first": 10**6}])
+def test_groups_that_cannot_be_are_damage(places, change):
+    path, _ = places
+    checkpoint = open_checkpoint(path)
+    for name, value in change.items():
+        checkpoint.index.groups = checkpoint.index.groups.copy()
+        checkpoint.index.groups[name][-1] = value
+    head = head_files(checkpoint.index, list(checkpoint.records), (path / "meta.json").read_bytes())
+    for name, content in head.items():
+        (path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match="index.safetensors: damaged"):
+        open_checkpoint(path, verify="none")
 
 
 def of_one_tensor(name: str) -> Fragment:

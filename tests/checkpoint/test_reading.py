@@ -25,6 +25,7 @@ from megatron.checkpoint import (
     write_tensors,
 )
 from megatron.checkpoint.errors import brief, by_layer
+from megatron.checkpoint.hash_tree import HashTree
 from megatron.checkpoint.index import INDEX_NAME
 from megatron.checkpoint.logical import TensorStream
 from megatron.checkpoint.reshape import reshape
@@ -315,29 +316,28 @@ def test_a_message_has_an_end() -> None:
     assert brief(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more" and brief(["a"]) == "a"
 
 
-def open_and_count(path: str) -> tuple[int, str]:
-    """How often this rank read the index whole, and what it was told of the checkpoint."""
-    from megatron.checkpoint import reader
-
-    read, real = [], reader.checksum
-    reader.checksum = lambda data: read.append(len(data)) or real(data)
+def open_and_tell(path: str) -> tuple[list[tuple[int, int]], str]:
+    """Which share of the index this rank read, and what it was told of the checkpoint."""
+    shares, real = [], HashTree.check_share
+    HashTree.check_share = lambda tree, share: shares.append(share) or real(tree, share)
     try:
         open_checkpoint(Path(path), verify="none", communicator=GroupCommunicator())
         told = "intact"
     except CheckpointError as error:
         told = str(error)
     finally:
-        reader.checksum = real
-    return read.count((Path(path) / INDEX_NAME).stat().st_size), told
+        HashTree.check_share = real
+    return shares, told
 
 
-def test_one_rank_reads_the_index_whole_and_all_hear_of_its_damage(tmp_path):
+def test_the_ranks_share_the_index_and_all_hear_of_its_damage(tmp_path):
     path = save(tmp_path, 1, fragments(Model(), Layout(), 0), meta(1))
-    assert run(3, open_and_count, str(path)) == [(1, "intact"), (0, "intact"), (0, "intact")]
+    shares = [[(rank, 3)] for rank in range(3)]
+    assert run(3, open_and_tell, str(path)) == [(each, "intact") for each in shares]
     index = path / INDEX_NAME
     data = bytearray(index.read_bytes())
-    data[-1] ^= 1
+    data[-200] ^= 1
     index.write_bytes(data)
-    counts, told = zip(*run(3, open_and_count, str(path)))
-    assert counts == (1, 0, 0)
+    found, told = zip(*run(3, open_and_tell, str(path)))
+    assert list(found) == shares
     assert all(INDEX_NAME in each and "does not have the checksum" in each for each in told), told

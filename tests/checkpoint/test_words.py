@@ -9,11 +9,13 @@ import pytest
 
 from megatron.checkpoint import CheckpointError, open_checkpoint, save
 from megatron.checkpoint.index import INDEX_NAME, checksum
+from megatron.checkpoint.index_file import IndexSeal
 from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
 from megatron.checkpoint.reshape import reshape
 from megatron.checkpoint.store import Store
 from megatron.checkpoint.writer import write_tensors
 from megatron.parallel.layout import Layout
+from tests.checkpoint.former_format import to_format_1
 from tests.checkpoint.model import Model, fragments, meta
 
 PYTHON = re.compile(r"[A-Z]\w*(Error|Exception)\b|Traceback|object at 0x")
@@ -46,7 +48,18 @@ CONTENTS = [
     resealed({"format": 1, "files": [], "parts": {"meta.json": {}}}),
     resealed({"format": 1, "files": [], "parts": []}),
     resealed({"format": [], "files": [], "parts": {}}),
+    resealed({"format": 2, "parts": {"index.safetensors": {}, "meta.json": {}}}),
+    resealed({"format": 2, "parts": {"index.safetensors": 7, "meta.json": {"size": 0, "checksum": ""}}}),
+    resealed({"format": 2, "parts": None}),
 ]
+
+
+def sealed(name: str, content: bytes, version: int) -> dict:
+    """A part of a manifest whose checksums fit a content: of an index, one that is a header and nothing more."""
+    if version == 1 or name == META_NAME:
+        return {"size": len(content), "checksum": checksum(content)}
+    size = len(content)
+    return IndexSeal(size, checksum(content), size, size, checksum(b"")).to_dict()
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:24]))
@@ -58,15 +71,16 @@ def test_a_damaged_manifest_is_told_in_words(tmp_path, content):
     assert not PYTHON.search(str(error.value)), str(error.value)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", [META_NAME, INDEX_NAME])
 @pytest.mark.parametrize(
     "content", CONTENTS[:8] + [b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}"], ids=range(10)
 )
-def test_parts_with_a_checksum_that_fits_are_told_in_words(tmp_path, name, content):
-    path = write(tmp_path, 1)
+def test_parts_with_a_checksum_that_fits_are_told_in_words(tmp_path, name, content, version):
+    path = to_format_1(write(tmp_path, 1)) if version == 1 else write(tmp_path, 1)
     (path / name).write_bytes(content)
     inner = json.loads(json.loads((path / MANIFEST_NAME).read_bytes())["content"])
-    inner["parts"][name] = {"size": len(content), "checksum": checksum(content)}
+    inner["parts"][name] = sealed(name, content, version)
     (path / MANIFEST_NAME).write_bytes(resealed(inner))
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from tools.bench.growth import PIPELINE, TENSOR, checkpoint, groups, launcher
+from megatron.checkpoint.table import Vocabulary, coverage_problems
+from tools.bench.growth import PIPELINE, STATES, TENSOR, checkpoint, groups, launcher, stored_rows, tensors
 
 
 @pytest.mark.parametrize("world", [160, 1600])
@@ -14,10 +16,30 @@ def test_groups_of_a_rank(world: int):
     assert found["groups"] == 3 and found["members"] == TENSOR + PIPELINE + world // (TENSOR * PIPELINE)
 
 
-def test_a_rank_of_a_ten_times_larger_world_holds_ten_times_as_much_at_most():
+def test_what_a_rank_reads_of_a_checkpoint_does_not_grow_with_the_world():
     """Bytes, which no load of the machine changes."""
-    small, large = checkpoint(160), checkpoint(1600)
-    for name in ("manifest: KiB read", "index: KiB mapped", "open: KiB"):
-        assert large[name] < 10.5 * small[name]
+    small, large = checkpoint(64), checkpoint(640)
+    assert large["index: KiB"] > small["index: KiB"] + 576 * 3 * 52 / 1024  # at least a row more of each state and rank
+    for name in ("manifest: KiB", "resume: KiB read", "resume: KiB heard"):
+        assert large[name] < 1.05 * small[name], name
     hosts = [launcher(world)["launch: KiB to a host"] for world in (160, 1600)]
     assert hosts[1] - hosts[0] < 0.02  # digits of the numbers of hosts and ranks
+
+
+def test_under_zero_3_a_rank_reads_two_blocks_of_each_tensors_rows_at_most():
+    """Each rank has a piece of each: its row in one block or, with its neighbours, in two; and the levels above them.
+    Of the files it reads the records, some of the 640 of 64 bytes each."""
+    found, mine = checkpoint(640, zero=3), len(tensors()) // PIPELINE + 1
+    constant = checkpoint(64, zero=1)["resume: KiB read"]  # vocabulary and groups, and more
+    blocks = 2 * mine * len(STATES) + 640 * 64 / 4096
+    assert found["resume: KiB read"] < constant + 4 * blocks * (1 + 1 / 16)
+    assert found["index: KiB"] > 10_000
+
+
+def test_the_pretended_checkpoint_has_every_element_once():
+    for zero in (1, 3):
+        rows = stored_rows(64, zero)
+        assert coverage_problems(rows, Vocabulary(tensors(), list(STATES))) == []
+        assert set(rows["file"]) == set(range(64))
+        shares = np.bincount(rows["file"], rows["length"], minlength=64)
+        assert shares.sum() == len(STATES) * sum(np.prod(tensor.shape) for tensor in tensors())

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Count what one rank, one host and the launcher do at a start, for worlds of 10 to 10,000 ranks, on one process.
 
-    python tools/bench/growth.py --worlds 16 160 1600 10240
+    python tools/bench/growth.py --worlds 64 1024 10240 --zero 1
 
 Nothing is started: process groups are pretended and counted, the checkpoint's manifest and index are those of a run of
-so many ranks without its tensors, and the specification of the job is written as it would be sent. Each number is of
-one rank (or of what the column says), with how it grows from the world before: 0 is not at all, 1 in proportion.
+so many ranks on Llama 3 70B without its tensors, and the specification of the job is written as it would be sent. Each
+number is of one rank (or of what the column says), with how it grows from the world before: 0 is not at all, 1 in
+proportion.
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ from unittest import mock  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-TENSORS, STATES, DEVICES = 100, ("master", "exp_avg", "exp_avg_sq"), 8
+from megatron.checkpoint import Solo, index_file  # noqa: E402
+from megatron.checkpoint.fragment import FragmentSpec  # noqa: E402
+from megatron.checkpoint.hash_tree import HashTree  # noqa: E402
+from megatron.checkpoint.index import INDEX_NAME, Index  # noqa: E402
+from megatron.checkpoint.manifest import head_files  # noqa: E402
+from megatron.checkpoint.meta import Meta  # noqa: E402
+from megatron.checkpoint.names import MANIFEST_NAME, META_NAME  # noqa: E402
+from megatron.checkpoint.rankfile import FileRecord  # noqa: E402
+from megatron.checkpoint.read_plan import plan  # noqa: E402
+from megatron.checkpoint.reader import Checkpoint  # noqa: E402
+from megatron.checkpoint.table import ROW, Vocabulary, coverage_problems  # noqa: E402
+from megatron.parallel.shard import LogicalTensor, Role, Shard  # noqa: E402
+
+STATES, DEVICES = ("master", "exp_avg", "exp_avg_sq"), 8
 TENSOR, PIPELINE = 8, 2  # of the layout; the rest is data parallel
 MESSAGE = "x" * 200  # a fingerprint of configuration and code
 
@@ -67,63 +81,153 @@ def launcher(world: int) -> dict[str, float]:
 
 
 def agreement(world: int) -> dict[str, float]:
-    """What a rank hears where all tell all that they run the same thing."""
-    return {"agreement: KiB heard": world * len(json.dumps(MESSAGE)) / 1024}
+    """What a rank hears where all see that they run the same thing: rank 0's fingerprint, and whether any differs."""
+    return {"agreement: KiB heard": (len(json.dumps(MESSAGE)) + 1) / 1024}
 
 
-def write_checkpoint(folder: Path, world: int) -> int:
-    """Manifest, index and meta data of a run of ZeRO 1 on so many ranks; bytes of the manifest and of the index."""
-    from megatron.checkpoint.index import INDEX_NAME, Index
-    from megatron.checkpoint.meta import Meta
-    from megatron.checkpoint.names import MANIFEST_NAME, META_NAME
-    from megatron.checkpoint.rankfile import FileRecord
-    from megatron.checkpoint.table import ROW, Vocabulary
-    from megatron.checkpoint.writer import manifest_bytes
-    from megatron.parallel.shard import LogicalTensor, Role
+def tensors() -> list[LogicalTensor]:
+    """Of Llama 3 70B."""
+    hidden, inner, keys, vocabulary, layers = 8192, 28672, 1024, 128256, 80
+    cut, head = (hidden, keys, keys), 128
+    found = [LogicalTensor("embedding.weight", (vocabulary, hidden), Role.EMBEDDING, Shard(0))]
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        found += [
+            LogicalTensor(f"{at}.attention.norm.weight", (hidden,), Role.NORM),
+            LogicalTensor(f"{at}.attention.qkv.weight", (sum(cut), hidden), Role.HIDDEN, Shard(0, cut, head)),
+            LogicalTensor(f"{at}.attention.out.weight", (hidden, hidden), Role.OUTPUT, Shard(1, None, head)),
+            LogicalTensor(f"{at}.mlp.norm.weight", (hidden,), Role.NORM),
+            LogicalTensor(f"{at}.mlp.gate_up.weight", (2 * inner, hidden), Role.HIDDEN, Shard(0, (inner, inner))),
+            LogicalTensor(f"{at}.mlp.down.weight", (hidden, inner), Role.OUTPUT, Shard(1)),
+        ]
+    head_weight = LogicalTensor("head.weight", (vocabulary, hidden), Role.HEAD, Shard(0))
+    return [*found, LogicalTensor("norm.weight", (hidden,), Role.NORM), head_weight]
 
-    vocabulary = Vocabulary(
-        [LogicalTensor(f"layers.{number}.weight", (world * 4,), Role.HIDDEN) for number in range(TENSORS)], list(STATES)
-    )
-    each = -(-TENSORS * world * 4 // world)  # elements of a rank: a run of the flattened parameters
-    rows = []
-    for rank in range(world):
-        begin, end = rank * each, (rank + 1) * each
-        while begin < end:
-            tensor, start = divmod(begin, world * 4)
-            count = min(end - begin, world * 4 - start)
-            rows += [(tensor, state, 0, 0, 1, rank, start, count, 0, 0) for state in range(len(STATES))]
-            begin += count
-    table = np.array(rows, dtype=ROW)
-    order = np.lexsort((table["start"], table["tensor_rank"], table["state"], table["tensor"]))
-    records = [FileRecord(f"data/{rank:05d}.safetensors", 10**9, "0" * 32, "0" * 32, 0, 10**9) for rank in range(world)]
-    contents = {INDEX_NAME: Index(vocabulary, table[order]).to_bytes(), META_NAME: Meta(1).to_bytes()}
-    for name, content in {**contents, MANIFEST_NAME: manifest_bytes(records, contents)}.items():
+
+def stored_rows(world: int, zero: int) -> np.ndarray:
+    """The rows of what all ranks save: with ZeRO 1 each stage's shards laid end to end fall to the data parallel ranks
+    in equal pieces, with ZeRO 3 each shard does."""
+    found, data = [], world // (TENSOR * PIPELINE)
+    every = tensors()
+    for stage in range(PIPELINE):
+        mine = range(len(every) * stage // PIPELINE, len(every) * (stage + 1) // PIPELINE)
+        for rank in range(TENSOR):
+            own = [number for number in mine if every[number].shard is not None or rank == 0]
+            sizes = np.array([math.prod(every[number].local_shape(rank, TENSOR)) for number in own])
+            ends = np.cumsum(sizes)
+            runs = [(0, int(ends[-1]))] if zero == 1 else list(zip((ends - sizes).tolist(), ends.tolist()))
+            pieces = [-(-(end - begin) // data) for begin, end in runs]
+            cuts = [np.arange(begin, end, piece) for (begin, end), piece in zip(runs, pieces)]
+            owners = [(cut - begin) // piece for cut, (begin, _), piece in zip(cuts, runs, pieces)]
+            starts = np.unique(np.concatenate([*cuts, ends - sizes]))
+            place = np.searchsorted(ends, starts, side="right")
+            rows = np.zeros(len(starts), ROW)
+            rows["tensor"], rows["tensor_rank"] = np.array(own)[place], rank
+            rows["tensor_ranks"] = [TENSOR if every[number].shard is not None else 1 for number in rows["tensor"]]
+            rows["start"] = starts - (ends - sizes)[place]
+            rows["length"] = np.diff(np.append(starts, ends[-1]))
+            known = np.concatenate(owners)[np.searchsorted(np.concatenate(cuts), starts, side="right") - 1]
+            rows["file"] = (stage * data + known) * TENSOR + rank
+            for state in range(len(STATES)):
+                rows["state"] = state
+                found.append(rows.copy())
+    together = np.concatenate(found)
+    return together[np.lexsort((together["start"], together["tensor_rank"], together["state"], together["tensor"]))]
+
+
+def write_checkpoint(folder: Path, world: int, rows: np.ndarray) -> None:
+    """Manifest, index and meta data."""
+    records = [FileRecord(rank, 10**9, "0" * 32, "0" * 32, 0, 10**9) for rank in range(world)]
+    index = Index(Vocabulary(tensors(), list(STATES)), rows)
+    for name, content in head_files(index, records, Meta(1).to_bytes()).items():
         (folder / name).write_bytes(content)
-    return (folder / MANIFEST_NAME).stat().st_size
 
 
-def checkpoint(world: int) -> dict[str, float]:
-    """A rank that opens a checkpoint of as many ranks as its own run has, and plans what it reads."""
-    from megatron.checkpoint.fragment import FragmentSpec
-    from megatron.checkpoint.read_plan import plan
-    from megatron.checkpoint.reader import Checkpoint
+class Heard(Solo):
+    """The other ranks: they want what this one does not, find nothing wrong, and say as much as it does."""
 
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.bytes = rank, size, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.bytes += self.size * len(json.dumps(value))
+        return [value] * self.size
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        self.bytes += len(flags)
+        return list(flags) if len(flags) == 1 else [True] * len(flags)
+
+
+def resume(place: Path, rank: int, world: int, wanted: Sequence[FragmentSpec]) -> tuple[int, int]:
+    """A rank opens a checkpoint, sees that it fits, and finds its own part and the files that have it; bytes that it
+    has read and heard for that."""
+    trees: list[HashTree] = []
+
+    def grown(*arguments: Any) -> HashTree:
+        trees.append(HashTree(*arguments))
+        return trees[-1]
+
+    with mock.patch.object(index_file, "HashTree", grown):
+        opened, others = Checkpoint(place, share=(rank, world)), Heard(rank, world)
+    opened.check(wanted, communicator=others)
+    for spec in wanted:
+        for read in plan(opened.index, spec):
+            assert opened.records[read.file].size
+    whole = sum((place / name).stat().st_size for name in (MANIFEST_NAME, META_NAME))
+    start = json.loads(json.loads((place / MANIFEST_NAME).read_bytes())["content"])["parts"][INDEX_NAME]["begin"]
+    return whole + start + sum(tree.read for tree in trees), others.bytes
+
+
+def checkpoint(world: int, zero: int = 1) -> dict[str, float]:
+    """A rank that resumes from a checkpoint of as many ranks as its own run has, on the same layout."""
+    rank, rows, known = world // 2, stored_rows(world, zero), tensors()
+    wanted = [
+        FragmentSpec(
+            known[row["tensor"]],
+            STATES[row["state"]],
+            *(int(row[name]) for name in ("tensor_rank", "tensor_ranks", "start", "length")),
+        )
+        for row in rows[rows["file"] == rank]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "step_00000001"
         place.mkdir()
-        manifest = write_checkpoint(place, world)
-        index = (place / "index.safetensors").stat().st_size
-        opened: list[Checkpoint] = []
-        seconds, memory = costs(lambda: opened.append(Checkpoint(place, check_index=False)))
-        tensor = opened[0].index.vocabulary.tensors[0]
-        wanted = [FragmentSpec(tensor, state, 0, 1, 2 * world, 4) for state in STATES]
-        planning, _ = costs(lambda: [plan(opened[0].index, each) for each in wanted])
+        write_checkpoint(place, world, rows)
+        sizes = [(place / name).stat().st_size for name in (MANIFEST_NAME, INDEX_NAME)]
+        read, heard = resume(place, rank, world, wanted)
+        seconds, memory = costs(lambda: resume(place, rank, world, wanted))
     return {
-        "manifest: KiB read": manifest / 1024,
-        "index: KiB mapped": index / 1024,
-        "open: ms": seconds * 1e3,
-        "open: KiB": memory,
-        "plan a tensor's states: ms": planning * 1e3,
+        "manifest: KiB": sizes[0] / 1024,
+        "index: KiB": sizes[1] / 1024,
+        "resume: KiB read": read / 1024,
+        "resume: KiB heard": heard / 1024,
+        "resume: ms": seconds * 1e3,
+        "resume: KiB held": memory,
+    }
+
+
+def save(world: int, zero: int = 1) -> dict[str, float]:
+    """Rank 0 that has the tables of all files before it: what it gathers to know of them, and makes of them."""
+    rows, known = stored_rows(world, zero), tensors()
+    order = np.argsort(rows["file"], kind="stable")
+    pieces = []
+    for own in np.split(rows[order], np.flatnonzero(np.diff(rows["file"][order])) + 1):
+        numbers, local = np.unique(own["tensor"], return_inverse=True)
+        own["tensor"] = local
+        pieces.append((Vocabulary([known[number] for number in numbers], list(STATES)).to_json(), own))
+    records = [FileRecord(rank, 10**9, "0" * 32, "0" * 32, 0, 10**9) for rank in range(len(pieces))]
+
+    def commit() -> None:
+        index = Index.merge(pieces)
+        assert not coverage_problems(index.rows, index.vocabulary)
+        head_files(index, records, b"{}")
+
+    seconds, memory = costs(commit)
+    told = len(json.dumps([[records[0].to_dict()], None, False]))
+    return {
+        "save: KiB gathered by rank 0": world * told / 1024,
+        "save: ms of rank 0": seconds * 1e3,
+        "save: KiB held by rank 0": memory,
     }
 
 
@@ -139,8 +243,8 @@ def costs(action: Callable[[], Any]) -> tuple[float, float]:
     return seconds, most / 1024
 
 
-def measure(world: int) -> dict[str, float]:
-    return {**groups(world), **launcher(world), **agreement(world), **checkpoint(world)}
+def measure(world: int, zero: int) -> dict[str, float]:
+    return {**groups(world), **launcher(world), **agreement(world), **checkpoint(world, zero), **save(world, zero)}
 
 
 def table(worlds: Sequence[int], found: Sequence[dict[str, float]]) -> str:
@@ -159,13 +263,14 @@ def table(worlds: Sequence[int], found: Sequence[dict[str, float]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", nargs="+", type=int, default=[16, 160, 1600, 10240])
+    parser.add_argument("--worlds", nargs="+", type=int, default=[64, 1024, 10240])
+    parser.add_argument("--zero", type=int, choices=(1, 3), default=1, help="stage that cuts what the ranks save")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     given = parser.parse_args(arguments)
     if any(world % (TENSOR * PIPELINE) for world in given.worlds) or len(given.worlds) < 2:
         parser.error(f"--worlds must be two or more multiples of {TENSOR * PIPELINE}")
-    measure(given.worlds[0])  # imports
-    found = [measure(world) for world in given.worlds]
+    measure(given.worlds[0], given.zero)  # imports
+    found = [measure(world, given.zero) for world in given.worlds]
     print(json.dumps(dict(zip(map(str, given.worlds), found))) if given.json else table(given.worlds, found))
     return 0
 

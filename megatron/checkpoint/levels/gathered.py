@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import SOLO, Communicator
+from ..communicator import SOLO, Communicator, all_problems
 from ..durable import write_file
 from ..errors import CheckpointError, brief
 from ..fragment import Fragment
-from ..index import INDEX_NAME, Index
-from ..names import MANIFEST_NAME, META_NAME, leftover_name, step_name
+from ..index import Index
+from ..manifest import head_files, part_of
+from ..names import META_NAME, leftover_name, step_name
 from ..rankfile import FileRecord, read_table
 from ..read_plan import plan
 from ..reader import Checkpoint
 from ..table import ROW, coverage_problems
-from ..writer import describe_error, manifest_bytes, part_of
+from ..writer import describe_error
 from .courier import Courier, Parcel
 from .hosts import Hosts, private
 
@@ -107,25 +108,23 @@ def gather(
         raise CheckpointError(
             title, f"{lost} of {found.total} files are on no host, or damaged on all that have them{why}"
         )
-    records, contents = _whole(title, seen, hosts, communicator)
+    head = _whole(title, seen, hosts, communicator)
     root = leftover_name(folder / step_name(found.step), "tmp", communicator.broadcast(uuid.uuid4().hex[:12]))
     problem = ""
     if hosts.leads:
         try:
             private(folder.parent)
-            _lay_out(root, seen, hosts.own, records, contents)
+            _lay_out(root, seen, hosts.own, head)
         except (OSError, CheckpointError) as error:
             problem = f"{hosts.name}: {error}"
-    problems = [each for each in communicator.gather(problem) if each]
+    problems = all_problems(communicator, [problem] if problem else [])
     if problems:
         raise CheckpointError(title, problems)
     return GatheredCheckpoint(root, title, seen.holders, hosts, communicator, courier)
 
 
-def _whole(
-    title: str, seen: Verified, hosts: Hosts, communicator: Communicator
-) -> tuple[list[FileRecord], dict[str, bytes]]:
-    """The records of all files, index and meta data, from the hosts' own."""
+def _whole(title: str, seen: Verified, hosts: Hosts, communicator: Communicator) -> dict[str, bytes]:
+    """What stands beside the ranks' files of the whole, from the hosts' own."""
     own: list[Any] = []
     if hosts.leads and seen.part is not None:
         for record in seen.part.records:
@@ -141,25 +140,24 @@ def _whole(
         index = Index.merge(tables)
         text = next(each for _, each in everything if each is not None)
         problems = coverage_problems(index.rows, index.vocabulary)
-        answer = [problems, [piece[0] for piece in pieces], base64.b64encode(index.to_bytes()).decode(), text]
-    problems, records, index_text, meta_text = communicator.broadcast(answer)
+        head = head_files(index, [FileRecord.from_dict(record) for record, _, _ in pieces], text.encode())
+        answer = [problems, {name: base64.b64encode(content).decode() for name, content in head.items()}]
+    problems, texts = communicator.broadcast(answer)
     if problems:
         raise CheckpointError(title, problems)
-    contents = {INDEX_NAME: base64.b64decode(index_text), META_NAME: meta_text.encode()}
-    return [FileRecord.from_dict(each) for each in records], contents
+    return {name: base64.b64decode(text) for name, text in texts.items()}
 
 
-def _lay_out(root: Path, seen: Verified, own: int, records: list[FileRecord], contents: dict[str, bytes]) -> None:
+def _lay_out(root: Path, seen: Verified, own: int, head: dict[str, bytes]) -> None:
     """A folder that is the whole checkpoint but for files of other hosts; its own intact ones are links, not copies.
     A damaged one must not be: what comes in its place would be written into it."""
     root.mkdir(parents=True)
-    part = seen.part
-    for record in records:
-        path = root / record.path
+    for name, holders in seen.holders.items():
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if part is not None and own in seen.holders[record.path]:
-            os.link(record.under(part.path), path)
-    for name, content in {**contents, MANIFEST_NAME: manifest_bytes(records, contents)}.items():
+        if seen.part is not None and own in holders:
+            os.link(part_of(seen.part.path, name), path)
+    for name, content in head.items():
         write_file(root / name, content, wait=False)
 
 

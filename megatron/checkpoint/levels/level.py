@@ -11,18 +11,18 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ..communicator import Communicator
 from ..durable import move, remove, write_file
 from ..errors import CheckpointError, StoreRefuses, disk_refuses
 from ..fragment import Fragment
-from ..index import INDEX_NAME, Index
+from ..index import Index
+from ..manifest import head_files, open_index, part_of, read_manifest
 from ..meta import Meta
-from ..names import MANIFEST_NAME, META_NAME, leftover_name, leftover_of, number_of, step_name
+from ..names import META_NAME, leftover_name, leftover_of, number_of, step_name
 from ..rankfile import FileRecord, host_chunks, read_table, write_rank_file
 from ..store import Store
-from ..writer import describe_error, manifest_bytes, part_of, read_manifest
+from ..writer import describe_error
 from .courier import Courier, Parcel
 from .hosts import Hosts, private
 
@@ -89,7 +89,8 @@ class Level:
             record = _write(draft, self._hosts.rank, list(fragments))
             written.extend([record] if record else [])
 
-        records = self._together(draft, write, lambda: [record.to_dict() for record in written])
+        self._together(draft, write)
+        records = self._communicator.gather([record.to_dict() for record in written])
         files = [[FileRecord.from_dict(each) for each in found] for found in records]
         total = sum(len(each) for each in files)
         meta = replace(meta, ledger=ledger, extra={**meta.extra, KEY: {"save": save, "files": total}})
@@ -100,23 +101,23 @@ class Level:
         if self._hosts.leads:
             self._retain()
 
-    def _together(self, draft: Path, work: Callable[[], None], result: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Do something on every rank; what it gave on each, or the error of any on all, after the draft is gone."""
+    def _together(self, draft: Path, work: Callable[[], None]) -> None:
+        """Do something on every rank; raise the error of any on all, after the draft is gone."""
         failure: Exception | None = None
         try:
             work()
         except Exception as error:  # the other ranks are waiting to hear of it
             failure = error
-        told = [None if failure else result(), failure and describe_error(failure), disk_refuses(failure)]
-        reports = self._communicator.gather(told)
-        problems = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(reports) if text]
-        if not problems:
-            return [each for each, _, _ in reports]
+        refused = disk_refuses(failure)
+        failed, otherwise = self._communicator.any_rank([failure is not None, failure is not None and not refused])
+        if not failed:
+            return
+        told = self._communicator.gather(failure and describe_error(failure))
         if self._hosts.leads:
             shutil.rmtree(draft, ignore_errors=True)
-        full = all(room for _, text, room in reports if text)
         subject = f"{self.name}: {step_name(number_of(Path(draft.name.partition('.')[0])))}"
-        raise (StoreRefuses if full else CheckpointError)(subject, ["it was not saved", *problems]) from failure
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text]
+        raise (CheckpointError if otherwise else StoreRefuses)(subject, ["it was not saved", *problems]) from failure
 
     def _carry(self, draft: Path, parcels: list[Parcel]) -> None:
         problems = self._courier.carry(parcels, draft, draft) if self._courier is not None else {}
@@ -135,8 +136,7 @@ class Level:
             shutil.rmtree(draft, ignore_errors=True)
             return
         index = Index.merge([read_table(draft, record) for record in here])
-        contents = {INDEX_NAME: index.to_bytes(), META_NAME: meta.to_bytes()}
-        for name, content in {**contents, MANIFEST_NAME: manifest_bytes(here, contents)}.items():
+        for name, content in head_files(index, here, meta.to_bytes()).items():
             write_file(draft / name, content, wait=False)
 
     def _parcels(self, files: list[list[FileRecord]]) -> list[Parcel]:
@@ -170,7 +170,7 @@ class Level:
             return found
         for path in paths:
             try:
-                records, _ = read_manifest(path)
+                _, records = open_index(path, read_manifest(path), None)
                 meta = Meta.from_bytes(part_of(path, META_NAME).read_bytes(), path)
                 facts = meta.extra[KEY]
                 names = tuple(record.path for record in records)

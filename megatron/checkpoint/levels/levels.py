@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...config.sections.output import LevelSection
-from ..communicator import Communicator
+from ..communicator import Communicator, all_problems
 from ..durable import write_file
 from ..errors import CheckpointError, StoreRefuses, brief, disk_refuses
 from ..fragment import Fragment
@@ -63,7 +63,7 @@ class Levels:
             self.levels = [self._level(section, token) for section in sections]
         except (OSError, CheckpointError) as error:
             problem = f"{self.hosts.name}: {error}"
-        problems = list(dict.fromkeys(each for each in communicator.gather(problem) if each))
+        problems = all_problems(communicator, [problem] if problem else [])
         most = max((section.neighbours for section in sections), default=0)
         if not problems and most >= len(self.hosts.members):
             problems = [

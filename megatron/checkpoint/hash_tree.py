@@ -1,0 +1,96 @@
+"""Trust in a part of a file: a hash tree.
+
+Each block of the content has a checksum, each block of these checksums has one in turn, and so on up to one block,
+whose checksum is the root. Whoever knows the root can trust any range of the content after reading its blocks and one
+block of each level above them, three for a content of a gigabyte. The levels follow the content, the lowest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import xxhash
+
+from .errors import CheckpointError, reading
+
+BLOCK = 4096  # bytes; of checksums, 256
+DIGEST = 16  # bytes, of xxh3_128
+AT_ONCE = 256  # blocks: what a checksum's block is of
+
+
+def grow(content: bytes) -> tuple[bytes, str]:
+    """The levels above `content`, and the root in hexadecimal digits."""
+    levels, below = [], content
+    while len(below) > BLOCK:
+        below = b"".join(xxhash.xxh3_128_digest(below[place : place + BLOCK]) for place in range(0, len(below), BLOCK))
+        levels.append(below)
+    return b"".join(levels), xxhash.xxh3_128_hexdigest(below)
+
+
+def spans(size: int) -> list[tuple[int, int]]:
+    """Where a content of `size` bytes, and each level above it, begins and ends."""
+    found = [(0, size)]
+    while (blocks := _blocks(*found[-1])) > 1:
+        found.append((found[-1][1], found[-1][1] + blocks * DIGEST))
+    return found
+
+
+def _blocks(begin: int, end: int) -> int:
+    return -(-(end - begin) // BLOCK)
+
+
+class HashTree:
+    """Compares ranges of a content with their checksums, each block once.
+
+    Args:
+        subject: the file, for messages.
+        fetch: gives bytes `begin` to `end` of the content and its levels, or OSError.
+        size: bytes of the content.
+        root: as of `grow`.
+    """
+
+    def __init__(self, subject: object, fetch: Callable[[int, int], bytes], size: int, root: str) -> None:
+        self._subject, self._fetch, self._root = subject, fetch, bytes.fromhex(root)
+        self._spans = spans(size)
+        self._known = [bytearray(_blocks(*span)) for span in self._spans]
+
+    @property
+    def read(self) -> int:
+        """Bytes that were compared so far."""
+        sizes = (end - begin for begin, end in self._spans)
+        return sum(min(sum(known) * BLOCK, size) for known, size in zip(self._known, sizes, strict=True))
+
+    def check(self, begin: int, end: int) -> None:
+        """Compare bytes `begin` to `end` of the content.
+
+        Raises:
+            CheckpointError: they are not what was written, or cannot be read.
+        """
+        if begin < end:
+            self._check(0, begin // BLOCK, _blocks(0, end))
+
+    def check_share(self, share: tuple[int, int]) -> None:
+        """Compare one of several equal parts of the content: (number, count)."""
+        blocks = len(self._known[0])
+        self._check(0, *(blocks * number // share[1] for number in (share[0], share[0] + 1)))
+
+    def _check(self, level: int, first: int, last: int) -> None:
+        known, (begin, end) = self._known[level], self._spans[level]
+        while (first := known.find(0, first, last)) >= 0:
+            stop = known.find(1, first, min(last, first + AT_ONCE))
+            stop = min(last, first + AT_ONCE) if stop < 0 else stop
+            with reading(self._subject):
+                found = self._fetch(begin + first * BLOCK, min(begin + stop * BLOCK, end))
+            parts = (found[place : place + BLOCK] for place in range(0, (stop - first) * BLOCK, BLOCK))
+            if b"".join(map(xxhash.xxh3_128_digest, parts)) != self._written(level, first, stop):
+                raise CheckpointError(self._subject, "it does not have the checksum it was written with")
+            known[first:stop] = b"\1" * (stop - first)
+
+    def _written(self, level: int, first: int, last: int) -> bytes:
+        """The checksums of some blocks of a level, themselves compared with those above them."""
+        if level + 1 == len(self._spans):
+            return self._root
+        self._check(level + 1, first * DIGEST // BLOCK, _blocks(0, last * DIGEST))
+        above = self._spans[level + 1][0]
+        with reading(self._subject):
+            return self._fetch(above + first * DIGEST, above + last * DIGEST)
