@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 
 def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    """All of them, the least first; soon also of large numbers."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
 
 
 def near(number: int, choices: list[int]) -> str:

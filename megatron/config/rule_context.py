@@ -15,6 +15,7 @@ from .pattern import BlockPattern, Kind, PatternError
 from .problems import Problem
 from .schema import Config
 from .sections.base import Section
+from .sequences import choose_cut
 from .variants import options_of
 
 
@@ -102,6 +103,14 @@ class RuleContext:
 
     def _use(self, kind: Kind) -> KindUse[Any]:
         return KindUse(self, kind.name, kind.variant, options_of(self.config.model, kind))
+
+    @cached_property
+    def zigzag(self) -> bool:
+        """Whether a rank has two runs of each sequence; not where the pattern cannot be read, which a rule reports."""
+        try:
+            return self.config.parallel.context > 1 and choose_cut(self.config)[0] == "zigzag"
+        except (PatternError, KeyError):  # of a layer, or of a variant
+            return False
 
     def uses(self, kind: str) -> bool:
         """Whether the pattern has a layer of this kind."""

@@ -7,6 +7,7 @@ reads the tokens that it would read without a schedule; a shorter stage cuts eac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -85,14 +86,21 @@ def stage_values(values: Mapping[str, Any], number: int) -> dict[str, Any]:
     if number >= len(schedule):
         return found
     entry = schedule[number]
-    pieces = training["sequence_length"] // entry["sequence_length"]
-    training["sequence_length"] = entry["sequence_length"]
+    longest, length = training["sequence_length"], entry["sequence_length"]
+    pieces = longest // length
+    training["sequence_length"] = length
+    training["sequence_chunks"] = _chunks(length, longest // (training.get("sequence_chunks") or 1))
     for name in ("micro_batch_size", "global_batch_size"):
         if training[name] is not None:
             training[name] *= pieces
     for name, rotary in entry["rotary"].items():
         put_rotary(model, name, rotary)
     return found
+
+
+def _chunks(length: int, tokens: int) -> int:
+    """How many chunks a shorter sequence has: of as many tokens as the longest one's, or of a divisor of these."""
+    return 1 if length <= tokens else length // math.gcd(length, tokens)
 
 
 def put_rotary(model: dict[str, Any], name: str, rotary: Mapping[str, Any]) -> None:

@@ -295,6 +295,7 @@ def test_unknown_keys_name_the_nearest_of_both_kinds():
         ("decay_lr_to", "min_lr"),
         ("attention_type", "num_kv_heads"),
         ("train_data_path", "train_data_paths"),
+        ("context_parallel_size", "parallel.context"),
     ],
 )
 def test_keys_that_only_look_like_gpt_neox(name, word):

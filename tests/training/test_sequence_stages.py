@@ -16,6 +16,7 @@ from megatron.checkpoint.fragment import FragmentSpec
 from megatron.data.provenance import Provenance, run_config, step_hash
 from megatron.testing.runs import train_on_ranks
 from tests.data.make import write_documents
+from tests.training.matrix import merged
 
 YARN = {"type": "yarn", "factor": 2.0, "original_length": 16}
 STEPS, ENDS = 6, (2, 4)
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"parallel": {"pipeline": 2}}),
     "cp2 by ring": (2, {"parallel": {"context": 2, "context_method": "ring"}, "zero": {"stage": 1}}),
     "pp2 cp2": (4, {"parallel": {"pipeline": 2, "context": 2}}),
+    "cp2 in chunks": (2, {"parallel": {"context": 2}, "training": {"sequence_chunks": 4}}),
 }
 
 
@@ -148,7 +150,7 @@ def test_on_a_layout_that_changes_in_the_middle_of_a_stage(name, tokens, staged,
     """Three steps on one layout, the others on another: losses, norms and weights of one process."""
     ranks, cut = LAYOUTS[name]
     own = values(tokens, tmp_path)
-    train_on_ranks(ranks, own | cut, ["training.stop_at_step=3"])
+    train_on_ranks(ranks, merged(own, cut), ["training.stop_at_step=3"])
     found = train_on_ranks(2, own | {"zero": {"stage": 2}})
     expected = staged[1]
     assert losses(found) == pytest.approx(losses(expected), rel=1e-5)

@@ -112,4 +112,5 @@ RETIRED: dict[str, str] = {
     "zero_allow_untested_optimizer": "put it into deepspeed_extra_args",
     "train_data_path": "take train_data_paths, a list",
     "launcher_args": "remove it; environment variables go to launch.environment natively",
+    "context_parallel_size": "set parallel.context natively",
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sequences import choose_cut, choose_method
+from ..sequences import choose_method
 
 KEY = "training.sequence_chunks"
 
@@ -72,6 +72,8 @@ def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
         own = heads // parallel.tensor
         method = choose_method(parallel.context_method, own, parallel.context, parallel.context_ulysses)
         if method.name != "ulysses" or own % parallel.context:
+            others = near(parallel.context, divisors(own))
+            ranks = f"parallel.context = {others} and " if own % parallel.context else ""
             yield context.problem(
                 "parallel.context",
                 KEY,
@@ -79,10 +81,9 @@ def ranks_share_chunks(context: RuleContext) -> Iterator[Problem]:
                 "parallel.context_method",
                 rule=f"must divide the {own} query heads of {use.kind} on each rank with sequence_chunks, and "
                 "context_method be ulysses: keys of earlier chunks are kept by heads",
-                fix=f"use parallel.context = {near(parallel.context, divisors(own))} and context_method: auto, or "
-                "sequence_chunks: 1",
+                fix=f"use {ranks}context_method: auto, or sequence_chunks: 1",
             )
-    if choose_cut(config)[0] == "zigzag":
+    if context.zigzag:
         yield context.problem(
             "parallel.context_cut",
             KEY,

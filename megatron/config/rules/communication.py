@@ -8,7 +8,6 @@ from ..algorithm_table import read_table
 from ..file_access import unreadable
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..variants import used_kinds
 from ..wire import LEAST_BLOCK, PIPELINE
 
 TABLE = "parallel.communication.table"
@@ -122,7 +121,7 @@ def blocks_of_activations_are_alike(context: RuleContext) -> Iterator[Problem]:
             rule=f"int8_block must go with a hidden size that {LEAST_BLOCK} divides, so that blocks are whole",
             fix=f"use a multiple of {LEAST_BLOCK}, or compress.pipeline=bf16",
         )
-    losses = [getattr(options, "losses", None) for _, _, options in used_kinds(config.model)]
+    losses = [getattr(use.options, "losses", None) for use in context.used]
     if any(each and (each.balance or each.sequence or each.z) for each in losses):
         yield context.problem(
             key,

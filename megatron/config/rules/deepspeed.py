@@ -77,6 +77,11 @@ REFUSED: dict[Path, tuple[str, str]] = {
         "this route does not reduce gradients over sequence parallel ranks",
         "use parallel.context",
     ),
+    ("seq_parallel_communication_data_type",): (
+        "ranks that share sequences are those of parallel.context, which send activations in the type of the run and "
+        "states and gradients of keys in fp32",
+        "remove it",
+    ),
     ("data_parallel_size",): ("the data parallel size follows from the ranks and the parallel section", "remove it"),
     ("mesh_param",): ("this route does not reduce gradients over sequence parallel ranks", "remove it"),
     ("tensor_parallel",): ("layers are cut by the parallel section", "use parallel.tensor"),

@@ -53,7 +53,7 @@ def sequence_divides_over_tensor_ranks(context: RuleContext) -> Iterator[Problem
             rule="sequence parallelism must go with tensor parallelism; alone it has no effect",
             fix="use parallel.tensor of 2 or more, or parallel.sequence=false",
         )
-    elif parallel.sequence and parallel.context == 1 and length % parallel.tensor:
+    elif parallel.sequence and _in_one_piece(context) and length % parallel.tensor:
         yield context.problem(
             "training.sequence_length",
             "parallel.tensor",
@@ -61,6 +61,11 @@ def sequence_divides_over_tensor_ranks(context: RuleContext) -> Iterator[Problem
             rule="must be a multiple of parallel.tensor for sequence parallelism",
             fix=f"use {multiples(length, parallel.tensor)} tokens, or parallel.sequence=false",
         )
+
+
+def _in_one_piece(context: RuleContext) -> bool:
+    """Whether the rules of chunks and of ranks that share sequences say nothing of their length."""
+    return context.config.parallel.context == 1 and context.config.training.sequence_chunks == 1
 
 
 def stages_have_layers(context: RuleContext) -> Iterator[Problem]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..divisors import divisors, multiples, near
 from ..problems import Problem
 from ..rule_context import RuleContext
-from ..sequences import choose_cut, choose_method, kinds_needing_neighbours
+from ..sequences import choose_method, kinds_needing_neighbours
 
 FOLDED = "parallel.folded"
 
@@ -42,10 +43,17 @@ def layers_share_sequences(context: RuleContext) -> Iterator[Problem]:
         )
 
 
+def _equal_parts(context: RuleContext) -> tuple[int, int]:
+    """What a length must be a multiple of: for the ranks of a sequence, and for its cut besides."""
+    parallel = context.config.parallel
+    ranks = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    return ranks, math.lcm(ranks, 2 * parallel.context) if parallel.context_cut == "zigzag" else ranks
+
+
 def sequence_divides_over_context_ranks(context: RuleContext) -> Iterator[Problem]:
-    parallel, length = context.config.parallel, context.config.training.sequence_length
-    unit = parallel.context * (parallel.tensor if parallel.sequence else 1)
-    if parallel.context > 1 and length % unit:
+    parallel, training = context.config.parallel, context.config.training
+    length, (unit, of_cut) = training.sequence_length, _equal_parts(context)
+    if parallel.context > 1 and training.sequence_chunks == 1 and length % unit:
         also = ("parallel.tensor", "parallel.sequence") if parallel.sequence and parallel.tensor > 1 else ()
         times = " * parallel.tensor" if also else ""
         yield context.problem(
@@ -53,7 +61,7 @@ def sequence_divides_over_context_ranks(context: RuleContext) -> Iterator[Proble
             "parallel.context",
             *also,
             rule=f"must be a multiple of parallel.context{times} = {unit}: its ranks have equal parts of a sequence",
-            fix=f"use {multiples(length, unit)} tokens, or fewer ranks for a sequence",
+            fix=f"use {multiples(length, of_cut)} tokens, or fewer ranks for a sequence",
         )
 
 
@@ -113,7 +121,7 @@ def context_methods_fit_the_heads(context: RuleContext) -> Iterator[Problem]:
 def cuts_fit_lengths_and_layers(context: RuleContext) -> Iterator[Problem]:
     config = context.config
     parallel, length = config.parallel, config.training.sequence_length
-    if parallel.context == 1 or not context.blocks or choose_cut(config)[0] == "contiguous":
+    if not context.zigzag:
         return
     if names := kinds_needing_neighbours(config):
         yield context.problem(
@@ -122,14 +130,14 @@ def cuts_fit_lengths_and_layers(context: RuleContext) -> Iterator[Problem]:
             rule=f"must be contiguous with {', '.join(names)} layers, which go on from the token before",
             fix="leave context_cut out",
         )
-    unit = 2 * parallel.context
-    if length % unit and length % parallel.context == 0:
+    (ranks, of_cut), unit = _equal_parts(context), 2 * parallel.context
+    if length % unit and length % ranks == 0:
         yield context.problem(
             "training.sequence_length",
             "parallel.context_cut",
             "parallel.context",
             rule=f"must be a multiple of 2 * parallel.context = {unit} for a zigzag cut: each rank has two equal runs",
-            fix=f"use {multiples(length, unit)} tokens, or context_cut: contiguous",
+            fix=f"use {multiples(length, of_cut)} tokens, or context_cut: contiguous",
         )
 
 

@@ -12,7 +12,6 @@ from ..kind import KindUse
 from ..problems import Problem
 from ..rule_context import RuleContext
 from ..sections.rotary import RotaryOptions
-from ..sequences import choose_cut
 from ..stages import as_stage, stages_of
 from ..structure import nearest
 
@@ -49,7 +48,7 @@ def samples_are_cut_into_equal_pieces(context: RuleContext) -> Iterator[Problem]
         unit, others = unit * parallel.tensor, [*others, "parallel.tensor"]
     if parallel.context > 1:
         unit, others = unit * parallel.context, [*others, "parallel.context"]
-        if context.blocks and choose_cut(context.config)[0] == "zigzag":
+        if context.zigzag:
             unit = math.lcm(unit, 2 * parallel.context)
     legal = [each for each in divisors(longest) if each % unit == 0]
     for number, entry in enumerate(context.config.training.sequence_schedule):

@@ -171,10 +171,12 @@ def parts_of_sequences_have_the_taps(
     """
 
     def rule(at: KindUse[Any]) -> Iterator[Problem]:
-        training, ranks, count = at.config.training, at.config.parallel.context, needed(at.options)
-        chunks = training.sequence_chunks
+        training, parallel, count = at.config.training, at.config.parallel, needed(at.options)
+        ranks, chunks = parallel.context, training.sequence_chunks
         if ranks > 1 and training.sequence_length // chunks // ranks < count:
             of_chunk = (" of each chunk", ", fewer chunks,") if chunks > 1 else ("", ",")
+            cut = parallel.tensor if parallel.sequence else 1
+            enough = -(-count // cut) * cut * ranks * chunks
             yield at.problem(
                 "training.sequence_length",
                 "parallel.context",
@@ -182,7 +184,7 @@ def parts_of_sequences_have_the_taps(
                 *names,
                 rule=f"each of {ranks} ranks must have the {count} tokens{of_chunk[0]} that convolutions of the next "
                 "one look back to",
-                fix=f"use at least {count * ranks * chunks} tokens{of_chunk[1]} or fewer ranks for a sequence",
+                fix=f"use at least {enough} tokens{of_chunk[1]} or fewer ranks for a sequence",
             )
 
     return rule

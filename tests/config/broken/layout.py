@@ -89,6 +89,24 @@ LAYOUT = [
         ranks=4,
     ),
     case(
+        "zigzag of a length that tensor parallel ranks share, too",
+        "model: {attention: {heads: 6}, hidden_size: 72}\n"
+        "parallel: {context: 2, context_method: ring, context_cut: zigzag, tensor: 3, sequence: true}\n"
+        "training: {sequence_length: 30}",
+        "must be a multiple of 2 * parallel.context = 4",
+        "use 24 or 36 tokens, or context_cut: contiguous",
+        ranks=6,
+    ),
+    case(
+        "zigzag of a length that nothing divides",
+        "model: {attention: {heads: 6}, hidden_size: 72}\n"
+        "parallel: {context: 2, context_method: ring, context_cut: zigzag, tensor: 3, sequence: true}\n"
+        "training: {sequence_length: 34}",
+        "must be a multiple of parallel.context * parallel.tensor = 6",
+        "use 24 or 36 tokens, or fewer ranks for a sequence",
+        ranks=6,
+    ),
+    case(
         "zigzag of states",
         "model: {layers: mamba2/mlp x4}\nparallel: {context: 2, context_cut: zigzag}",
         "a.yml:3: parallel.context_cut",
@@ -193,6 +211,7 @@ LAYOUT = [
         "parallel: {context: 2, context_method: ring}\ntraining: {sequence_chunks: 2}",
         "a.yml:2: parallel.context = 2",
         "must divide the 4 query heads of attention on each rank with sequence_chunks, and context_method be ulysses",
+        "use context_method: auto, or sequence_chunks: 1",
         ranks=2,
     ),
     case(
@@ -209,6 +228,28 @@ LAYOUT = [
         "each of 2 ranks must have the 3 tokens of each chunk that convolutions of the next one look back to",
         "use at least 48 tokens, fewer chunks, or fewer ranks",
         ranks=2,
+    ),
+    case(
+        "chunks that ranks do not divide, and ranks that the length does not divide",
+        "parallel: {context: 2}\ntraining: {sequence_length: 35, sequence_chunks: 4}",
+        "a.yml:3: training.sequence_length = 35",
+        "must be a multiple of training.sequence_chunks * parallel.context = 8",
+        "use 32 or 40 tokens",
+        ranks=2,
+    ),
+    case(
+        "chunks that tensor parallel ranks do not divide",
+        "parallel: {tensor: 2, sequence: true}\ntraining: {sequence_length: 33, sequence_chunks: 4}",
+        "must be a multiple of training.sequence_chunks * parallel.tensor = 8",
+        "use 32 or 40 tokens",
+        ranks=2,
+    ),
+    case(
+        "convolutions of parts of a sequence that tensor parallel ranks share, too",
+        "model: {layers: mamba2/mlp x4, mamba2: {convolution: 20}}\nparallel: {context: 2, tensor: 2, sequence: true}",
+        "each of 2 ranks must have the 19 tokens that convolutions of the next one look back to",
+        "use at least 40 tokens",
+        ranks=4,
     ),
     case(
         "chunks of a recurrent core",
@@ -444,4 +485,11 @@ DEEPSPEED = [
         "use optimizer.type and its keys",
     ),
     case("sequence parallel by the raw route", "deepspeed: {sequence_parallel_size: 2}", "does not reduce gradients"),
+    case(
+        "the type of what DeepSpeed's own sequence parallel ranks send",
+        "deepspeed: {seq_parallel_communication_data_type: bf16}",
+        "a.yml:2: deepspeed.seq_parallel_communication_data_type",
+        "ranks that share sequences are those of parallel.context",
+        "remove it",
+    ),
 ]

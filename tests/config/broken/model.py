@@ -80,6 +80,11 @@ MODEL = [
         "must be a block: unknown kind of layer 'mlq'",
     ),
     case(
+        "further tokens by a block that cannot be read, on ranks that share sequences",
+        "model: {multi_token_prediction: {depth: 1, block: attention/mlq}}\nparallel: {context: 2}",
+        "must be a block: unknown kind of layer 'mlq'",
+    ),
+    case(
         "two recurrent groups",
         "model: {layers: recurrent(mlp) attention recurrent(mlp)}",
         "a.yml:2: model.layers",
@@ -454,6 +459,19 @@ MODEL = [
         "the variant 'locl'",
         "did you mean local?",
         "1 warning",
+    ),
+    case(
+        "variant not there, of layers that share sequences in stages",
+        "model: {layers: attention@locl/mlp x4}\nparallel: {context: 2}\n"
+        "training: {sequence_schedule: [{until: 50, sequence_length: 8}]}",
+        "the variant 'locl' in the pattern must be defined in model.variants",
+        "add model.variants.locl",
+    ),
+    case(
+        "variant not there, of layers with compressed activations",
+        "model: {layers: attention@locl/mlp x4}\n"
+        "parallel: {pipeline: 2, communication: {compress: {pipeline: int8_block}}}",
+        "the variant 'locl' in the pattern must be defined in model.variants",
     ),
     case(
         "variant with an unknown option",
