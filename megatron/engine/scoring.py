@@ -167,7 +167,8 @@ class Scorer:
         length = -(-longest // unit) * unit
         embedding = self.config.model.embedding
         if embedding.position == "learned":  # there is no position behind the last one
-            length = max(min(length, embedding.max_positions // ranks * ranks), longest)
+            even = math.lcm(ranks, 2 * self.mesh.context.size) if self.mesh.layout.zigzag else ranks
+            length = max(min(length, embedding.max_positions // even * even), longest)
         return length
 
     def _batch(self, step: list[list[Row]], length: int) -> StepBatch:

@@ -94,7 +94,16 @@ def alone(model: Model, text: Text) -> tuple[float, bool]:
 
 @pytest.mark.parametrize(("architecture", "layout"), PAIRS, ids=lambda word: word.replace(" ", "-"))
 def test_scores_are_those_of_one_process(architecture, layout):
-    settings, ranks = settings_of(architecture, layout)
+    check(*settings_of(architecture, layout))
+
+
+def test_positions_that_ranks_cannot_share_evenly_are_left():
+    """Of 18 learned positions two ranks have 9 each, and with a zigzag cut that is no two equal runs."""
+    settings, ranks = settings_of("gpt2", "cp2 by ring, ZeRO 0")
+    check(matrix.merged(settings, {"model": {"embedding": {"max_positions": 18}}}), ranks)
+
+
+def check(settings: dict, ranks: int) -> None:
     plain = {k: v for k, v in settings.items() if k not in ("parallel", "zero")}
     model = plain_model(plain)
     V = model.plan.config.model.vocab_size
